@@ -12,7 +12,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from attnres.errors import UserError
-from attnres.paths import user_path
+from attnres.files import user_path
 from attnres.reading import parse_yaml, read_config
 from attnres.text import listed
 from attnres.training.config import Setting
@@ -33,7 +33,7 @@ def _size_from(words: list[str]) -> str | dict[str, Any]:
 
 
 def _settings_from(words: list[str]) -> dict[str, Setting]:
-    from attnres.comparison.variants import setting_value
+    from attnres.comparison.plan import setting_value
 
     if wrong := [word for word in words if "=" not in word]:
         raise ValueError(f"'{wrong[0]}' is not NAME=VALUE")

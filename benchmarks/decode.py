@@ -24,8 +24,8 @@ from transformers import StaticCache
 
 from attnres.files import write_json
 from attnres.models import build, build_plain
-from attnres.models.sizes import SIZES as NAMED
-from attnres.training.device import tune
+from attnres.models.build import SIZES as NAMED
+from attnres.training.environment import tune
 
 VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "plain": (None, {}),

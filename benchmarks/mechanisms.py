@@ -24,6 +24,7 @@ import harness
 
 from attnres.commands.compare import Compare
 from attnres.comparison.speed import step_times
+from attnres.device import spread
 from attnres.figures.write import write_figures
 from attnres.files import write_json
 from attnres.inspect import Inspection
@@ -33,9 +34,8 @@ from attnres.report.runs import load_study
 from attnres.report.sections import slug
 from attnres.residuals import RESIDUALS
 from attnres.residuals.registry import ships
-from attnres.timing import spread
 from attnres.training.config import DataConfig, ModelConfig, TrainConfig, to_dict
-from attnres.training.metrics import read
+from attnres.training.records import read_metrics
 
 Rows = dict[str, tuple[str, dict[str, Any]]]
 
@@ -151,7 +151,7 @@ def tools(folder: Path) -> dict[str, str | None]:
 
     def recorded() -> None:
         inspection = Inspection.load(folder / "inspection.json")
-        depth = [line for line in read(folder / "metrics.jsonl") if line["kind"] == "depth"]
+        depth = [line for line in read_metrics(folder / "metrics.jsonl") if line["kind"] == "depth"]
         numbers = [value for line in depth for row in (line["output_rms"], line["grad_rms"]) for value in row]
         numbers += [*inspection.output_rms, *inspection.input_rms, inspection.losses["mean"]]
         if not depth or not all(value is not None and math.isfinite(value) for value in numbers):

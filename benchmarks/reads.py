@@ -27,7 +27,7 @@ from naive import EPS, naive_read
 from peers import able
 from torch import Tensor
 
-from attnres.models import traffic as counts
+from attnres.models import step_cost as counts
 from attnres.ops import Norm, depth_read, eager, explain, merge, read_sealed
 from attnres.ops.backend import Backend, MergeGradInputs, MergeInputs, ReadGradInputs, ReadInputs
 from attnres.ops.dispatch import backend_for

@@ -242,7 +242,7 @@ class Training:
     most_epochs: float = 3.0
 
     def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
-        from attnres.comparison.variants import parse_variant
+        from attnres.comparison.plan import parse_variant
         from attnres.data import open_tokens
         from attnres.errors import UserError
         from attnres.models import build

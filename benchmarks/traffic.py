@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from harness import table
 
-from attnres.models.traffic import ADD, STANDARD, group, merge, read_sealed
+from attnres.models.step_cost import ADD, STANDARD, group, merge, read_sealed
 
 
 class Range(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import harness
 import torch
 
-from attnres.timing import in_turn
+from attnres.device import in_turn
 from attnres.training import TrainConfig, from_dict
 
 ROWS = {"Trainer, plain": None, "attnres, standard": "standard", "attnres, block": "block"}
@@ -82,7 +82,7 @@ def run_trainer(config: TrainConfig, folder: Path) -> None:
     from attnres.models import build_plain
     from attnres.training.config import resolve
     from attnres.training.data import open_data
-    from attnres.training.device import tune
+    from attnres.training.environment import tune
     from attnres.training.parallel import join_processes
 
     answers, sys.stdout = sys.stdout, sys.stderr  # what it logs is no answer

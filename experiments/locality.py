@@ -16,7 +16,7 @@ from attnres.cli import carry_out
 from attnres.errors import UserError
 from attnres.files import write_text
 from attnres.inspect import Inspection
-from attnres.inspect.measures import depth_distance, embedding_persistence
+from attnres.inspect.inspection import depth_distance, embedding_persistence
 from attnres.residuals import depths, layout_of
 from attnres.text import csv_text
 

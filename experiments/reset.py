@@ -23,7 +23,7 @@ from attnres.training import train
 from attnres.training.branch import branch, kept_checkpoint
 from attnres.training.checkpoint import checksum, load_model, reconfigure, save_model, stored_state
 from attnres.training.config import from_dict, to_dict
-from attnres.training.regimes import base_parameters
+from attnres.training.finetune import base_parameters
 
 START = {"query": 0.0, "gain": 1.0}
 MOMENTS = ("exp_avg", "exp_avg_sq")

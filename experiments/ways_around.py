@@ -17,7 +17,7 @@ from attnres.cli import carry_out
 from attnres.errors import UserError
 from attnres.files import write_text
 from attnres.inspect import Inspection
-from attnres.inspect.routing import Routing
+from attnres.inspect.inspection import Routing
 from attnres.residuals import make_residual
 from attnres.residuals.mechanisms.depth_attention import NULL
 from attnres.text import csv_text

@@ -47,11 +47,11 @@ def preload() -> None:
     """Load what most commands load, once, and start no thread that a fork would lose."""
     import torch
 
-    import attnres.analysis.draw
     import attnres.comparison.compare
     import attnres.evals.run
-    import attnres.models.portable
-    import attnres.report.show
+    import attnres.figures.draw
+    import attnres.models.export
+    import attnres.report.page
     import attnres.training.loop  # noqa: F401
 
     torch.set_num_threads(1)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnres.comparison.variants import parse_variants
+from attnres.comparison.plan import parse_variants
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.residuals.operations import operations
-from attnres.run_names import label_and_seed
+from attnres.text import label_and_seed
 from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig, size_or_default, tokenizer_or_default
 from lab.design import Arm
@@ -109,7 +109,7 @@ def vocabulary_of(config: TrainConfig) -> int:
 
 
 def flops_a_token(size: object, seq_len: int, vocabulary: int, mechanism: Mechanism = STANDARD) -> float:
-    """FLOPs of training a model on one token: the standard model's, as `attnres.models.flops` counts them, and the
+    """FLOPs of training a model on one token: the standard model's, as `attnres.models.step_cost` counts them, and the
     mechanism's `operations`, thrice as many as in a forward pass, as everything else is."""
     standard, sublayers, width = _standard(json.dumps(size, sort_keys=True), seq_len, vocabulary)
     return standard + 3 * operations(mechanism.residual, json.loads(mechanism.settings), sublayers, width)
@@ -119,7 +119,7 @@ def flops_a_token(size: object, seq_len: int, vocabulary: int, mechanism: Mechan
 def _standard(size: str, seq_len: int, vocabulary: int) -> tuple[float, int, int]:
     """FLOPs of the standard model for a token, its number of sublayers, and its width."""
     from attnres.models import build
-    from attnres.models.flops import step_flops
+    from attnres.models.step_cost import step_flops
 
     with torch.device("meta"):
         model = build(json.loads(size), "standard", vocab_size=vocabulary, max_positions=seq_len)

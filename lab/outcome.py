@@ -14,27 +14,25 @@ from typing import Any, TypedDict
 
 from rich.console import Console
 
-from attnres.analysis.draw import write_drawn
-from attnres.comparison.variants import parse_variants
+from attnres.comparison.plan import parse_variants
 from attnres.errors import UserError, unknown
 from attnres.figures import style
+from attnres.figures.draw import write_drawn
 from attnres.figures.write import Drawn, check_formats
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other
+from attnres.progress import say
 from attnres.reading import read_json
 from attnres.report.page import figure_cards, framed
-from attnres.run_names import run_name
 from attnres.stats import plain
-from attnres.terminal import say
-from attnres.text import UNKNOWN, listed, number
+from attnres.text import UNKNOWN, listed, number, run_name
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
 from lab.analyses.noise import Noise
-from lab.archive import ARCHIVE, archive, restored, texts_of
-from lab.begin import RECORD, asked, asked_in
 from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.measures import MEASURES, rows_of, step_times, to_csv
 from lab.presets import PRESETS
-from lab.rows import MEASURES, rows_of, step_times, to_csv
+from lab.store import ARCHIVE, RECORD, archive, asked, asked_in, run_folders, texts_of
 from lab.studies import STUDIES
 
 FOOTER = (
@@ -97,11 +95,16 @@ class Outcome:
         return f"the results of {where}, none of whose runs had the tokenizer and held-out text of these"
 
 
-def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
-    """The arms that a study asks for by now, and what their finished runs gave. Nothing is run."""
-    folder = setting.folder(design.name)
+def survey(design: Design, setting: Setting, runs: Path | None = None) -> tuple[list[Arm], Measured]:
+    """The arms that a study asks for by now, and what their finished runs gave. Nothing is run.
+
+    Args:
+        runs: the folder with its arms; none is the study's own.
+    """
+    study = setting.folder(design.name)
+    folder = runs or study
     begun = frozenset(path.name for path in folder.glob("*") if path.is_dir())
-    known, texts = {name: _values(setting, name) for name in ("noise", "exchange")}, texts_of(folder)
+    known, texts = {name: _values(setting, name) for name in ("noise", "exchange")}, texts_of(study)
     ours = {name for name in known if texts & texts_of(setting.folder(name))}
     others = tuple(name for name in known if texts and known[name] and name not in ours)
     measured = Measured(
@@ -137,24 +140,23 @@ def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
 
 
 def outcome_in(folder: Path) -> Outcome:
-    """Read a study's folder and analyse it again; nothing is run or written. Raises UserError if it is none."""
+    """Read a study's folder, or its runs.jsonl where its runs are gone, and analyse it again; nothing is written.
+
+    Raises:
+        UserError: it is none, or a file of it is damaged.
+    """
     path = folder / RECORD
     record = asked_in(path)
     for what, name, known in (("study", record["study"], STUDIES), ("preset", record["preset"], PRESETS)):
         if name not in known:
             raise unknown(what, str(name), known)
     out = folder.parent.parent
-    setting = Setting(
-        record["preset"],
-        PRESETS[record["preset"]],
-        int(record["seeds"]),
-        record["source"],
-        out,
-        record["images"],
-        record.get("column"),
-    )
+    preset, seeds = PRESETS[record["preset"]], int(record["seeds"])
+    column = record.get("column")
+    setting = Setting(record["preset"], preset, seeds, record["source"], out, record["images"], column)
     design = STUDIES[record["study"]]
-    measured = survey(design, setting)[1]
+    with run_folders(folder) as runs:
+        measured = survey(design, setting, runs)[1]
     return Outcome(design, setting, measured, design.analyse(setting, measured))
 
 
@@ -164,11 +166,10 @@ def report(out: Path) -> Path:
     Raises:
         UserError: there are none, or a folder or file of one is damaged.
     """
-    with restored(out) as studies:
-        folders = sorted(path.parent for path in studies.glob("*/*/study.json"))
-        if not folders:
-            raise UserError(f"{out} holds no studies: expected OUT/PRESET/NAME/study.json, as python -m lab writes it")
-        page = report_page([outcome_in(folder) for folder in folders])
+    folders = sorted(path.parent for path in out.glob("*/*/study.json"))
+    if not folders:
+        raise UserError(f"{out} holds no studies: expected OUT/PRESET/NAME/study.json, as python -m lab writes it")
+    page = report_page([outcome_in(folder) for folder in folders])
     write_text(out / "report.html", page)
     return out / "report.html"
 
@@ -184,9 +185,8 @@ def draw(folders: Sequence[Path], out: str, formats: Sequence[str]) -> None:
     into, console, drawings = refuse_other(out, "figures"), Console(), dict[str, Drawn]()
     for folder in folders:
         drawn = drawings[f"{folder.parent.name}-{folder.name}"] = Drawn()
-        with restored(folder.parent.parent, folder) as studies:
-            for chart in outcome_in(studies / folder.parent.name / folder.name).result.charts:
-                drawn.add(chart.name, chart.draw)
+        for chart in outcome_in(folder).result.charts:
+            drawn.add(chart.name, chart.draw)
     several = len(folders) > 1
     if several:
         write_text(into / "captions.md", "")  # first: the folder is known by it

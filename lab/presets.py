@@ -85,7 +85,7 @@ class Preset:
 
     @property
     def _fields(self) -> dict[str, Any]:
-        from attnres.models.sizes import SIZES
+        from attnres.models.build import SIZES
 
         size = self.train["model"]["size"]
         return SIZES[size] if isinstance(size, str) else size

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnres.comparison.variants import label_of, parse_variant
+from attnres.comparison.plan import label_of, parse_variant
 from attnres.residuals import make_residual
 from attnres.text import listed, number
 from attnres.training.config import READ_RATE

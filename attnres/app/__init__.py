@@ -1,11 +1,11 @@
 """The explorer: models in the browser, one or two side by side. Only `server` needs Starlette and uvicorn."""
 
 import importlib.util
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnres.app.address import check_port
-from attnres.errors import UserError
+from attnres.errors import UserError, first_line
 
 DEMO = Path("runs/demo")
 
@@ -31,17 +31,33 @@ def explore(
     """
     if len(models) > 2:
         raise UserError(f"{len(models)} models were given: the explorer shows one, or two side by side")
-    check_port(host, port)
+    address = check_port(host, port)
     if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
         raise UserError("the explorer needs Starlette and uvicorn: pip install 'attnres[app]'")
-    from attnres.analysis.texts import corpus_text
+    from attnres.app.explorer import choose_threads, find_demo, open_models
     from attnres.app.page import Page
-    from attnres.app.steps import find_demo, open_models
-    from attnres.app.threads import choose_threads
+    from attnres.inspect.texts import corpus_text
 
     searched = None if corpus is None else corpus_text(corpus, column)
     page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code), searched)
     choose_threads([model for model in page.models if model.is_loaded])
     from attnres.app.server import serve
 
-    serve(page, host=host, port=port, names=names, browser=browser)
+    serve(page, address, host=host, port=port, names=names, browser=browser)
+
+
+def check_port(host: str, port: int) -> str:
+    """Return the numeric address that a server on `host` is bound to. Raises UserError where nothing can be served."""
+    if not 1 <= port <= 65535:
+        raise UserError(f"port is {port}: expected 1 to 65535")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return probe.getsockname()[0]
+    except (OSError, UnicodeError) as error:  # a name that no host can have
+        why = (getattr(error, "strerror", None) or first_line(error)).lower()
+        raise UserError(
+            f"cannot serve on {host}:{port} ({why}): choose another --port, or a --host of this machine"
+        ) from error

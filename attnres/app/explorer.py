@@ -1,31 +1,30 @@
-"""What one text does in one model: where every token's reads came from, and what changes when edges are knocked out."""
+"""The models of a command line and the steps of their training: what a text does in them, whole and with edges cut."""
 
 import json
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from attnres.app.encoder import Encoder
-from attnres.app.kept import Kept
-from attnres.app.reading import Candidate, Effect, Reading
+from attnres.app.reading import Cache, Candidate, Effect, Encoder, Reading, Report
 from attnres.app.state import Cut, key_of
-from attnres.app.works import Report, Works
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.inspect.attention import TokenAttention, token_attention
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.corpus import Search, search
-from attnres.inspect.edits import KnockOut
+from attnres.inspect.edits import Ablate, intervene, source_names
 from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
-from attnres.inspect.intervene import intervene, source_names
-from attnres.inspect.pieces import characters, piece
-from attnres.inspect.record import find_residual, record
-from attnres.inspect.routing import By
+from attnres.inspect.inspection import By
+from attnres.inspect.recording import find_residual, record
+from attnres.models.encoding import characters, piece
+from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.residuals import Read, Residual
 
@@ -64,7 +63,7 @@ class Opened:
     def _share(self, checkpoint: Checkpoint, context: int) -> None:
         self.checkpoint, self.context = checkpoint, context
         self.whole: Opened = self
-        self.kept, self._works = Kept(), Works()
+        self.cache = Cache()
 
     @cached_property
     def model(self) -> Any:
@@ -78,8 +77,8 @@ class Opened:
 
     def forget(self) -> None:
         """Let go of the weights and of what they made; both are there again when they are needed."""
-        with self.kept.lock:
-            self.kept.clear()
+        with self.cache.lock:
+            self.cache.clear()
             for name in ("model", "residual"):
                 vars(self).pop(name, None)
 
@@ -148,7 +147,7 @@ class Opened:
         Raises:
             UserError: no text, too long a text, or one of which the tokenizer reads nothing.
         """
-        return self.kept.make(("read", text), lambda: self._read(text))
+        return self.cache.make(("read", text), lambda: self._read(text))
 
     def most_varied(self, text: str) -> int | None:
         """The read that shows most of a text when its tokens are coloured; None for the output's, or a text that the
@@ -165,7 +164,7 @@ class Opened:
         Raises:
             UserError: as for `read`, edges that the model does not have, or a read that is left without a source.
         """
-        return self.kept.make(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
+        return self.cache.make(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
 
     def attend(self, text: str) -> TokenAttention:
         """What the text's tokens attend to; kept.
@@ -173,11 +172,11 @@ class Opened:
         Raises:
             UserError: as for `read`, or a model that shows no weights of its attention.
         """
-        return self.kept.make(("attention", text), lambda: token_attention(self.model, self.encoder.encode(text)[0]))
+        return self.cache.make(("attention", text), lambda: token_attention(self.model, self.encoder.encode(text)[0]))
 
     def scored(self, text: str, token: int) -> Attribution | None:
         """The scores of the edges of the prediction after `token`, where `score` has kept them."""
-        return self.kept.get(("score", text, token))
+        return self.cache.get(("score", text, token))
 
     def score(self, text: str, token: int, report: Report) -> Attribution:
         """What each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last: of the
@@ -189,11 +188,13 @@ class Opened:
         """
         ids, key = self.encoder.encode(text)[0], ("score", text, token)
         batch = max(1, SCORED // (token + 1))
-        with self._works.alone(key, report) as note:
-            progress = self.kept.progress(note, sum(map(len, self.sources)))
-            return self.kept.make(
-                key, lambda: attribute(self.model, ids, position=token, batch_size=batch, progress=progress)
-            )
+        edges = sum(map(len, self.sources))
+        return self.cache.work(
+            key,
+            lambda progress: attribute(self.model, ids, position=token, batch_size=batch, progress=progress),
+            edges,
+            report,
+        )
 
     def graph(self, text: str, token: int, scores: Attribution) -> str:
         """The scored edges that lead to a prediction as a picture, SVG; empty where none changes it much; kept."""
@@ -201,7 +202,7 @@ class Opened:
         def draw() -> str:
             from attnres.figures import NotShown, style
             from attnres.figures.edges import graph
-            from attnres.report.theme import to_svg
+            from attnres.figures.style import to_svg
 
             title = f"{self.name}: how the prediction after token {token} is made"
             try:
@@ -210,7 +211,7 @@ class Opened:
             except NotShown:
                 return ""
 
-        return self.kept.make(("graph", text, token), draw)
+        return self.cache.make(("graph", text, token), draw)
 
     def search(
         self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
@@ -220,9 +221,9 @@ class Opened:
         Raises:
             UserError: no such edge, or no text.
         """
-        context, on_tokens = min(self.context, WINDOW), self.kept.progress(report, limit)
+        context, on_tokens = min(self.context, WINDOW), self.cache.progress(report, limit)
         options: dict[str, Any] = {"by": by, "least": least, "limit": limit, "batch_size": max(1, SCORED // context)}
-        with self.kept.lock:
+        with self.cache.lock:
             return search(
                 self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
             )
@@ -284,7 +285,7 @@ class Opened:
         ids = self.encoder.encode(text)[0]
         places = sorted({(cut.read, -1 if cut.token is None else cut.token) for cut in cuts})
         edits = [
-            KnockOut(
+            Ablate(
                 sorted({self.sources[read][cut.source] for cut in cuts if (cut.read, cut.token) == (read, at)}),
                 reads=read,
                 tokens=at,
@@ -295,3 +296,112 @@ class Opened:
         with intervene(self.model, *edits):
             prediction = predict(self.model, ids)
         return Effect(prediction.log_probs, prediction.losses.double().numpy())
+
+
+class Learned(Opened):
+    """The residual of `whole`, a run's model, at an earlier step, as the snapshot `path` has it."""
+
+    def __init__(self, whole: Opened, step: int, path: Path) -> None:
+        self._share(whole.checkpoint, whole.context)
+        self.name, self.step, self.path, self.whole = whole.name, step, path, whole
+
+    @cached_property
+    def model(self) -> Any:
+        """None. Raises UserError."""
+        raise UserError(
+            f"what {self.name} reads in a text at step {self.step:,} needs all weights of that step, and only the "
+            f"residual's were kept: train with --keep-at {self.step}"
+        )
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} (step {self.step:,}, residual alone)"
+
+    def _content(self) -> bytes:
+        return self.whole._content() + (self.path.read_bytes() if self.path.is_file() else b"")
+
+    @cached_property
+    def residual(self) -> Residual:
+        """The residual. Raises UserError: a damaged snapshot."""
+        return residual_at(self.checkpoint.config, self.path)
+
+    @cached_property
+    def sources(self) -> list[list[str]]:
+        return [[source.name for source in read.sources] for read in self.layout]
+
+    @cached_property
+    def details(self) -> str:
+        return f"{sum(one.numel() for one in self.residual.parameters()):,} parameters of the residual alone"
+
+    def read(self, text: str) -> Reading:
+        """Nothing. Raises UserError."""
+        return self.model
+
+
+def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False) -> list[Opened]:
+    """The models of a command line, each after the steps of its run from the earliest on: checkpoints that it kept, and
+    the residual alone at its other evaluations.
+
+    Raises:
+        UserError: no model there, or one whose reads mix no sources by weights.
+    """
+    named: dict[Opened, list[Opened]] = {}
+    for name in names:
+        model = Opened(name, trust_remote_code=trust_remote_code)
+        model.sources  # noqa: B018  what cannot be shown is said at once
+        run = model.checkpoint.run
+        kept = sorted((run / "kept").glob("[0-9]*")) if run is not None else []
+        named[model] = [Opened(folder) for folder in kept]
+        whole = {one.step for one in (*named[model], model)}
+        for step, path in snapshots(run).items() if run is not None else ():
+            if step not in whole:
+                named[model].append(Learned(model, step, path))
+        named[model].sort(key=lambda one: one.step or 0)
+    for (model, steps), title in zip(named.items(), _titles([model.checkpoint for model in named]), strict=True):
+        for one in (*steps, model):
+            one.name, one.whole = title, model
+    return [one for model, steps in named.items() for one in (*steps, model)]
+
+
+def find_demo(folder: Path) -> list[Path]:
+    """The finished runs of `make demo` with depth reads: Block's and Full's.
+
+    Raises:
+        UserError: there is none.
+    """
+    runs = [run for label in ("block", "full") for run in sorted(folder.glob(f"{label}-seed*"))[:1]]
+    finished = [run for run in runs if (run / "summary.json").is_file()]
+    if not finished:
+        raise UserError(
+            f"no model was given, and the demo has left none in {folder}: run `make demo`, or give attnres app MODEL"
+        )
+    return finished
+
+
+def _titles(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Their shortest titles that differ; of one that is there twice, short ones."""
+    longest = max((len(one.folder.absolute().parts) for one in checkpoints), default=1)
+    titles = [[one.title(parts) for one in checkpoints] for parts in range(1, longest + 1)]
+    return next((row for row in titles if len(set(row)) == len(row)), titles[0])
+
+
+TRIAL = 128
+"""Tokens of the passes that settle the number of threads."""
+
+
+def choose_threads(models: Sequence[Opened]) -> None:
+    """One thread instead of torch's own number where a pass is faster so: a small model's steps are short, and on a
+    machine with other work threads wait for one another longer than that. Measured here, kept while the process runs.
+    """
+    most = torch.get_num_threads()
+    if most == 1 or any(model.model.device.type != "cpu" for model in models):
+        return
+    times = {}
+    for threads in (1, most):
+        torch.set_num_threads(threads)
+        for _ in range(2):  # the first pass builds kernels and fills caches
+            start = time.perf_counter()
+            for model in models:
+                model.read_ids((0,) * min(TRIAL, model.context), [], [])
+            times[threads] = time.perf_counter() - start
+    torch.set_num_threads(min(times, key=lambda threads: times[threads]))

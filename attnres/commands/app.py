@@ -5,8 +5,8 @@ from typing import Annotated
 
 import tyro
 
-from attnres.analysis.config import CorpusConfig
 from attnres.flags import parse
+from attnres.inspect.config import CorpusConfig
 
 
 @dataclass

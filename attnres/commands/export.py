@@ -33,11 +33,11 @@ def run(arguments: list[str]) -> None:
     if options.weights:
         if options.onnx:
             raise UserError("both --weights and --onnx are given: give one of them")
-        from attnres.training.export import export_weights
+        from attnres.training.checkpoint import export_weights
 
         print(export_weights(options.model, options.out, trust_remote_code=remote))
         return
 
-    from attnres.models.portable import export_graph
+    from attnres.models.export import export_graph
 
     print(export_graph(options.model, options.out, onnx=options.onnx, trust_remote_code=remote))

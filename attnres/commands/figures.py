@@ -5,9 +5,9 @@ from typing import Annotated
 
 import tyro
 
-from attnres.analysis.config import LookConfig
 from attnres.errors import UserError
 from attnres.flags import fields_of, parse
+from attnres.inspect.config import LookConfig
 
 
 @dataclass
@@ -29,6 +29,6 @@ def run(arguments: list[str]) -> None:
     if len(options.paths) < 2:
         raise UserError("expected attnres figures MODEL [MORE ...] OUT: a model, run or inspection, then a folder")
 
-    from attnres.analysis.draw import draw
+    from attnres.figures.draw import draw
 
     draw(options.paths[:-1], options.paths[-1], options.formats, fields_of(options, only=LookConfig), options.by)

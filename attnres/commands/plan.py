@@ -69,8 +69,7 @@ def _model(options: Plan, device: str) -> Any:
     import torch
 
     from attnres.models import build
-    from attnres.models.build import build_shapes
-    from attnres.models.sizes import SIZES
+    from attnres.models.build import SIZES, build_shapes
 
     size = options.model or "nano"
     if isinstance(size, str) and size not in SIZES:
@@ -88,9 +87,8 @@ def _model(options: Plan, device: str) -> Any:
 def _measured(options: Plan) -> tuple[list[float], float]:
     """Seconds of each layer and of the head on this machine's device."""
     from attnres.device import pick_device
-    from attnres.scale.layer_times import layer_times
-    from attnres.training.device import tune
-    from attnres.training.environment import has_bf16
+    from attnres.scale.cut import layer_times
+    from attnres.training.environment import has_bf16, tune
     from attnres.training.objective import precision
 
     device = pick_device("auto")
@@ -170,7 +168,7 @@ def _print_table(rows: "list[Planned]", residual: str, standard: "Planned | None
     """Print a line a layout, and the first of them with the standard residual."""
     from rich.table import Table
 
-    from attnres.terminal import wide
+    from attnres.progress import wide
     from attnres.text import duration, memory
 
     heads = ("residual", "dp x shard x pp x tp", "schedule", "memory", "states", "whole", "activations", "sources")

@@ -7,8 +7,8 @@ from typing import Annotated
 import tyro
 
 from attnres.errors import UserError, unknown
+from attnres.files import user_path
 from attnres.flags import parse
-from attnres.paths import user_path
 
 
 @dataclass
@@ -33,6 +33,6 @@ def run(arguments: list[str]) -> None:
     folders = tuple(user_path(folder) for folder in options.dirs)
     out = user_path(options.out) if options.out else folders[0] if len(folders) == 1 else Path("report")
 
-    from attnres.report.show import show
+    from attnres.report.page import show
 
     show(*folders, out=out, images=options.images)

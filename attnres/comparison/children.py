@@ -17,7 +17,7 @@ from attnres.errors import ERROR_FILE, Interrupted, UserError
 from attnres.ops.cpu_build import SWITCH
 from attnres.residuals.registry import PLUGINS, plugins
 from attnres.training.interrupt import PARENT, Signals, caught_signals
-from attnres.training.metrics import growing
+from attnres.training.records import growing
 from attnres.training.run_folder import DIVERGED
 
 POLL_S = 0.2

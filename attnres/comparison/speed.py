@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres.models.checkpointing import checkpoint_activations
-from attnres.timing import device_name, in_turn, seconds_of, spread
+from attnres.device import device_name, in_turn, seconds_of, spread
+from attnres.models.bases import checkpoint_activations
 from attnres.training.config import OptimConfig, TrainConfig
-from attnres.training.device import tune
+from attnres.training.environment import tune
 from attnres.training.layout import Whole
 from attnres.training.objective import Objective, loss_kind, precision
 from attnres.training.optim import build_optimizers

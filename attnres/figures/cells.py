@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from attnres.figures import style
 from attnres.figures.plot import SMALL, number, numbers_on, plain, thin_ticks
 from attnres.inspect.colours import DIVERGING, ink_on, signed_root
+from attnres.inspect.inspection import By
 from attnres.inspect.notebook import end_of_scale
-from attnres.inspect.routing import By
 
 COLOURMAP = "viridis"  # even in lightness for every kind of colour vision
 SHARES = PowerNorm(0.5, vmin=0.0, vmax=1.0)  # square root: with twenty sources a weight of 0.05 is the even share

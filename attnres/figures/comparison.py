@@ -46,7 +46,7 @@ class Variant:
 
     Attributes:
         seeds: those of which means are taken.
-        inspections, dynamics: by seed, as `attnres.inspect.measures.dynamics` gives the latter.
+        inspections, dynamics: by seed, as `attnres.inspect.inspection.dynamics` gives the latter.
         held_out, train: losses by seed, also of one that does not count.
         differences: to the baseline, over training.
         group, rate, finals: its name without the learning rate, that rate, and the final held-out losses.

@@ -12,13 +12,12 @@ from attnres.figures import style
 from attnres.figures.cells import SIGNED_MAP, cells, named, rooted, scale
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, label, plain
 from attnres.inspect.colours import LESS, MORE, source_colours
+from attnres.inspect.inspection import Routing
 from attnres.inspect.notebook import FLOOR, end_of_scale
-from attnres.inspect.routing import Routing
 from attnres.residuals import Read, Source, depths, outputs
 
 if TYPE_CHECKING:
-    from attnres.inspect.attribution import Attribution
-    from attnres.inspect.patching import Patching
+    from attnres.inspect.attribution import Attribution, Patching
 
 DRAWN = 24
 """Edges of a graph."""

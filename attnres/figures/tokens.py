@@ -19,8 +19,8 @@ from attnres.figures.cells import SIGNED_MAP, readable_on
 from attnres.figures.patterns import TITLES, axis, boundaries, last_mix, shares, what_numbers_are, which_reads
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, number, numbers_on, plain
 from attnres.inspect.colours import source_colours
+from attnres.inspect.inspection import FIELD, By, Routing, amounts
 from attnres.inspect.notebook import FLOOR, end_of_scale
-from attnres.inspect.routing import FIELD, By, Routing, amounts
 from attnres.residuals import Source
 
 if TYPE_CHECKING:

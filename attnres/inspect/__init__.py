@@ -2,47 +2,45 @@
 
 from typing import TYPE_CHECKING
 
-from attnres.inspect.attention import TokenAttention, token_attention
-from attnres.inspect.edits import AddLogit, KnockOut, Patch, Pin, Recency, Steer, Swap, Uniform, pin_from
-from attnres.inspect.effects import Effect, effect, predict
-from attnres.inspect.intervene import intervene, source_names
-from attnres.inspect.record import Trace, find_residual, record
-from attnres.inspect.survey import CorpusEffect, corpus_effect
-from attnres.inspect.vectors import Vectors, read_vectors
-from attnres.lazy import lazy_names
+from attnres.imports import lazy_names
 
 if TYPE_CHECKING:
-    from attnres.inspect.attribution import Attribution, attribute
+    from attnres.inspect.attention import TokenAttention, token_attention
+    from attnres.inspect.attribution import Attribution, Patching, attribute, patch
     from attnres.inspect.corpus import Search, search
+    from attnres.inspect.edits import Ablate, KnockOut, Patch, Reweigh, Steer, intervene, source_names
+    from attnres.inspect.effects import Effect, effect, predict
     from attnres.inspect.inspection import Inspection
     from attnres.inspect.inspector import from_trace, inspect_model
     from attnres.inspect.lens import Direct, Lens, direct, logit_lens
-    from attnres.inspect.patching import Patching, patch
     from attnres.inspect.prune import PruneReport, prune_report
-else:  # these need Transformers
-    __getattr__, __dir__ = lazy_names(
-        __name__,
-        {
-            "Attribution": "attnres.inspect.attribution",
-            "attribute": "attnres.inspect.attribution",
-            "Inspection": "attnres.inspect.inspection",
-            "from_trace": "attnres.inspect.inspector",
-            "inspect_model": "attnres.inspect.inspector",
-            "Direct": "attnres.inspect.lens",
-            "Lens": "attnres.inspect.lens",
-            "direct": "attnres.inspect.lens",
-            "logit_lens": "attnres.inspect.lens",
-            "Search": "attnres.inspect.corpus",
-            "Patching": "attnres.inspect.patching",
-            "patch": "attnres.inspect.patching",
-            "PruneReport": "attnres.inspect.prune",
-            "prune_report": "attnres.inspect.prune",
-            "search": "attnres.inspect.corpus",
-        },
-    )
+    from attnres.inspect.recording import Trace, find_residual, record
+    from attnres.inspect.subject import TextModel
+    from attnres.inspect.survey import CorpusEffect, corpus_effect
+    from attnres.inspect.vectors import Vectors, read_vectors
+
+_HOMES = {
+    "attention": "TokenAttention token_attention",
+    "attribution": "Attribution Patching attribute patch",
+    "corpus": "Search search",
+    "edits": "Ablate KnockOut Patch Reweigh Steer intervene source_names",
+    "effects": "Effect effect predict",
+    "inspection": "Inspection",
+    "inspector": "from_trace inspect_model",
+    "lens": "Direct Lens direct logit_lens",
+    "prune": "PruneReport prune_report",
+    "recording": "Trace find_residual record",
+    "subject": "TextModel",
+    "survey": "CorpusEffect corpus_effect",
+    "vectors": "Vectors read_vectors",
+}
+"""Names by the module that defines them. They are imported when asked for: flags need none of it."""
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names.split()}
+)
 
 __all__ = [
-    "AddLogit",
+    "Ablate",
     "Attribution",
     "CorpusEffect",
     "Direct",
@@ -52,15 +50,13 @@ __all__ = [
     "Lens",
     "Patch",
     "Patching",
-    "Pin",
     "PruneReport",
-    "Recency",
+    "Reweigh",
     "Search",
     "Steer",
-    "Swap",
+    "TextModel",
     "TokenAttention",
     "Trace",
-    "Uniform",
     "Vectors",
     "attribute",
     "corpus_effect",
@@ -72,7 +68,6 @@ __all__ = [
     "intervene",
     "logit_lens",
     "patch",
-    "pin_from",
     "predict",
     "prune_report",
     "read_vectors",

@@ -1,9 +1,7 @@
 """Which (read, source) edges a prediction depends on: by taking each away, and by gradient."""
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,15 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.files import write_json
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating
 from attnres.inspect import notebook
-from attnres.inspect.edits import KnockOut
-from attnres.inspect.effects import Text, Token, prompt_ids, token_id
-from attnres.inspect.intervene import Watch, intervene
-from attnres.inspect.places import position_of
-from attnres.inspect.record import find_residual
-from attnres.inspect.routing import Named
+from attnres.inspect.edits import Ablate, Patch, Watch, intervene, position_of
+from attnres.inspect.recording import find_residual
+from attnres.inspect.subject import Model, Text, Token, as_model, last_log_probs, prompt_ids, token_id
+from attnres.inspect.vectors import read_vectors
 from attnres.models.replay import Replay
 from attnres.ops import compute_dtype
 from attnres.residuals import Read, Residual, watched_by
@@ -58,7 +53,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, repr=False)
-class Attribution(Named):
+class Attribution(notebook.Named, notebook.Result):
     """Changes of ln p(target) when edges are removed, in nats: negative where the prediction relied on the edge.
 
     Attributes:
@@ -68,6 +63,8 @@ class Attribution(Named):
         knockout: measured changes, rows parallel to `sources`.
         gradient: the same to first order.
         agreement: of the two.
+
+    The data frame has a row an edge: read, source, knockout, gradient.
     """
 
     position: int
@@ -92,30 +89,18 @@ class Attribution(Named):
         ]
         return sorted(edges, key=lambda edge: -abs(getattr(edge, by)))[:k]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        values = {name: value for name, value in vars(self).items() if name != "layout"}
-        values["agreement"] = asdict(self.agreement)
-        return values | {"reads": self.reads, "sources": self.sources}
+    def _about(self) -> str:
+        return f"token {self.target} after position {self.position}: {sum(map(len, self.knockout))} edges"
 
-    def __repr__(self) -> str:
-        edges = sum(map(len, self.knockout))
-        return f"Attribution(token {self.target} after position {self.position}: {edges} edges)"
-
-    def frame(self) -> Any:
-        """A data frame with a row an edge: read, source, knockout, gradient."""
-        return notebook.edges_frame(self.reads, self.sources, knockout=self.knockout, gradient=self.gradient)
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return notebook.edges(self.reads, self.sources, knockout=self.knockout, gradient=self.gradient)
 
     def _repr_html_(self) -> str:
         return notebook.heat(f"{self!r}: change of ln p without it, nats", self.layout, self.knockout)
 
-    def save(self, path: str | Path) -> None:
-        """Write as JSON. Raises UserError."""
-        write_json(path, {"format": 1, **self.to_dict()})
-
 
 def attribute(
-    model: nn.Module,
+    model: Model,
     input_ids: Text,
     *,
     position: int = -1,
@@ -126,7 +111,7 @@ def attribute(
 ) -> Attribution:
     """How ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l, i).
 
-    Removing is `KnockOut`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
+    Removing is `Ablate`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
     with its own edge removed, from the layer on that makes the read (`Replay`). *Gradient* is the first-order estimate
     of the same,
 
@@ -149,6 +134,7 @@ def attribute(
     Raises:
         UserError: as `effect`; a position or a target that is not there; a residual that mixes by no weights.
     """
+    model = as_model(model)
     ids = prompt_ids(model, input_ids)
     length = ids.shape[1]
     position = position_of(position, length)
@@ -249,7 +235,7 @@ class _Probe(Watch):
     def estimate(self, index: int, source: str, everywhere: bool) -> float:
         """d(l, i) of one edge, from one text's weights and their gradients (T, n)."""
         weights, grad = self.weights[index], self.grads[index]
-        edited = KnockOut(source).rewrite(weights, self.layout[index].sources, 0, self.residual.traits.sums_to_one)
+        edited = Ablate(source).reweigh(weights, self.sources[index], self.residual.traits.sums_to_one)
         if self.lengthless(index):
             products = self.products[index]
             edited = edited * (_lengths(weights, products) / _lengths(edited, products).clamp_min(1e-30))[:, None]
@@ -285,7 +271,7 @@ def _removed(
     for row, (index, source) in enumerate(edges):
         mask = torch.zeros(shape, dtype=torch.bool)
         mask[row, 0 if everywhere else -1 :] = True
-        edits.append(KnockOut(source, reads=index, tokens=mask))
+        edits.append(Ablate(source, reads=index, tokens=mask))
     with torch.no_grad(), intervene(model, *edits):
         return last_log_probs(model, ids.expand(shape))[:, target].tolist()
 
@@ -300,8 +286,112 @@ def by_size(
     return sorted(edges, key=lambda edge: -abs(edge[2]))
 
 
-def last_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
-    """(B, V) after the last token, in at least fp32."""
-    forward: Any = model.forward
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}
-    return log_probs(model(input_ids=ids, use_cache=False, **keep).logits[:, -1])
+@dataclass(frozen=True, repr=False)
+class Patching(notebook.Named, notebook.Result):
+    """What the corrupted prompt's prediction becomes when one edge's vector is the clean prompt's.
+
+    Attributes:
+        target, against: the token ids whose m = ln p(target) - ln p(against) after the prompt is measured; without
+            `against` m = ln p(target).
+        clean, corrupted: m of the two prompts.
+        layout: the reads and their sources; reads, sources: their names.
+        patched: m with each edge patched, rows parallel to `sources`.
+
+    The data frame has a row an edge: read, source, patched, restored.
+    """
+
+    target: int
+    against: int | None
+    clean: float
+    corrupted: float
+    layout: Sequence[Read]
+    patched: list[list[float]]
+
+    @property
+    def restored(self) -> list[list[float]]:
+        """(m - m_corrupted) / (m_clean - m_corrupted) of each edge: 0 changes nothing, 1 restores the clean
+        prompt's."""
+        gap = self.clean - self.corrupted
+        return [[(value - self.corrupted) / gap for value in row] for row in self.patched]
+
+    def top(self, k: int = TOP) -> list[tuple[str, str, float]]:
+        """The k (read, source, restored) that change most."""
+        return by_size(self.reads, self.sources, self.restored)[:k]
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"restored": self.restored}
+
+    def _about(self) -> str:
+        return f"clean {self.clean:.3f}, corrupted {self.corrupted:.3f}, {sum(map(len, self.patched))} edges"
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return notebook.edges(self.reads, self.sources, patched=self.patched, restored=self.restored)
+
+    def _repr_html_(self) -> str:
+        title = f"{self!r}: restored with the clean prompt's vector, 0 nothing, 1 all"
+        return notebook.heat(title, self.layout, self.restored)
+
+
+def patch(
+    model: Model,
+    clean: Text,
+    corrupted: Text,
+    *,
+    target: Token | None = None,
+    against: Token | None = None,
+    batch_size: int = 32,
+    progress: Callable[[int], None] | None = None,
+) -> Patching:
+    """Patch every (read, source) edge of the corrupted prompt with the clean prompt's vector, one at a time, at all
+    tokens.
+
+    The weights of the read stay the corrupted prompt's (`Patch`), other reads of the source see it unpatched.
+
+    Args:
+        clean, corrupted: prompts of as many tokens.
+        target: the token whose ln p is measured; None is the clean prompt's likeliest.
+        against: measure ln p(target) - ln p(against), the difference of logits.
+        batch_size: copies in one forward pass. progress: called with the number of edges after each pass.
+
+    Raises:
+        UserError: prompts of different lengths, or with the same prediction; tokens that are not there; as `predict`.
+    """
+    model = as_model(model)
+    ids, other = prompt_ids(model, clean), prompt_ids(model, corrupted)
+    if ids.shape != other.shape:
+        raise UserError(
+            f"the clean prompt has {ids.shape[1]} tokens and the corrupted one {other.shape[1]}: give two of as many"
+        )
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}: expected at least 1")
+    vectors = read_vectors(model, ids)
+    target_id = int(vectors.log_probs.argmax()) if target is None else token_id(model, target)
+    rival = None if against is None else token_id(model, against)
+
+    def measure(log_probs: Tensor) -> Tensor:
+        return log_probs[:, target_id] - (0.0 if rival is None else log_probs[:, rival])
+
+    edges = [(i, s) for i, read in enumerate(vectors.layout) for s, one in enumerate(read.sources)]
+    patched: list[float] = []
+    with evaluating(model), torch.no_grad():
+        before, after = (measure(last_log_probs(model, one)).item() for one in (ids, other))
+        if abs(before - after) < 1e-6:
+            raise UserError("both prompts give the same prediction: there is nothing to restore")
+        replay = Replay(model, find_residual(model), lambda: last_log_probs(model, other))
+        for start in range(0, len(edges), batch_size):
+            part = edges[start : start + batch_size]
+            shape = (len(part), other.shape[1])
+            edits = []
+            for row, (index, place) in enumerate(part):
+                mask = torch.zeros(shape, dtype=torch.bool)
+                mask[row] = True
+                read = vectors.layout[index]
+                if read.sources[place].kind != "null":  # zeros are not mixed
+                    vector = vectors.sources[index][place]
+                    edits.append(Patch(read.sources[place].name, vector, reads=index, tokens=mask))
+            with replay.begun(part[0][0], len(part)), intervene(model, *edits):
+                patched += measure(last_log_probs(model, other.expand(shape))).tolist()
+            if progress is not None:
+                progress(len(part))
+    rows = as_rows(patched, [read.sources for read in vectors.layout])
+    return Patching(target_id, rival, before, after, vectors.layout, rows)

@@ -2,11 +2,21 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, NotRequired, Self, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Any,
+    Literal,
+    NotRequired,
+    Self,
+    TypedDict,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 import numpy as np
 
@@ -14,8 +24,67 @@ from attnres.errors import UserError
 from attnres.files import write_text
 from attnres.inspect import notebook
 from attnres.reading import read_json
-from attnres.residuals import Read, Traits, layout_of, traits_of
+from attnres.residuals import Read, Source, Traits, columns, layout_of, traits_of
 from attnres.stats import plain
+
+
+def normalised(mixing: np.ndarray) -> np.ndarray:
+    """|M[l, i]| / sum_j |M[l, j]|: the share of each output in a read by its coefficient; rows sum to one."""
+    size = np.abs(mixing)
+    total = size.sum(1, keepdims=True)
+    return np.divide(size, total, out=np.zeros_like(size), where=total > 0)
+
+
+def depth_distance(mixing: np.ndarray, written: Sequence[int] | None = None) -> np.ndarray:
+    """Effective depth distance of each read, in sublayers: sum_i p[l, i] (n_l - i) with p = `normalised(M)`.
+
+    0 is a read of the newest output alone, n_l one of the embedding alone; a plain residual has n_l / 2.
+
+    Args:
+        written: n_l, how many sublayers have written before each read (`attnres.residuals.depths`); None is l.
+    """
+    places = np.arange(len(mixing)) if written is None else np.asarray(written)
+    return (normalised(mixing) * (places[:, None] - np.arange(mixing.shape[1]))).sum(1)
+
+
+def embedding_persistence(mixing: np.ndarray) -> np.ndarray:
+    """The embedding's share in each read: `normalised(M)[:, 0]`; a plain residual has 1 / (n_l + 1)."""
+    return normalised(mixing)[:, 0]
+
+
+def source_spike(source_rms: Sequence[Sequence[float]]) -> np.ndarray:
+    """max_i rms(v_i) / median_i rms(v_i) of each read's sources; NaN for a read with fewer than three.
+
+    Keys are normed and values are not, so one large source can fill a read that hardly weighs it. Full depth attention
+    is known for such a source (the nanoGPT study, github.com/aupadhyay/attnres-exp).
+    """
+    rows = [np.asarray(row, dtype=float) for row in source_rms]
+    return np.array([row.max() / np.median(row) if len(row) > 2 else np.nan for row in rows])
+
+
+def _is_row(values: list[Any]) -> bool:
+    return not any(isinstance(value, list) for value in values)
+
+
+def dynamics(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """What a training run recorded by depth, over its steps; None where it recorded nothing.
+
+    Args:
+        lines: of metrics.jsonl, as `attnres.training.records.read_metrics` gives them.
+
+    Returns:
+        `steps`, and every quantity that all of the `depth` lines have as a row of numbers, one for each sublayer or
+        read: `output_rms`, `input_rms`, `grad_rms`, and where the run has them `entropy`, `sharpness`, `gate`,
+        `recency_bias`, `alpha`. Coefficients that are a row or a matrix for each read are not curves and left out.
+    """
+    by_step = {line["step"]: line for line in lines if line["kind"] == "depth"}  # after a resume the later one counts
+    if not by_step:
+        return None
+    steps = sorted(by_step)
+    names = [key for key, value in by_step[steps[0]].items() if isinstance(value, list) and _is_row(value)]
+    rows = {name: [by_step[step][name] for step in steps] for name in names if all(name in by_step[s] for s in steps)}
+    return {"steps": steps, **rows}
+
 
 FORMAT = 1
 """Raised when what a field means changes; a field more or less is no change: what is missing has its default."""
@@ -74,7 +143,7 @@ class Table(TypedDict):
 
 
 @dataclass(repr=False)
-class Inspection:
+class Inspection(notebook.Result):
     """One model, seen on some text: as it is in memory, so it is in a file.
 
     Rows that belong to reads are in the order of `reads`. A number that does not exist (the entropy of a read that
@@ -97,11 +166,13 @@ class Inspection:
         source_rms, source_cosine: rows parallel to `routing["sources"]`; key_cosine (n, n) of the output's sources.
         kinds: `names`, `tokens`, `documents`; `weights` and `error`, by kind, read and source: standard errors over
             documents; `contribution` and `contribution_error` likewise.
-        prompts: the same for the prompts that come with the package, by category; errors over prompts.
         example: `text`, `tokens` (strings), `ids`, `kinds`, `losses` (of the next token; the last is None), and
             `weights` and `contribution` by read, token and source.
         losses: `mean` in nats per token, `error` over documents, `tokens` predicted.
-        dynamics: of the run that trained the model, see `measures.dynamics`.
+        dynamics: of the run that trained the model, see `dynamics`.
+
+    The data frame has a row a (read, source) edge: weight, contribution, size, and shares of the weights (`high`,
+    `largest`); none for a residual that weighs nothing.
     """
 
     model: dict[str, Any]
@@ -123,7 +194,6 @@ class Inspection:
     source_cosine: list[list[float]] = field(default_factory=list)
     key_cosine: list[list[float]] = field(default_factory=list)
     kinds: ByLabel | None = None
-    prompts: ByLabel | None = None
     example: Example | None = None
     losses: dict[str, float | None] = field(default_factory=dict)
     dynamics: dict[str, list[Any]] | None = None
@@ -132,18 +202,16 @@ class Inspection:
         for item in dataclasses.fields(self):
             setattr(self, item.name, plain(getattr(self, item.name), DIGITS))
 
-    def __repr__(self) -> str:
+    def _about(self) -> str:
         tokens, loss = self.data.get("tokens"), self.losses.get("mean")
         extent = "" if tokens is None else f", {tokens:,} tokens"
         extent += "" if loss is None else f", loss {loss:.3f}"
-        return f"Inspection({self.model['name']}: {self.model['residual']}, {len(self.reads)} reads{extent})"
+        return f"{self.model['name']}: {self.model['residual']}, {len(self.reads)} reads{extent}"
 
-    def frame(self) -> Any:
-        """A data frame with a row a (read, source) edge: weight, contribution, size, and shares of the weights (`high`,
-        `largest`); without rows for a residual that weighs nothing."""
+    def _records(self) -> Iterator[dict[str, Any]]:
         routing: Any = self.routing or {"reads": [], "sources": [], "weights": []}
         more = {name: routing[name] for name in (*MEASURES, "high", "largest") if name in routing}
-        return notebook.edges_frame(routing["reads"], routing["sources"], weight=routing["weights"], **more)
+        return notebook.edges(routing["reads"], routing["sources"], weight=routing["weights"], **more)
 
     def _repr_html_(self) -> str:
         by, rows = ("contribution", self.routing.get("contribution")) if self.routing else ("", None)
@@ -163,8 +231,7 @@ class Inspection:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON. Raises UserError."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        text = json.dumps({"format": FORMAT, **values}, allow_nan=False, ensure_ascii=False)
+        text = json.dumps({"format": FORMAT, **self.to_dict()}, allow_nan=False, ensure_ascii=False)
         write_text(path, text + "\n")  # on one line: an indented example would be a line a number
 
     @classmethod
@@ -235,11 +302,10 @@ class Inspection:
             and fit([row for row in map(self.routing.get, ("weights", *MEASURES)) if row is not None])
         ):
             wrong.append("routing")
-        for name, part in (("kinds", self.kinds), ("prompts", self.prompts)):
-            if part is not None:
-                even = len({len(part[key]) for key in ("names", "tokens", "documents", "weights")}) == 1
-                tables = [part["weights"], part["error"], part.get("contribution"), part.get("contribution_error")]
-                wrong += [name] * (not even or not all(fit(table) for table in tables if table is not None))
+        if (part := self.kinds) is not None:
+            even = len({len(part[key]) for key in ("names", "tokens", "documents", "weights")}) == 1
+            tables = [part["weights"], part["error"], part.get("contribution"), part.get("contribution_error")]
+            wrong += ["kinds"] * (not even or not all(fit(table) for table in tables if table is not None))
         if self.example is not None:
             tokens = len(self.example["tokens"])
             for values in (self.example["weights"], self.example.get("contribution")):
@@ -312,3 +378,73 @@ def _mean(values: Sequence[Any]) -> Any:
     if all(isinstance(value, int | float) for value in values):
         return float(np.mean(values))
     return first
+
+
+By = Literal["contribution", "weight"]
+"""By which number sources are shown: how much of the read they are (`attnres.inspect.contribution`), or the weights
+that they are given, |weight| / sum |weights|, which a softmax's are already."""
+
+FIELD: dict[By, Literal["contribution", "weights"]] = {"contribution": "contribution", "weight": "weights"}
+"""The field of an `Inspection`'s parts that holds the numbers."""
+
+
+def by_in(by: By, *parts: Any) -> By:
+    """`by`, or "weight" where one of the parts of an inspection (None: it has none) lacks contributions."""
+    return by if all(part is None or FIELD[by] in part for part in parts) else "weight"
+
+
+def amounts(row: Sequence[float | None], by: By) -> np.ndarray:
+    """One read's numbers: contributions as they are, weights as |weight| / sum |weights|."""
+    values = np.array([value or 0.0 for value in row])
+    return values if by == "contribution" else np.abs(values) / (np.abs(values).sum() or 1.0)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """For every read of one model a number for each of its sources.
+
+    `values[r][i]` belongs to `layout[r].sources[i]`; rows have different lengths. The last read is the output's. `by`
+    is what the numbers are.
+    """
+
+    layout: Sequence[Read]
+    values: Sequence[Sequence[float]]
+    by: By = "weight"
+
+    @classmethod
+    def of(cls, inspection: "Inspection", by: By) -> "Routing | None":
+        """Means over tokens of the reads that weigh something; None for a residual that weighs nothing. An inspection
+        of an earlier version, which has no contributions, gives weights."""
+        if inspection.routing is None:
+            return None
+        by = by_in(by, inspection.routing, inspection.kinds, inspection.example)
+        kept = [r for r, row in enumerate(inspection.routing["weights"]) if row]
+        rows = inspection.routing[FIELD[by]]
+        return cls([inspection.layout[r] for r in kept], [amounts(rows[r], by).tolist() for r in kept], by)
+
+    def columns(self, rows: Sequence[int] | None = None) -> list[Source]:
+        """Return every source of these reads (all by default) once, what is open last."""
+        return columns(self.layout[row].sources for row in (range(len(self.layout)) if rows is None else rows))
+
+    def matrix(self, rows: Sequence[int], across: Sequence[Source]) -> np.ndarray:
+        """Return values (rows, across), placed by source; NaN where a read does not have that source."""
+        place = {source.name: i for i, source in enumerate(across)}
+        table = np.full((len(rows), len(across)), np.nan)
+        for r, row in enumerate(rows):
+            for source, weight in zip(self.layout[row].sources, self.values[row], strict=True):
+                table[r, place[source.name]] = weight
+        return table
+
+    def composites(self, row: int) -> int:
+        """Return how many finished sources of a read are made of several outputs: blocks, snapshots of a stream."""
+        plain = {"embedding", *(read.kind for read in self.layout)}
+        return sum(not source.open and source.kind not in plain for source in self.layout[row].sources)
+
+    def weighs(self, row: int, source: str) -> bool:
+        """Whether a read weighs the source called `source` beside another."""
+        names = [one.name for one in self.layout[row].sources]
+        return source in names and len(names) > 1
+
+    def place(self, row: int, source: str) -> int:
+        """Return the number of the source called `source` in a read that has it."""
+        return [one.name for one in self.layout[row].sources].index(source)

@@ -1,17 +1,24 @@
 """An inspection as tables in the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights
-from attnres.inspect.measures import source_spike
-from attnres.inspect.pieces import spelled
-from attnres.inspect.routing import FIELD, By, by_in
+from attnres.inspect.attribution import Attribution, attribute
+from attnres.inspect.config import InspectConfig
+from attnres.inspect.edits import Ablate, source_names
+from attnres.inspect.effects import effect
+from attnres.inspect.inspection import FIELD, By, ByLabel, Example, Inspection, Weights, by_in, source_spike
+from attnres.inspect.prune import PruneReport
+from attnres.inspect.survey import Survey, encode, loss_change
+from attnres.models.encoding import piece, spelled, token_in_front
+from attnres.models.open import Checkpoint
+from attnres.progress import counting, grid, say, wide
 from attnres.residuals import Read, depths
-from attnres.terminal import grid, say, wide
+from attnres.stats import or_none
 from attnres.text import counted, short, with_error, with_settings
 
 TOP = 3
@@ -35,18 +42,16 @@ def show(
 ) -> None:
     """Print what was measured: the model, a row a read, a row a kind of token, the example token by token; `by` says
     which numbers of sources are shown."""
-    by = by_in(by, inspection.routing, inspection.kinds, inspection.prompts, inspection.example)
+    by = by_in(by, inspection.routing, inspection.kinds, inspection.example)
     console = wide(console)
     say(console, _heading(inspection))
     for table in _reads(inspection, console.width, by):
         console.print(table)
     for line in _notes(inspection, by):
         say(console, line)
-    ours = "kind of prompt, of those that come with the package"
-    for title, part in (("kind of token", inspection.kinds), (ours, inspection.prompts)):
-        if part is not None and inspection.routing is not None and max(part["documents"]) > 1:
-            console.print()
-            console.print(_labels(title, part, inspection.routing, by))
+    if inspection.kinds is not None and inspection.routing is not None and max(inspection.kinds["documents"]) > 1:
+        console.print()
+        console.print(_labels("kind of token", inspection.kinds, inspection.routing, by))
     if example and inspection.example is not None:
         console.print()
         console.print(_example(inspection.example, inspection.layout, console.width, by))
@@ -210,3 +215,139 @@ def _example(example: Example, layout: Sequence[Read], width: int, by: By) -> Ta
     if count > TOKENS:
         table.add_row(f"… {count - TOKENS} more")
     return table
+
+
+EDGES = 12
+"""Edges that an attribution names."""
+
+
+def knock_out_table(
+    knock_outs: list[tuple[str, Ablate]], plain: Survey, survey_again: Callable[..., Survey], console: Console
+) -> list[dict[str, Any]]:
+    """Table and record of what the loss is without each source."""
+    table = grid("without", right=("loss", "change"))
+    table.add_row("–", short(plain.loss.mean, 3), "")
+    rows = []
+    for text, edit in knock_outs:
+        record, change = _change(plain, survey_again(f"without {text}", edit))
+        rows.append({"knock_out": text, **record})
+        table.add_row(text, short(record["loss_after"], 3), change)
+    console.print()
+    console.print(table)
+    say(console, "each alone, in nats per token" + ("" if plain.documents < 2 else "; ± standard error over documents"))
+    return rows
+
+
+def _change(plain: Survey, after: Survey) -> tuple[dict[str, Any], str]:
+    """Record and text of how the loss changed, with its error where there are several documents."""
+    change = loss_change(plain, after)
+    error = or_none(change.error)
+    record = {
+        "loss_before": plain.loss.mean,
+        "loss_after": after.loss.mean,
+        "difference": change.mean,
+        "error": error,
+        "documents": change.items,
+        "tokens": int(change.total),
+    }
+    return record, with_error(change.mean, error, signed=True, form=short, digits=4)
+
+
+def next_token_table(
+    checkpoint: Checkpoint,
+    model: Any,
+    text: str,
+    context: int,
+    knock_outs: list[tuple[str, Ablate]],
+    console: Console,
+) -> list[list[dict[str, Any]]]:
+    """Table and records of what comes next after the text, with and without each source."""
+    ids = last_window(checkpoint, text, context)
+    table = grid("without", "likeliest after the text", right=("p before", "p after"))
+    before, records = None, []
+    for request, edit in knock_outs:
+        change = effect(model, ids, edit, top=5, before=before)
+        before = change.before
+        records.append([{"token": piece(checkpoint.tokenizer, part["id"]), **part} for part in change.top])
+        for place, part in enumerate(change.top):
+            cells = (_word(checkpoint, part["id"]), short(part["before"], 3), short(part["after"], 3))
+            table.add_row("" if place else request, *cells)
+    console.print()
+    console.print(table)
+    return records
+
+
+def attribution_table(
+    checkpoint: Checkpoint, model: Any, ids: list[int], config: InspectConfig, console: Console
+) -> Attribution:
+    """Table of the edges that the prediction after a text depends on most, and all of them as they were found."""
+    edges = sum(map(len, source_names(model)))
+    with counting("without each edge", edges, "edges", shown=config.progress) as on_edges:
+        attribution = attribute(model, ids, batch_size=max(1, config.batch_tokens // len(ids)), progress=on_edges)
+    table = grid("edge", right=("without it", "by gradient"))
+    for edge in attribution.top(EDGES):
+        cells = [short(edge.knockout, 3, signed=True), short(edge.gradient, 3, signed=True)]
+        table.add_row(f"{edge.read} ← {edge.source}", *cells)
+    console.print()
+    say(
+        console,
+        f"after the text: {_word(checkpoint, attribution.target)}, ln p = {short(attribution.log_probability, 3)}",
+    )
+    console.print(table)
+    agreement = attribution.agreement
+    say(
+        console,
+        f"change of ln p in nats, of {agreement.edges} edges; the two ways agree: rank correlation "
+        f"{short(agreement.spearman)}, {agreement.overlap:.0%} of the {agreement.top} largest in common",
+    )
+    return attribution
+
+
+def last_window(checkpoint: Checkpoint, text: str, context: int) -> list[int]:
+    """The text's end, as much as the model takes."""
+    before = token_in_front(checkpoint.tokenizer)
+    return [*before, *encode(checkpoint.tokenizer, text).ids[-(context - len(before)) :].tolist()]
+
+
+def _word(checkpoint: Checkpoint, token: int) -> str:
+    return f"'{spelled(piece(checkpoint.tokenizer, token))}'"
+
+
+def prune_table(
+    report: PruneReport, plain: Survey, survey_again: Callable[..., Survey], console: Console
+) -> dict[str, Any]:
+    """Table and record of what hardly any weight goes through, and the loss without it."""
+    record = report.to_dict()
+    titles = ("edges", "of the\ntraffic", "of the\nweight", "loss\nwithout", "change")
+    table = grid(f"share of the read\nbelow {report.threshold:g}", right=titles)
+    for column in table.columns:
+        column.no_wrap = True
+    for which, title in (
+        ("mean", "weight, on average"),
+        ("high", "weight, for 99% of tokens"),
+        ("part", "weight × rms of the source"),
+    ):
+        edges = report.below(which)
+        cells = [f"{len(edges)} of {len(report.edges)}", f"{report.traffic(which):.1%}", f"{report.weight(which):.1%}"]
+        if edges:
+            of_loss, change = _change(plain, survey_again(f"without what is below by {title}", *report.edits(which)))
+            record[which] |= of_loss
+            cells += [short(of_loss["loss_after"], 3), change]
+        else:
+            cells += ["", ""]
+        table.add_row(title, *cells)
+    console.print()
+    console.print(table)
+    edges = [f"{edge.read} ← {edge.source} {short(edge.part, 3)}" for edge in report.below("part")]
+    if edges:
+        more = f", {len(edges) - EDGES} more" if len(edges) > EDGES else ""
+        say(console, f"least of a read by weight × rms: {', '.join(edges[:EDGES])}{more}")
+    titles = ("weight", "weight × rms", "below by weight", "for 99% of tokens", "by weight × rms")
+    sources = grid("source", right=("reads that have it", *titles))
+    for use in report.sources:
+        counts = (use.below_mean, use.below_high, use.below_part)
+        sources.add_row(use.source, str(use.reads), short(use.mean, 3), short(use.part, 3), *map(str, counts))
+    console.print()
+    console.print(sources)
+    say(console, "traffic: the vectors that reads with a choice load, one a token and edge; the model is unchanged")
+    return record

@@ -1,15 +1,14 @@
 """Depth reads inside Hugging Face decoders; importing this registers the classes with Transformers' Auto classes."""
 
-from attnres.models.attach import attach
 from attnres.models.bases import DepthMixin
-from attnres.models.build import build, build_plain
+from attnres.models.build import SIZES, build, build_plain
 from attnres.models.classes import CLASSES
 from attnres.models.convert import Conversion, convert
 from attnres.models.export import export_model
 from attnres.models.families import FAMILIES, Family, FamilyRow, families_table
 from attnres.models.open import Checkpoint, load, open_checkpoint
-from attnres.models.sizes import SIZES
-from attnres.models.stream import Stream
+from attnres.streams.attach import attach
+from attnres.streams.stream import Stream
 
 
 def register_classes() -> None:

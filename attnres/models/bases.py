@@ -1,23 +1,25 @@
 """Models whose hidden state is a depth stream: base models and heads, each a subclass of a family's own class."""
 
 import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
 
 from attnres.errors import UserError
 from attnres.files import write_text
-from attnres.models.attach import attach_stream
-from attnres.models.card import model_card
+from attnres.models.config import model_card
 from attnres.models.families import Family
-from attnres.models.inputs import Fused, split
 from attnres.models.outputs import note_hidden_states, routing_forward, show_hidden_states
 from attnres.residuals import Residual
 from attnres.residuals.values import ValueResidual
+from attnres.streams.attach import attach_stream
+from attnres.streams.inputs import Fused, split
 
 HOME = "attnres.models.classes"
 """The module that the classes which are made say they are of."""
@@ -284,3 +286,53 @@ def class_named(name: str, config: type) -> type[Depth] | None:
     made = getattr(GENERATED.get(name), "plain_class", None)
     plain: Any = made or getattr(transformers, name.removeprefix("AttnRes"), None)
     return class_of(plain, config) if _takes(plain, config) else None
+
+
+def checkpoint_activations(model: Any, how: str) -> None:
+    """Let a model with a residual keep less for its backward pass; gradients stay what they are.
+
+    Args:
+        how: "none"; "layer": of each layer its input is kept, the stream; "sublayer": of each attention and MLP its
+            normed input, with all that the stream itself keeps; "reads": everything but what reads of the stream make.
+
+    Raises:
+        UserError: its layers know no checkpointing, or have no attention and no MLP.
+    """
+    if how == "layer":
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            raise UserError(
+                f"layers of {type(model).__name__} know no checkpointing: choose sublayer or reads"
+            ) from error
+    elif how == "sublayer":
+        for layer in model.depth_layers:
+            mixers = list(_mixers(layer, model.family.reads))
+            if not mixers:
+                raise UserError(f"no attention and no MLP is found in {type(layer).__name__}: choose layer or reads")
+            for mixer in mixers:
+                mixer.forward = functools.partial(_made_again, mixer, mixer.forward)
+    elif how == "reads":
+        model.residual.recompute_reads = True
+
+
+def _mixers(part: nn.Module, reads: Sequence[str]) -> Iterator[nn.Module]:
+    """Yield a layer's attention, MLP and the like: what has matrices and is called on what a read gives.
+
+    Args:
+        reads: paths in `part` of what reads the stream. What holds one of these takes the stream itself.
+    """
+    for name, child in part.named_children():
+        inside = [path.removeprefix(f"{name}.") for path in reads if path.startswith(f"{name}.")]
+        if inside or isinstance(child, nn.ModuleList):
+            yield from _mixers(child, inside)
+        elif any(parameter.ndim > 1 for parameter in child.parameters()):
+            yield child
+
+
+def _made_again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a module's own forward, in training so that its inside is made again for the backward pass."""
+    if not (module.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)

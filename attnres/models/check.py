@@ -12,12 +12,11 @@ from torch import Tensor
 from transformers.utils import logging
 
 from attnres.errors import UserError, foreign
-from attnres.forward import evaluating, next_token_losses
-from attnres.models.bases import DepthMixin
+from attnres.head import evaluating, next_token_losses
+from attnres.models.bases import DepthMixin, checkpoint_activations
 from attnres.models.build import build
-from attnres.models.checkpointing import checkpoint_activations
+from attnres.models.model_files import SINGLE
 from attnres.models.open import load
-from attnres.models.weight_files import SINGLE
 from attnres.progress import quiet_transformers
 from attnres.residuals import Residual, make_residual, source_file
 from attnres.residuals.check import CHECKS, Outcome, outcomes

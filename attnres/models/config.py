@@ -1,6 +1,8 @@
-"""Configs with a residual: a family's own, which also names the mechanism and its settings and makes it."""
+"""Configs with a residual, which name the mechanism and its settings, and the files written beside them: the loader
+with which Transformers finds our classes, and the model card."""
 
 import inspect
+import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -10,19 +12,23 @@ import torch
 import transformers
 
 from attnres.errors import UserError
+from attnres.hub import is_hub_name
 from attnres.models.families import Family, layer_count
-from attnres.models.remote import write_loader
 from attnres.ops import compute_dtype
 from attnres.residuals import (
     RESIDUALS,
     Residual,
+    changed_settings,
     make_residual,
     residual_class,
+    settings_in_full,
     settings_of,
     source_file,
     source_sha256,
 )
+from attnres.residuals.registry import is_known
 from attnres.residuals.values import ValueResidual
+from attnres.text import with_settings
 
 AUTOS: tuple[Any, ...] = tuple(
     getattr(transformers, name)
@@ -77,7 +83,18 @@ class ResidualConfigMixin:
             )
             stray = stray_settings(cls, config_dict)
             config_dict = {name: value for name, value in config_dict.items() if name not in stray}
+        if config_dict.get("residual_settings") and is_known(str(config_dict.get("residual"))):
+            chosen = changed_settings(config_dict["residual"], config_dict["residual_settings"])
+            config_dict = {**config_dict, "residual_settings": chosen}
         return super().from_dict(config_dict, **kwargs)  # ty: ignore[missing-attribute]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as config.json has them: every setting of the residual, so that no later default changes
+        what a saved model computes."""
+        values = super().to_dict()  # ty: ignore[missing-attribute]
+        if is_known(self.residual):
+            values["residual_settings"] = settings_in_full(self.residual, self.residual_settings)
+        return values
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return self.empty, (self.stored,), vars(self)
@@ -130,7 +147,8 @@ class ResidualConfigMixin:
         residual_class(self.residual, self.residual_file)
         layers, kinds = cast(int, layer_count(self)), self.family.sublayers
         width = self.layers_config.hidden_size
-        settings = self.residual_settings or {}
+        # in full: a model of a config has the read_scale that its config.json says, and nobody has to be warned of it
+        settings = settings_in_full(self.residual, self.residual_settings)
         residual = make_residual(self.residual, layers * len(kinds), width, sublayers=kinds, **settings)
         if residual.value_kind != "none":
             mix = ValueResidual(residual.value_kind, layers, self.shared_heads, width)
@@ -157,3 +175,84 @@ def stray_settings(config: type, names: Iterable[str]) -> list[str]:
     fields |= {name for one in constructors for name in inspect.signature(one).parameters}
     settings = {key for name in list(RESIDUALS) for key in settings_of(name)} - fields
     return sorted(settings & {*names})
+
+
+LOADER = "modeling_attnres"
+
+_LOADER_TEXT = '''"""Attention Residuals: the classes of this model are those of the package attnres."""
+
+try:
+    from attnres.models.classes import register_stored
+except ImportError as error:
+    raise ImportError("a model with Attention Residuals needs the package attnres: pip install attnres") from error
+
+import json
+
+CONFIG = json.loads({config!r})
+
+globals().update(register_stored(CONFIG, __file__, trust_remote_code=True))  # this file runs where code is trusted
+'''
+
+
+def write_loader(config: Any, folder: Path, classes: dict[str, str]) -> dict[str, str]:
+    """Write the file into `folder`, and return what config.json has as `auto_map`: nothing where the plain model itself
+    brings its own code, which must be trusted first.
+
+    Args:
+        config: of the model; of a family that was probed it says where a layer is read.
+        classes: by Auto class, the name of ours.
+    """
+    family = getattr(config, "residual_family", None)
+    if family and family.get("remote"):
+        return {}
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = config.stored
+    if config.residual_file:
+        stored |= {"residual": config.residual, "residual_file": config.residual_file}
+    (folder / f"{LOADER}.py").write_text(_LOADER_TEXT.format(config=json.dumps(stored)), encoding="utf-8")
+    return {auto: f"{LOADER}.{name}" for auto, name in classes.items()}
+
+
+def model_card(model: Any, source: str | None, report: Any = None, *, reloaded: bool = False) -> str:
+    """Return README.md.
+
+    Args:
+        model: with depth reads, in memory.
+        source: the model that it was made from; None where it is of its own training.
+        report: of the conversion, where there was one.
+        reloaded: what was written has been loaded and compared.
+    """
+    config, name = model.config, type(model).__name__
+    residual = with_settings(f"`{config.residual}`", config.residual_settings)
+    names = reversed((getattr(config, "auto_map", None) or {}).items())
+    auto = next((auto for auto, cls in names if cls.endswith(f".{name}")), "AutoModel")
+    head = ["---", "library_name: transformers", "tags:", "- attnres", "- attention-residuals"]
+    on_hub = source is not None and "/" in source and is_hub_name(source) and not Path(source).exists()
+    head += [f"base_model: {source}"] if on_hub else []
+    lines = [
+        *head,
+        "---",
+        "",
+        f"# {name}",
+        "",
+        f"{model.plain_class.__name__} with residual {residual}: each sublayer reads a mixture of earlier outputs "
+        "instead of their plain sum (Attention Residuals, arXiv 2603.15031)."
+        + (f" Made from {source}." if source else ""),
+        "",
+        "```python",
+        f"from transformers import {auto}      # pip install attnres",
+        "",
+        f'model = {auto}.from_pretrained("this folder", trust_remote_code=True)',
+        "```",
+        "",
+        "or `attnres.load(folder)`. `modeling_attnres.py` only imports attnres. The plain class of Transformers would "
+        "leave the residual's parameters out and compute something else.",
+    ]
+    if report is not None:
+        reload = ", and loading what was written gave the same outputs again. `conversion.json` has the details"
+        lines += [
+            "",
+            f"When it was made, its outputs differed from the source's by at most {report['max_difference']:.2g} of "
+            f"{report['logit_scale']:.3g} ({report['arithmetic']}, {report['tokens']} tokens){reload * reloaded}.",
+        ]
+    return "\n".join(lines) + "\n"

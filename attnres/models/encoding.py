@@ -12,13 +12,21 @@
 Log-probabilities of continuations follow lm-eval's rule instead (`attnres.evals.scoring.encode_pairs`).
 """
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from attnres.errors import UserError, first_line, foreign
 from attnres.typed import is_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
 
 Offsets = Sequence[tuple[int, int]]
 """Of each token its characters [start, end) of the text."""
@@ -148,3 +156,105 @@ def with_space(text: str, offsets: Offsets) -> list[tuple[int, int]]:
         spans.append((last if text[last:start].isspace() else start, end))
         last = max(last, end)
     return spans
+
+
+SPACE = "▁"
+"""As SentencePiece spells it."""
+
+
+def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
+    r"""What a token says on its own, with the space at its front that SentencePiece's decoders take from a text's first
+    token; bytes that are no whole character as \xc3."""
+    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    spelling = str(tokenizer.convert_ids_to_tokens(token))
+    if "\ufffd" in text:
+        data = bytes_of(spelling)
+        return text if data is None else data.decode(errors="backslashreplace")
+    spaces = len(spelling) - len(spelling.lstrip(SPACE))
+    return " " * (spaces - (len(text) - len(text.lstrip(" ")))) + text
+
+
+def pieces(tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets") -> list[str]:
+    """What each token of `text` says: the characters at its offsets, which keep the spaces that some tokenizers drop,
+    or `piece` where they are not its own, as with tokens that share a character."""
+    token_spans = list(offsets[: len(ids)]) or [(0, 0)] * len(ids)
+    spans = [(0, 0), *token_spans, (len(text), len(text))]
+    alone = [
+        before[1] <= start < end <= after[0]
+        for before, (start, end), after in zip(spans, spans[1:], spans[2:], strict=False)
+    ]
+    return [
+        text[start:end] if whole else piece(tokenizer, token)
+        for token, (start, end), whole in zip(ids, token_spans, alone, strict=True)
+    ]
+
+
+def characters(
+    tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets"
+) -> tuple[list[str], list[str]]:
+    """What tokens say in whole characters, and a name for each: what several tokens spell together stands at the first
+    of them, nothing at the others, whose names say which of how many they are: "漢 (2 of 3)"."""
+    shown: list[str] = []
+    names: list[str] = []
+    first = 0
+    while first < len(ids):
+        last = first + 1
+        start, end = offsets[first] if offsets else (0, 0)
+        while last < len(ids) and offsets and offsets[last][0] < end and offsets[last][1] > offsets[last][0]:
+            end = max(end, offsets[last][1])
+            last += 1
+        count = last - first
+        whole = text[start:end] if end > start else piece(tokenizer, ids[first])
+        shown += [whole, *[""] * (count - 1)]
+        names += [whole] if count == 1 else [f"{whole} ({place + 1} of {count})" for place in range(count)]
+        first = last
+    return shown, names
+
+
+def spelled(text: str) -> str:
+    r"""What a token says on one line: \n for a line's end, \\ for a backslash, \xc3 for a byte of a character."""
+    return repr(text)[1:-1].replace(r"\\x", r"\x")
+
+
+def bytes_of(token: str) -> bytes | None:
+    """Of a token's own spelling: "<0xC3>", or one letter a byte as byte-level BPE writes it, which keeps the printable
+    ones of Latin-1 and counts the others on from 256 (Radford et al. 2019); None for another spelling."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return bytes.fromhex(token[3:5])
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    order = kept + [byte for byte in range(256) if byte not in kept]
+    letters = {chr(byte if i < len(kept) else 256 + i - len(kept)): byte for i, byte in enumerate(order)}
+    return bytes(letters[c] for c in token) if set(token) <= letters.keys() else None
+
+
+DEFAULT_CONTEXT = 2048
+"""Tokens, where neither config nor tokenizer says how long a text may be; lm-eval assumes the same."""
+
+
+def context_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """The longest sequence in tokens, as lm-eval finds it (0.4.13, `resolve_max_length`)."""
+    stated = stated_context(config)
+    if stated is not None:
+        return stated
+    longest = getattr(tokenizer, "model_max_length", VERY_LARGE_INTEGER)  # by which Transformers means "unknown"
+    return _length(longest, "model_max_length") if longest != VERY_LARGE_INTEGER else DEFAULT_CONTEXT
+
+
+def stated_context(config: Any) -> int | None:
+    """The longest sequence in tokens that the config names; None where it names none."""
+    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
+        value = getattr(text_config(config), name, None)
+        if value is not None:
+            return _length(value, name)
+    return None
+
+
+def _length(value: Any, name: str) -> int:
+    if type(value) not in (int, float) or not 1 <= value < 2**62:
+        raise UserError(f"the model's {name} is {value!r}: expected a number of tokens, 1 or more")
+    return int(value)
+
+
+def text_config(config: Any) -> Any:
+    """The config of the part that is a language model; itself where it has no parts."""
+    return getattr(config, "text_config", None) or config

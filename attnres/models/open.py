@@ -25,17 +25,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnres.data.tokenizer import holds_tokenizer
 from attnres.errors import UserError, foreign, unknown
+from attnres.files import user_path
 from attnres.models.bases import class_named
 from attnres.models.classes import register_stored
 from attnres.models.config import ResidualConfigMixin
-from attnres.models.context import context_of, text_config
-from attnres.models.encoding import check_ids
+from attnres.models.encoding import check_ids, context_of, text_config
 from attnres.models.families import refuse_own_reads
 from attnres.models.foreign import formats_of
 from attnres.models.foreign.weights import assemble, foreign_config
-from attnres.models.place import BESIDE, config_place, fields_of, place_of
-from attnres.models.weight_files import AGAIN, WeightFiles
-from attnres.paths import user_path
+from attnres.models.model_files import AGAIN, BESIDE, WeightFiles, config_place, fields_of, place_of
 from attnres.progress import quiet_transformers
 from attnres.reading import MAX_DEPTH, read_json
 from attnres.text import first_of

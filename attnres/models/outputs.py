@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.models.stream import Stream, hidden_states_wanted
 from attnres.residuals import Observer, watched_by
+from attnres.streams.stream import Stream, hidden_states_wanted
 
 
 def note_hidden_states(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

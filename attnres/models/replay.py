@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from attnres.models.bases import Depth
-from attnres.models.stream import Stream
 from attnres.residuals import Observer, Residual, watched_by
+from attnres.streams.stream import Stream
 
 
 class Replay:

@@ -1,11 +1,12 @@
-"""What is shown of each variant: the columns of the comparison table, in the terminal and as CSV."""
+"""The columns of the comparison table, in the terminal and as CSV, and the CSV of all held-out losses."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from attnres.report.stats import Paired
+from attnres.report.runs import Study
+from attnres.report.stats import Paired, paired_at, strongest_baseline, unequal
 from attnres.report.table import Row, Table
 from attnres.text import UNKNOWN, csv_text, memory, number, with_error
 
@@ -196,3 +197,31 @@ def _plain(value: Any) -> str:
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.10g}"
     return "" if value is None else str(value)
+
+
+# ------------------------------------------------------------------ curves
+
+
+CURVE_COLUMNS = ("label", "seed", "step", "tokens", "loss", "windows", "difference", "difference_se_windows")
+
+
+def curves_csv(study: Study) -> str:
+    """Give one line a measurement: losses and paired differences in nats per token to the table's baseline; nothing
+    where a run has no partner of its seed under equal conditions, nor for the error over one window.
+    """
+    baseline = strongest_baseline(study)
+    lines: list[list[object]] = []
+    partners = {} if baseline is None else {run.seed: run for run in study.of(baseline)}
+    for label in study.labels:
+        for run in study.of(label):
+            partner = partners.get(run.seed) if label != baseline else None
+            if partner is not None and unequal(run, partner):
+                partner = None
+            for step, losses in sorted(run.windows.items()):
+                tokens, mean = round(run.tokens_at(step)), f"{losses.mean():.6f}"
+                row: list[object] = [label, run.seed, step, tokens, mean, len(losses)]
+                if partner is not None and step in partner.windows:
+                    pair = paired_at([(run, partner)], step)
+                    row += ["" if math.isnan(value) else f"{value:.6f}" for value in (pair.mean, pair.se_windows)]
+                lines.append(row + [""] * (len(CURVE_COLUMNS) - len(row)))
+    return csv_text(CURVE_COLUMNS, lines)

@@ -10,19 +10,19 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from rich.console import Console
+
 from attnres.data.sources import title_of
 from attnres.figures import Comparison, Plot, style
 from attnres.figures.plot import COLUMN
 from attnres.files import write_text
-from attnres.report import theme
-from attnres.report.columns import plain_cells, shown, to_csv
-from attnres.report.curves import curves_csv
-from attnres.report.example import example
-from attnres.report.runs import Run, Study
-from attnres.report.sections import Section, sections
+from attnres.folders import refuse_other
+from attnres.progress import wide
+from attnres.report.columns import curves_csv, plain_cells, print_table, shown, to_csv
+from attnres.report.runs import Run, Study, load_study
+from attnres.report.sections import Section, comparison_of, example, sections
 from attnres.report.stats import equal_conditions
 from attnres.report.table import Row, Table, build_table
-from attnres.report.variants import comparison_of
 from attnres.report.verdict import verdict
 from attnres.typed import leaves
 
@@ -68,8 +68,8 @@ def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: 
     template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(title),
-        light=theme.variables(dark=False),
-        dark=theme.variables(dark=True),
+        light=style.variables(dark=False),
+        dark=style.variables(dark=True),
         kicker=escape(kicker),
         headline=_prose(headline.rstrip(".") + "."),
         more=f'<p class="more">{_prose(more)}</p>' if more else "",
@@ -149,7 +149,7 @@ def figure_cards(plots: Sequence[Plot], anchor: str = "") -> str:
     grid = " broad" if broad else " three" if len(plots) == 3 else ""
     parts = []
     for plot in plots:
-        svg = theme.to_svg(plot.figure, anchor + plot.name, plot.title, ZOOM)
+        svg = style.to_svg(plot.figure, anchor + plot.name, plot.title, ZOOM)
         if broad:
             svg = f'<div class="scroll">{svg}</div>'
         caption = f"<figcaption>{escape(plot.caption)}</figcaption>"
@@ -178,7 +178,7 @@ def _table(table: Table, comparison: Comparison) -> str:
 
 def _row(table: Table, row: Row, colour: str) -> str:
     star = "" if row.complete else ' <span class="err">unfinished</span>'
-    swatch = f'<span class="swatch" style="{theme.declared("background", colour)}"></span>'
+    swatch = f'<span class="swatch" style="{style.declared("background", colour)}"></span>'
     out = [f'<th scope="row">{swatch}<span class="name">{escape(row.label)}{star}</span></th>']
     for column in shown(table)[1:]:
         number, sign, error = column.text(row, table).partition(" ± ")
@@ -270,3 +270,22 @@ def _footer(study: Study) -> str:
         "The mechanism: Attention Residuals, Kimi Team, arXiv 2603.15031. "
         "Nats per token depend on the tokenizer and the text: compare them only within this page."
     )
+
+
+# ------------------------------------------------------------------ files and terminal
+
+
+def show(*folders: Path, out: Path, images: str | None = None) -> Study:
+    """Write table.csv, curves.csv and report.html into `out` from the runs in `folders`, and print the table.
+
+    `images`: "png" or "svg", to write every figure as a file of its own too. Raises `UserError`.
+    """
+    study = load_study(*folders)
+    if not any(Path(folder).resolve() == Path(out).resolve() for folder in folders):
+        refuse_other(out, "report")
+    written = write_report(study, out, images)
+    table = build_table(study)
+    console = wide(Console())
+    print_table(table, verdict(study, table), console)
+    console.print(f"\n{written[0]}", style="bold", highlight=False, soft_wrap=True)
+    return study

@@ -19,9 +19,18 @@ from attnres.errors import UserError
 from attnres.inspect.inspection import Inspection
 from attnres.reading import read_json
 from attnres.residuals import Traits, traits_of
-from attnres.run_names import label_and_seed, run_name
-from attnres.training import metrics
-from attnres.training.records import ADVICE, TIMES, Compared, Environment, RunConfig, RunData, Summary, Timing
+from attnres.text import label_and_seed, run_name
+from attnres.training.records import (
+    ADVICE,
+    TIMES,
+    Compared,
+    Environment,
+    RunConfig,
+    RunData,
+    Summary,
+    Timing,
+    read_metrics,
+)
 from attnres.training.validate import read_windows, windows_files
 from attnres.typed import checked
 
@@ -254,7 +263,7 @@ def _read_environments(path: Path) -> list[dict[str, Any]]:
 def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Records by kind, sorted by step. A resumed run repeats steps: the later line counts."""
     by_kind: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}, "depth": {}}
-    for line in metrics.read(path):
+    for line in read_metrics(path):
         if line["kind"] in by_kind:
             by_kind[line["kind"]][line["step"]] = line
     return {kind: [records[step] for step in sorted(records)] for kind, records in by_kind.items()}

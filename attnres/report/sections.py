@@ -1,14 +1,37 @@
-"""The sections of the page that hold figures: which figures each has, and what is said above them."""
+"""The sections of the page that hold figures: which figures each has, what stands above them, and the coloured text."""
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Any
 
-from attnres.figures import FIGURES, Comparison, NotShown, Plot
+import numpy as np
+
+from attnres.figures import FIGURES, Plot
+from attnres.figures.comparison import Comparison, Difference, Points, Variant
 from attnres.figures.patterns import differ
+from attnres.figures.plot import STEP, TOKENS, NotShown, number
+from attnres.figures.tokens import example_columns
 from attnres.figures.write import noted
-from attnres.inspect.inspection import Inspection
-from attnres.inspect.routing import by_in
+from attnres.inspect.inspection import FIELD, Inspection, amounts, by_in, dynamics
+from attnres.inspect.notebook import end_of_scale
+from attnres.report.runs import Run, Study
+from attnres.report.stats import (
+    Paired,
+    against,
+    equal_conditions,
+    final_loss,
+    kind_name,
+    paired_curve,
+    strongest_baseline,
+)
+from attnres.residuals import Source
+
+if TYPE_CHECKING:
+    from attnres.inspect.inspection import Inspection
+
 
 SECTIONS = {
     "Training": "",
@@ -94,3 +117,94 @@ def _says_nothing(inspection: Inspection, folded: str) -> bool:
 def slug(label: str) -> str:
     """A label as part of a file's or an element's name."""
     return "".join(character if character.isalnum() else "-" for character in label)
+
+
+# ------------------------------------------------------------------ what the figures draw
+
+
+def comparison_of(study: Study) -> Comparison:
+    """Everything that the figures draw of a study, each label's runs as one variant."""
+    baseline = strongest_baseline(study)
+    last = against(study, baseline) if baseline else {}
+    counted = any(record.get("tokens") for run in study.runs for record in run.train[-1:])
+    return Comparison(
+        [_variant(study, label, baseline, last.get(label)) for label in study.labels],
+        baseline=baseline,
+        unit=TOKENS if counted else STEP,
+        equal=len(study.labels) > 1 and equal_conditions(study),
+    )
+
+
+def _variant(study: Study, label: str, baseline: str | None, last: Paired | None) -> Variant:
+    runs, counted = study.of(label), study.counted(label)
+    recorded = {run.seed: dynamics(run.depth) for run in counted}
+    pairs = paired_curve(study, last, label, baseline) if baseline and last else []
+    return Variant(
+        label,
+        runs[0].residual,
+        runs[0].traits,
+        seeds=[run.seed for run in counted],
+        inspections={run.seed: run.inspection for run in counted if run.inspection is not None},
+        dynamics={seed: one for seed, one in recorded.items() if one is not None},
+        held_out={run.seed: _points(run, run.val) for run in runs if run.val},
+        train={run.seed: _points(run, run.train) for run in runs if len(run.train) > 1},
+        differences=[
+            Difference(runs[0].tokens_at(pair.step), pair.mean, pair.margin, pair.basis, pair.per_seed)
+            for pair in pairs
+        ],
+        group=kind_name(study, label),
+        rate=runs[0].lr,
+        finals=[final_loss(run) for run in counted if run.finished],
+        complete=all(run.finished for run in runs),
+    )
+
+
+def _points(run: Run, records: Sequence[dict[str, Any]]) -> Points:
+    return [(run.tokens_at(record["step"]), float(record["loss"])) for record in records]
+
+
+# ------------------------------------------------------------------ one text, token by token
+
+
+READS = 4
+"""Reads of a model that are shown."""
+DEEPEST = 65
+"""Percent of the colour at the largest value: text stays readable on it."""
+NAMED = 2
+"""Sources that a token's title names."""
+
+
+def example(inspection: "Inspection") -> str:
+    """The text once for each of the reads with which blocks begin and the output's, as HTML, on the colour of one
+    source (`attnres.figures.tokens.example_columns`); empty where the model has no such read, or one whose numbers
+    are the same for every token."""
+    try:
+        columns = example_columns(inspection, "contribution", READS + 1)[-READS:]
+    except NotShown:
+        return ""
+    words: Any = inspection.example
+    blocks = []
+    for routing, row, place, values in columns:
+        if len(values) > 1 and np.ptp(values) < 1e-6:
+            continue
+        read = routing.layout[row]
+        top = end_of_scale(values)
+        rows = words[FIELD[routing.by]][inspection.layout.index(read)]
+        parts = zip(words["tokens"], words["kinds"], rows, np.nan_to_num(values / top), strict=True)
+        tokens = [
+            _token(text, kind, amounts(row, routing.by), read.sources, float(part)) for text, kind, row, part in parts
+        ]
+        what = f"{routing.by} of {read.sources[place].name}"
+        lead = (
+            f"{read.name}, {what}: mean {number(float(values.mean()))}, largest {number(float(np.abs(values).max()))}"
+        )
+        blocks.append(f'<div><h3>{escape(lead)}</h3><pre class="tokens">{"".join(tokens)}</pre></div>')
+    return f'<div class="figures texts">{"".join(blocks)}</div>' if blocks else ""
+
+
+def _token(text: str, kind: str, values: np.ndarray, sources: Sequence[Source], part: float) -> str:
+    most = np.argsort(-np.abs(values))[:NAMED]
+    title = f"{kind}: " + ", ".join(f"{sources[i].name} {number(float(values[i]))}" for i in most)
+    sign = ' class="less"' if part < 0 else ""
+    size = f"--w:{DEEPEST * abs(part):.0f}%"
+    return f'<span{sign} style="{size}" title="{escape(title, quote=True)}">{escape(text)}</span>'

@@ -120,11 +120,24 @@ class Residual(nn.Module):
         self.observer: Observer | None = None
         self.editor: Editor | None = None
         self.value_kind = "none"
+        self.scale_is_default = False
+        """Nobody chose between means and sums of sources: the first pass warns where the two differ."""
         # not called ..residual: adapters find what they save by how its name ends, and would take this one apart
         self.value_mix: ValueResidual | None = None
         self.banks = Banks()
         self.program: Program | str | None = None
         """Its reads as a program for a bank, or why there is none; made when it is first asked for."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Residual":
+        """Move or cast as asked, but keep parameters in fp32 where 16 bits are asked for (`.to(torch.bfloat16)`,
+        Lightning's bf16-true): steps of a small rate would round to nothing there."""
+
+        def precise(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            narrows = tensor.is_floating_point() and new.element_size() < 4 <= tensor.element_size()
+            return tensor.to(new.device) if narrows else new
+
+        return super()._apply(precise, recurse)
 
     # -- what a forward pass does ---------------------------------------------------------------------------------
     def forward(self, verb: str, *args: Any) -> Any:

@@ -18,12 +18,12 @@ from transformers.masking_utils import sdpa_mask
 
 from attnres.errors import UserError
 from attnres.models import DepthMixin
-from attnres.scale.tensor import Given, Slices
+from attnres.scale.tensor import Given, TokenSlices
 
 _numbers = count()
 
 
-def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> Slices:
+def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> TokenSlices:
     """Share out the tokens of a model's passes over `mesh` (of one dimension): passes of training, without a cache.
 
     Every parameter gets gradients of this rank's tokens: their sum over the mesh is the gradient.
@@ -41,7 +41,7 @@ def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> Slices:
             f"the attention of {type(model).__name__} is more than PyTorch's (sinks, say), which cp would leave out: "
             "train it with dp, shard or pp"
         )
-    slices = Slices(mesh)
+    slices = TokenSlices(mesh)
     name = f"attnres_context_{next(_numbers)}"
     attention = _Attention(slices)
     AttentionInterface.register(name, attention)
@@ -61,7 +61,7 @@ def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> Slices:
 class _Attention:
     """Transformers' attention function, of a rank's queries and all keys and values."""
 
-    def __init__(self, slices: Slices) -> None:
+    def __init__(self, slices: TokenSlices) -> None:
         self.slices, self.calls = slices, 0
 
     def begin(self, *_: Any) -> None:
@@ -108,7 +108,7 @@ class _Attention:
 class _Mask:
     """Transformers' mask of a rank's queries, (B, 1, T/P, T), which is never left out: they begin anywhere."""
 
-    def __init__(self, slices: Slices) -> None:
+    def __init__(self, slices: TokenSlices) -> None:
         self.slices = slices
 
     def __call__(self, q_length: int, q_offset: Any = 0, **options: Any) -> Tensor | None:
@@ -120,7 +120,7 @@ class _Mask:
 class _Positions:
     """Before a layer: rotary embeddings and positions of this rank's tokens."""
 
-    def __init__(self, slices: Slices) -> None:
+    def __init__(self, slices: TokenSlices) -> None:
         self.slices = slices
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

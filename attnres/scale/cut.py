@@ -1,10 +1,119 @@
-"""Where a network is cut: layers shared out among stages by their cost, stages among ranks."""
+"""Cut a network into pipeline stages, and count the vectors that cross from one stage to the next.
 
+A stage receives the residual's state before its first sublayer. A rank stores every slot of this state that never
+changes again, whether it received or computed it, and the stage before sends only what the rank does not have. The
+runtime (`attnres.scale.stage`) and the planner (`attnres.scale.plan`) read the same table.
+
+In vectors of width d a token, P ranks with V stages each, N_p blocks a stage, C = P V, the embedding apart:
+
+    everything sent      C (C-1)/2 N_p
+    a rank keeps         P (P-1)/2 N_p + (V-1) P (P-1) N_p
+    what it received     P (P-1)/2 N_p + (V-1) P^2 N_p        (the paper's count, arXiv 2603.15031: a rank's own blocks
+                                                               come back to it)
+
+The embedding is one source more: C-1, P-1 and (with V > 1) P vectors.
+"""
+
+import math
+import statistics
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from attnres.device import now
 from attnres.errors import UserError
-from attnres.scale.crossings import Cut
+from attnres.models import DepthMixin
+from attnres.residuals import Residual
+from attnres.residuals.base import Slot
+
+
+class Cut(NamedTuple):
+    """Where a network is cut into stages, and which rank of the pipeline has which stage.
+
+    Attributes:
+        bounds: stage s makes sublayers bounds[s] to bounds[s+1] - 1; the last bound is L.
+        ranks: the rank of each stage.
+    """
+
+    bounds: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranks)
+
+    def last_of(self, rank: int) -> int:
+        """Return the last stage of a rank."""
+        return max(stage for stage, other in enumerate(self.ranks) if other == rank)
+
+
+class Crossing(NamedTuple):
+    """The way from one stage to the next.
+
+    Attributes:
+        slots: the state there, all of it.
+        sent: places in it that travel; the others the receiving rank holds.
+        local: both stages are of one rank, so that nothing goes over a link.
+    """
+
+    slots: tuple[Slot, ...]
+    sent: tuple[int, ...]
+    local: bool
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Places of the slots that the receiving rank has kept."""
+        return tuple(place for place in range(len(self.slots)) if place not in self.sent)
+
+    @property
+    def vectors(self) -> int:
+        """Vectors a token that go over a link, forward; as many gradients come back."""
+        return 0 if self.local else sum(math.prod(self.slots[place].axes) for place in self.sent)
+
+
+def crossings(residual: Residual, cut: Cut, *, cached: bool = True, keep_made: bool = True) -> tuple[Crossing, ...]:
+    """Return the crossings between the stages of a cut, in order.
+
+    Args:
+        cached: whether ranks keep slots at all.
+        keep_made: whether a rank keeps what it made, beside what it received.
+    """
+    has: dict[int, set[str]] = {rank: set() for rank in cut.ranks}
+    table = []
+    for stage in range(cut.stages - 1):
+        sender, receiver = cut.ranks[stage], cut.ranks[stage + 1]
+        slots = residual.slots(cut.bounds[stage + 1])
+        kept = {slot.name for slot in slots if slot.kept} if cached else set()
+        if keep_made:
+            has[sender] |= kept
+        # Neighbours on one rank hand everything over: it costs nothing.
+        there = set() if sender == receiver else has[receiver]
+        sent = tuple(place for place, slot in enumerate(slots) if slot.name not in there)
+        table.append(Crossing(slots, sent, sender == receiver))
+        has[receiver] |= kept
+    return tuple(table)
+
+
+def vectors(table: Sequence[Crossing]) -> int:
+    """Return how many vectors a token go over links in one forward pass."""
+    return sum(crossing.vectors for crossing in table)
+
+
+def most_kept(table: Sequence[Crossing], cut: Cut) -> dict[int, int]:
+    """Return how many vectors a token each rank keeps at most for one microbatch, for its later stages."""
+    most = dict.fromkeys(cut.ranks, 0)
+    for rank in most:
+        names: dict[str, int] = {}
+        for stage in range(cut.last_of(rank)):
+            if cut.ranks[stage] == rank or cut.ranks[stage + 1] == rank:
+                names |= {slot.name: math.prod(slot.axes) for slot in table[stage].slots if slot.kept}
+        if sum(other == rank for other in cut.ranks) > 1:
+            most[rank] = sum(names.values())
+    return most
 
 
 def placed(stages: int, ranks: int, *, v_shaped: bool = False) -> tuple[int, ...]:
@@ -78,3 +187,63 @@ def layers_of(cut: Cut, sublayers: int) -> list[range]:
     [range(0, 2), range(2, 3)]
     """
     return [range(start // sublayers, stop // sublayers) for start, stop in pairwise(cut.bounds)]
+
+
+# ------------------------------------------------------------------ measured times of layers
+
+
+ROUNDS = 7
+"""Timed forward passes, after one that is not."""
+
+
+class _LayerClock:
+    """Seconds between the hooks before and after each of some modules, in the last pass."""
+
+    def __init__(self, modules: list[torch.nn.Module], device: torch.device) -> None:
+        self.seconds = [0.0] * len(modules)
+        self._device = device
+        self._hooks: list[Any] = []
+        for i, module in enumerate(modules):
+            self._hooks.append(module.register_forward_pre_hook(lambda *_, i=i: self._begin(i)))
+            self._hooks.append(module.register_forward_hook(lambda *_, i=i: self._end(i)))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, i: int) -> None:
+        self.seconds[i] = -now(self._device)
+
+    def _end(self, i: int) -> None:
+        self.seconds[i] += now(self._device)
+
+
+def layer_times(model: DepthMixin, *, batch: int, tokens: int, rounds: int = ROUNDS) -> tuple[list[float], float]:
+    """Measure the seconds of each layer's forward pass with its reads, and of the head with the loss: medians.
+
+    A backward pass takes about twice its forward everywhere, so that the shares are those of a step.
+
+    Args:
+        model: on the device that is meant, whose parameters are not changed.
+        batch, tokens: sequences of a micro-batch, tokens of a sequence; the words are drawn.
+    """
+    head: Any = model.get_output_embeddings()
+    table: Any = model.get_input_embeddings()
+    device = next(model.parameters()).device
+    words = table.weight.shape[0]
+    ids = torch.randint(words, (batch, tokens + 1), device=device)
+    clock = _LayerClock([*model.depth_layers, *([] if head is None else [head])], device)
+    passes = []
+    try:
+        for _ in range(rounds + 1):
+            logits: Tensor = model(input_ids=ids[:, :-1], use_cache=False)[0]
+            seconds = list(clock.seconds) if head is not None else [*clock.seconds, 0.0]
+            if head is not None:
+                began = now(device)
+                cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+                seconds[-1] += now(device) - began
+            passes.append(seconds)
+    finally:
+        clock.remove()
+    *layers, last = (statistics.median(each) for each in zip(*passes[1:], strict=True))
+    return layers, last

@@ -23,12 +23,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
 from attnres.ops import compute_dtype
-from attnres.scale.cache import RankCache
-from attnres.scale.crossings import Cut, crossings
-from attnres.scale.cut import balanced, cut_of, placed
-from attnres.scale.lean import LeanStage, stage_class
+from attnres.scale.cut import Cut, balanced, crossings, cut_of, placed
+from attnres.scale.lean_stage import LeanStage, stage_class
 from attnres.scale.shard import local
-from attnres.scale.stage import StageModule, refuse_stages, shapes, shell
+from attnres.scale.stage import RankCache, StageModule, refuse_stages, shapes, shell
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of a config that say how many experts a layer has."""

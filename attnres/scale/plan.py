@@ -15,11 +15,9 @@ import torch
 
 from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
-from attnres.models.flops import PEAKS, step_flops
-from attnres.models.traffic import step_vectors
-from attnres.scale.activations import Activations
-from attnres.scale.crossings import Cut, crossings, most_kept, vectors
-from attnres.scale.cut import layers_of
+from attnres.models.step_cost import PEAKS, step_flops, step_vectors
+from attnres.scale.activation_bytes import Activations
+from attnres.scale.cut import Cut, crossings, layers_of, most_kept, vectors
 from attnres.scale.pipeline import check_schedule, plan_cut, stages_each
 from attnres.scale.tensor import check_slices, sliced_weights
 

@@ -21,13 +21,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from attnres.errors import UserError
 from attnres.models import DepthMixin
-from attnres.models.stream import Stream
+from attnres.streams.stream import Stream
 
 COLUMNS, ROWS, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """Styles of a tp_plan that are carried out: others hand whole heads around, or share out experts."""
 
 
-class Slices:
+class TokenSlices:
     """Which tokens of a pass this rank has.
 
     Attributes:
@@ -64,7 +64,7 @@ class Slices:
         return parts.redistribute(placements=[Replicate()])
 
 
-def share_out_layers(model: DepthMixin, mesh: DeviceMesh, *, whole_output: bool = False) -> Slices:
+def share_out_layers(model: DepthMixin, mesh: DeviceMesh, *, whole_output: bool = False) -> TokenSlices:
     """Share out the matrices of a model's layers over `mesh` (of one dimension), and the tokens of its passes.
 
     Parameters that are not shared out (embedding, norms, residual, head) get gradients of this rank's tokens or heads:
@@ -79,7 +79,7 @@ def share_out_layers(model: DepthMixin, mesh: DeviceMesh, *, whole_output: bool 
     """
     check_slices(model, mesh.size())
     styles = plan_of(model)
-    slices = Slices(mesh)
+    slices = TokenSlices(mesh)
     layers = model.depth_layers
     for layer in layers:
         columns = [name for name, style in styles.items() if style == COLUMNS and _has(layer, name)]
@@ -153,8 +153,8 @@ def sliced_weights(model: DepthMixin) -> Iterator[tuple[str, str, Tensor]]:
 
 
 class Given:
-    """Before a module: what it is given, through a function. `Slices.begin` is for the first layer: a rank's own tokens
-    of the embedding; `Slices.gathered` for an attention or MLP: all tokens of what the ranks have read."""
+    """A pre-hook that changes a module's input by a function: `TokenSlices.begin` before the first layer takes a rank's
+    own tokens of the embedding, `TokenSlices.gathered` before an attention or MLP gathers all tokens."""
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self.change = change
@@ -168,7 +168,7 @@ class Given:
 class _Scatter:
     """Behind its last matrix: this rank's tokens of the sum over ranks."""
 
-    def __init__(self, slices: Slices) -> None:
+    def __init__(self, slices: TokenSlices) -> None:
         self.slices = slices
 
     def __call__(self, module: nn.Module, args: Any, output: DTensor) -> Tensor:
@@ -178,7 +178,7 @@ class _Scatter:
 class _Whole:
     """Behind the read of the final norm: all tokens."""
 
-    def __init__(self, slices: Slices) -> None:
+    def __init__(self, slices: TokenSlices) -> None:
         self.slices = slices
 
     def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:

@@ -15,10 +15,9 @@ from attnres.errors import UserError
 from attnres.files import replaced_folder
 from attnres.residuals import Residual, residual_class
 from attnres.training.checkpoint import kept, reconfigure, stored_state
-from attnres.training.config import TrainConfig, from_dict, to_dict
-from attnres.training.metrics import Metrics
-from attnres.training.sameness import differences
-from attnres.training.schedule import rates
+from attnres.training.config import TrainConfig, differences, from_dict, to_dict
+from attnres.training.optim import rates
+from attnres.training.records import Metrics
 
 SCHEDULE = ("steps", "optim.schedule", "optim.warmup", "optim.decay", "optim.min_lr_ratio")
 SCHEDULE += ("optim.residual_hold", "optim.residual_warmup")

@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from typing import Any
 
 from attnres.errors import UserError, unknown
-from attnres.training.config import ParallelConfig, TrainConfig, from_dict, merged_settings, to_dict
+from attnres.training.config import ParallelConfig, TrainConfig, from_dict, merged_settings, to_dict, unused
 from attnres.typed import leaves
 
 BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -39,7 +39,7 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
 
     Whether the residual's settings are possible is checked when the model is built, which knows its depth.
     """
-    from attnres.models.sizes import SIZES
+    from attnres.models.build import SIZES
     from attnres.residuals import check_settings, residual_class
 
     from_dict(dataclasses.asdict(config))  # which refuses values of a wrong type
@@ -93,17 +93,6 @@ def _check_bounds(config: TrainConfig) -> None:
             value = values[name]
             if value is not None and not all(map(fits, value if isinstance(value, list | tuple) else [value])):
                 raise UserError(f"{name} is {value}: {requirement}")
-
-
-def unused(values: Mapping[str, Any]) -> dict[str, str]:
-    """Names of the fields that change nothing beside these values (all, by dotted names), and what each is for."""
-    needed = {
-        "optimizer muon": (values["optim.optimizer"] == "muon", "optim.muon_lr", "optim.momentum"),
-        "schedule wsd": (values["optim.schedule"] == "wsd", "optim.decay"),
-        "train_only lora": (values["finetune.train_only"] == "lora", "finetune.lora_rank", "finetune.lora_alpha"),
-        "a distill_weight above 0": (bool(values["finetune.distill_weight"]), "finetune.distill_temperature"),
-    }
-    return {name: what for what, (given, *names) in needed.items() if not given for name in names}
 
 
 def idle(config: TrainConfig, defaults: TrainConfig | None = None) -> dict[str, str]:

@@ -1,39 +1,51 @@
-"""Everything a run needs to continue bit for bit, in one folder that is whole or not there.
+"""Save and load everything that a run needs to continue bit for bit, in one folder that is complete or absent.
 
     checkpoint/model/                 the model in Hugging Face layout (safetensors), with its tokenizer
     checkpoint/adapter.safetensors    LoRA's tensors, where there are any; the model is then as it was without them
     checkpoint/optimizer.safetensors  PARAMETER::ENTRY -> tensor
     checkpoint/state.json             step, configuration, data, random-number states, checksums
 
-Of a model in shares or stages the first three are others: attnres.training.shares.
+Of a sharded, pipelined or tensor-parallel model every process writes its part, and any layout of processes reads it:
 
-The position in the data needs no state: a batch is a pure function of (seed, step).
+    checkpoint/shares/                model.NAME and optimizer.PARAMETER::ENTRY (see attnres.scale.sharded_checkpoint)
+    checkpoint/model/                 config and tokenizer, from which the model is built
+    checkpoint/state.json             as above, with a checksum of every file
+
+Names are those of the whole model. The position in the data needs no state: a batch is a function of (seed, step).
 """
 
+import base64
+import random
 import shutil
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.files import copy_files, recover_folder, replaced_folder, write_json
+from attnres.files import copy_files, recover_folder, replaced_folder, user_path, write_json, writing
+from attnres.folders import refuse_other
 from attnres.progress import quiet_transformers
 from attnres.reading import read_json
-from attnres.training import regimes
-from attnres.training.optim import entry_of, load_state_tensors, state_tensors
+from attnres.residuals import settings_in_full
+from attnres.training import finetune
+from attnres.training.config import same_configuration, same_text
+from attnres.training.optim import empty_state, entry_of, load_state_tensors, state_tensors
 from attnres.training.records import ADVICE, Checkpointed
-from attnres.training.sameness import same_configuration, same_text
-from attnres.training.shares import DAMAGED, IN_SHARES, check_residual, fill, unfilled
 from attnres.typed import checked
 
 if TYPE_CHECKING:
     from attnres.training.layout import Whole as Layout
+
 
 T = TypeVar("T")
 
@@ -53,13 +65,13 @@ def save(
     names. Raises UserError when it cannot be written.
     """
     tensors = state_tensors(optimizers)
-    sums = {"model": checksum(regimes.base_parameters(model)), "optimizer": checksum(tensors.items())}
-    if adapter := regimes.adapter_tensors(model):
+    sums = {"model": checksum(finetune.base_parameters(model)), "optimizer": checksum(tensors.items())}
+    if adapter := finetune.adapter_tensors(model):
         sums["adapter"] = checksum(adapter.items())
     with replaced_folder(folder) as temporary:
         save_model(model, temporary / "model")
         copy_files(extra_files, temporary / "model")
-        regimes.save_adapter(model, temporary)
+        finetune.save_adapter(model, temporary)
         save_file(tensors, temporary / "optimizer.safetensors")
         write_json(temporary / "state.json", {"format": FORMAT, **state, "checksums": sums})
 
@@ -85,7 +97,7 @@ def reconfigure(run: Path, config: dict[str, Any]) -> None:
 def save_model(model: Any, folder: Path) -> None:
     """Write the model in Hugging Face layout; LoRA's tensors are no part of it."""
     with quiet_transformers():
-        model.save_pretrained(folder, state_dict=regimes.base_state(model))
+        model.save_pretrained(folder, state_dict=finetune.base_state(model))
 
 
 def restore(
@@ -151,7 +163,7 @@ def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
     check_residual(model.config, state, path)
     for parameter in model.parameters():  # out of the memory-mapped file, aligned as a freshly made tensor is
         parameter.data = parameter.data.clone()
-    if checksum(regimes.base_parameters(model)) != state["checksums"].get("model"):
+    if checksum(finetune.base_parameters(model)) != state["checksums"].get("model"):
         raise UserError(f"the tensors in {path} are not those that were saved: {DAMAGED}")
     return model
 
@@ -159,11 +171,11 @@ def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
 def load_adapter(folder: str | Path, state: dict[str, Any], model: nn.Module) -> None:
     """Fill LoRA's tensors, if the model has any, from the checkpoint in `folder`. Raises UserError if it is damaged."""
     try:
-        regimes.load_adapter(model, Path(folder))
-        if (adapter := regimes.adapter_tensors(model)) and checksum(adapter.items()) != state["checksums"]["adapter"]:
+        finetune.load_adapter(model, Path(folder))
+        if (adapter := finetune.adapter_tensors(model)) and checksum(adapter.items()) != state["checksums"]["adapter"]:
             raise ValueError("its tensors are not those that were saved")
     except (OSError, SafetensorError, LookupError, ValueError) as error:
-        raise UserError(f"cannot load {Path(folder) / regimes.ADAPTER} ({error}): {DAMAGED}") from error
+        raise UserError(f"cannot load {Path(folder) / finetune.ADAPTER} ({error}): {DAMAGED}") from error
 
 
 def load_optimizers(
@@ -193,3 +205,213 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         value = zlib.crc32(memoryview(data.numpy()), value)
     return value
+
+
+# ------------------------------------------------------------------ sharded checkpoints
+
+
+IN_SHARES = "attnres-checkpoint-shares-1"
+SHARES = "shares"
+DAMAGED = "it is damaged or not of this run; remove the folder to start again, or use another --out"
+"""What is said of a checkpoint, whole or in shares, that does not hold what it should."""
+
+
+class ShardedSave:
+    """A checkpoint in shares that is being written: every process writes what it has.
+
+    The folder is there once the first process's part is done; `wait` says on every process whether it is.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        layout: "Layout",
+        optimizers: list[torch.optim.Optimizer],
+        state: dict[str, Any],
+        extra_files: Mapping[str, Path],
+    ) -> None:
+        """Begin, with copies of the tensors where `layout.saving` is a group for it; else write all of it here.
+
+        `state` and `extra_files` are as in `checkpoint.save`.
+
+        Raises:
+            UserError: one of the processes could not write.
+        """
+        from attnres.scale.sharded_checkpoint import begin_shards, file_sums, save_shards
+
+        self.who, self.stack = layout.who, ExitStack()
+        optimizer = {f"optimizer.{key}": value for key, value in state_tensors(optimizers).items()}
+        tensors = _model_tensors(layout) | optimizer
+        place = Path(self.who.of_first(lambda: str(self.stack.enter_context(replaced_folder(folder)))))
+        config = layout.model.config
+
+        def complete() -> None:
+            with writing(folder):
+                config.save_pretrained(place / "model")
+                copy_files(extra_files, place / "model")
+                sums = file_sums(place / SHARES)
+                write_json(place / "state.json", {"format": IN_SHARES, **state, "checksums": sums})
+                self.stack.close()
+
+        self.written: Future[None] | None = None
+        try:
+            if layout.saving is None:
+                save_shards(place / SHARES, tensors)
+                self.who.of_first(complete)
+                return
+            self.written = begin_shards(place / SHARES, tensors, layout.saving)
+        except BaseException as error:
+            self.stack.__exit__(type(error), error, error.__traceback__)
+            raise
+        self.completed = Future[None]()
+        if self.who.first:
+            Thread(target=self._complete, args=(complete,), name="complete checkpoint").start()
+
+    def _complete(self, complete: Callable[[], None]) -> None:
+        assert self.written is not None
+        try:
+            self.written.result()
+            complete()
+        except Exception as error:  # whatever it is, all processes are told
+            with suppress(Exception):  # which leaves the checkpoint before in its place
+                self.stack.__exit__(type(error), error, error.__traceback__)
+            refusal = error if isinstance(error, UserError) else UserError(f"cannot write the checkpoint: {error}")
+            self.completed.set_exception(refusal)
+        else:
+            self.completed.set_result(None)
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete. Raises UserError, on every process, where it could not be written."""
+        with self.who.alike():
+            self.end()
+
+    def end(self) -> None:
+        """Return when this process's part is done. Raises UserError where it could not be written."""
+        if self.written is not None:
+            (self.completed if self.who.first else self.written).result()
+
+
+def fill(folder: Path, layout: "Layout", optimizers: list[torch.optim.Optimizer]) -> None:
+    """Fill the model and the optimizers from the checkpoint in `folder`, whatever layout wrote it.
+
+    Raises:
+        UserError: it is damaged or does not fit.
+    """
+    from attnres.scale.sharded_checkpoint import load_shards, shapes_in
+
+    here = folder / SHARES
+    shapes = {key.removeprefix("optimizer."): size for key, size in shapes_in(here).items() if key[:10] == "optimizer."}
+    entries = empty_state(optimizers, shapes)
+    load_shards(here, _model_tensors(layout) | {f"optimizer.{key}": value for key, value in entries.items()})
+    load_state_tensors(optimizers, entries)
+
+
+def _model_tensors(layout: "Layout") -> dict[str, Tensor]:
+    tensors = {**dict(layout.named_parameters()), **layout.named_buffers()}
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a model that its state_dict has, by name."""
+    names = {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
+
+
+def unfilled(folder: Path, state: dict[str, Any]) -> Any:
+    """The model of a checkpoint in shares, whose numbers `fill` reads; its files are checked. Raises UserError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from attnres.models.classes import register_stored
+    from attnres.scale.sharded_checkpoint import check_files
+
+    check_files(folder / SHARES, state["checksums"])
+    path = folder / "model"
+    register_stored(read_json(path / "config.json"), path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.random.fork_rng(devices=[]):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"cannot build the model of {folder} ({error}): {DAMAGED}") from error
+    check_residual(config, state, path)
+    return model
+
+
+def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
+    """Refuse the config of a model in `path` that has another residual than the run of `state`: UserError."""
+    ours = state["config"]["model"]
+    residual, settings = (getattr(config, name, None) for name in ("residual", "residual_settings"))
+    same = residual == ours["residual"]
+    if not same or settings_in_full(residual, settings) != settings_in_full(residual, ours["settings"]):
+        raise UserError(
+            f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} "
+            f"{ours['settings']}: {DAMAGED}"
+        )
+
+
+# ------------------------------------------------------------------ random-number states
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, NumPy's, PyTorch's and (on CUDA) the device's generators, as plain JSON."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (other code draws there)
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Undo `random_state`."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(_decode(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_decode(state["cuda"]), device)
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+# ------------------------------------------------------------------ export
+
+
+def export_weights(name: str, out: str, *, trust_remote_code: bool = False) -> str:
+    """Write the model of a run, a checkpoint or any model with depth reads in Hugging Face layout, with its tokenizer.
+
+    Returns:
+        What was written, in a few lines.
+
+    Raises:
+        UserError: no model there, one that is damaged, or a folder that is not empty.
+    """
+    from attnres.models import export_model
+    from attnres.models.export import write_model
+    from attnres.models.open import open_config
+
+    path = user_path(name)
+    finished = (path / "model" / "config.json").is_file() and not (path / SHARES).is_dir()
+    folder = path if (path / SHARES).is_dir() or finished else path / "checkpoint"
+    if not (folder / SHARES).is_dir():
+        return export_model(name, out, trust_remote_code=trust_remote_code)
+    from attnres.scale.sharded_checkpoint import load_shards
+
+    target = refuse_other(out)
+    state = stored_state(folder)
+    model = unfilled(folder, state)
+    tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
+    load_shards(folder / SHARES, {f"model.{key}": tensor.detach() for key, tensor in tensors.items()})
+    write_model(model.eval(), target, open_config(folder / "model").files_beside(), source=name)
+    return f"{name} at step {state['step']} -> {out}"

@@ -1,24 +1,34 @@
-"""Where a run happens: device, precision, versions, memory."""
+"""Describe and prepare the machine of a run: device, precision, versions, memory, and what decides the last bits."""
 
 import contextlib
 import ctypes
 import datetime
+import functools
 import gc
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import attnres
 from attnres import typed
+from attnres.errors import UserError
 from attnres.files import write_json
+from attnres.ops import cpu, explain
 from attnres.reading import read_json
-from attnres.training.records import ADVICE, Environment
+from attnres.text import listed
+from attnres.training.parallel import Processes
+from attnres.training.records import ADVICE, ArithmeticRecord, Environment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -141,3 +151,107 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return process.stdout.strip() or None
+
+
+# ------------------------------------------------------------------ fast steps
+
+
+EAGER_UP_TO = 512
+"""Longest sequence for which a CPU multiplies whole score matrices; for longer ones fused attention is faster."""
+
+
+def tune(model: "PreTrainedModel", device: torch.device, seq_len: int) -> None:
+    """Choose the attention implementation and, on a CPU, let freed memory be reused; for every residual alike.
+
+    Plain matrix products are faster than PyTorch's fused attention on a CPU for short sequences in bf16, and no slower
+    in fp32 (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken. A family whose scores
+    PyTorch's fused attention cannot make (Gemma 2, GPT-OSS) keeps whole matrices everywhere.
+    """
+    fused = model._supports_sdpa and not (device.type == "cpu" and seq_len <= EAGER_UP_TO)
+    model.set_attn_implementation("sdpa" if fused else "eager")
+    if device.type == "cpu":
+        keep_freed_memory()
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let the C library keep what a step frees for the next one, instead of giving it back to the system.
+
+    Otherwise every activation of a few MB is mapped, page by page, anew in each step. glibc only; elsewhere nothing.
+    """
+    if platform.system() != "Linux":
+        return
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        trim_threshold, mmap_threshold = -1, -3
+        sizes = 1 << 30, 32 << 20  # older ones refuse more than 32 MiB
+        if any(libc.mallopt(mmap_threshold, size) for size in sizes):
+            libc.mallopt(trim_threshold, (1 << 31) - 1)
+    except (OSError, AttributeError):
+        return
+
+
+# ------------------------------------------------------------------ bit-for-bit resumption
+
+
+_NAMES = {
+    "device": "the device",
+    "threads": "the number of threads",
+    "reads": "the backend of depth reads",
+    "kernels": "the build of the C kernels",
+    "loss": "how the loss is made",
+}
+
+
+def arithmetic(who: Processes, width: int, loss: str | None) -> ArithmeticRecord:
+    """What this process computes with, for depth reads of vectors of `width`; `loss` is how the loss is made where that
+    depends on what is installed, None where it was asked for."""
+    backend = explain([torch.zeros(1, width, device=who.device)]).backend
+    here: ArithmeticRecord = {
+        "device": torch.cuda.get_device_name(who.device) if who.device.type == "cuda" else _processor(),
+        "reads": backend,
+        "kernels": cpu.version() if backend == "cpu" else None,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "attnres": attnres.__version__,
+    }
+    if loss is not None:
+        here["loss"] = loss
+    return {**here, "threads": torch.get_num_threads()} if who.device.type == "cpu" else here
+
+
+@contextmanager
+def restored_arithmetic(
+    recorded: Mapping[str, Any], who: Processes, width: int, loss: str | None, *, different: bool
+) -> Generator[None]:
+    """Compute as `recorded` says inside the block: its number of threads, its C kernels or plain torch.
+
+    Args:
+        recorded: an `ArithmeticRecord`; what a checkpoint of an earlier version does not have is not kept.
+        width, loss: as for `arithmetic`.
+        different: go on where something else differs, instead of refusing.
+
+    Raises:
+        UserError: what differs cannot be kept, by name.
+    """
+    with ExitStack() as stack:
+        if who.device.type == "cpu":
+            if threads := recorded.get("threads"):
+                stack.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(threads)
+            if recorded.get("reads") in ("cpu", "eager"):
+                stack.enter_context(cpu.switched(recorded["reads"] == "cpu"))
+        here: dict[str, Any] = {**arithmetic(who, width, loss)}
+        other = [name for name in recorded if name in here and here[name] != recorded[name]]
+        if other and not different:
+            pairs = [f"{_NAMES.get(name, name)} ({recorded[name]} there, {here[name]} here)" for name in other]
+            raise UserError(
+                f"the run would not go on bit for bit, for it was trained with other arithmetic: {listed(pairs)}; "
+                "resume it where these are the same, or give --allow-different"
+            )
+        yield
+
+
+def _processor() -> str:
+    """Its name without the number of its cores, which changes no result, and the instructions that torch uses."""
+    return f"{processor().rpartition(', ')[0]} ({torch.backends.cpu.get_cpu_capability()})"

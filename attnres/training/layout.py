@@ -18,14 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
-from attnres.forward import evaluating
-from attnres.head import called_losses
+from attnres.head import called_losses, evaluating
 from attnres.training import validate
 from attnres.training.check import sees_all_depths, shares_of
+from attnres.training.checkpoint import saved_buffers
 from attnres.training.config import ParallelConfig, TrainConfig
 from attnres.training.objective import Objective
 from attnres.training.parallel import Processes
-from attnres.training.shares import saved_buffers
 
 Micro = Callable[[Tensor, Tensor, int, bool], Tensor]
 """Forward and backward of a micro-batch: (x, y, tokens that its sums are divided by, whether it is the last of the

@@ -1,27 +1,34 @@
-"""One training run, from a configuration to a folder with its model, its metrics and its summary: the order of things.
+"""Carry out a training run from a configuration to a folder with its model, its metrics and its summary.
 
-What a step is: `attnres.training.step`. What is written: `attnres.training.run`.
+The step itself is in `attnres.training.step`, what is measured and written after it in `attnres.training.run`.
 """
 
 import dataclasses
+import statistics
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attnres.errors import Interrupted
-from attnres.files import locked
-from attnres.training import environment, start
+from torch import nn
+
+from attnres.errors import Interrupted, UserError, foreign
+from attnres.files import copy_files, locked, replaced_folder, write_json
+from attnres.progress import say
+from attnres.stats import or_none, perplexity, standard_error
+from attnres.training import checkpoint, environment, finetune, start, validate
 from attnres.training.check import check, fitted
 from attnres.training.config import TrainConfig, resolve, to_dict
-from attnres.training.ending import finish
+from attnres.training.finetune import import_peft
+from attnres.training.inspection import write_inside
 from attnres.training.interrupt import caught_signals
-from attnres.training.metrics import import_tracker
-from attnres.training.output import folder_of
 from attnres.training.parallel import Processes, join_processes, losses_said
-from attnres.training.regimes import import_peft
+from attnres.training.records import import_tracker
 from attnres.training.run import Run
-from attnres.training.run_folder import claim
+from attnres.training.run_folder import claim, folder_of
+
+if TYPE_CHECKING:
+    from attnres.training.run import Run
 
 
 def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
@@ -53,13 +60,13 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
         with closing(run), run.arithmetic():
             with run.bars, caught_signals() as signals:
                 run.begin()
-                while run.past.step < config.steps:
+                while run.run_state.step < config.steps:
                     run.step(signals)
                     run.measure()
-                    done = run.past.step == config.steps
+                    done = run.run_state.step == config.steps
                     if (
-                        run.past.step % config.save_every == 0
-                        or run.past.step in config.keep_at
+                        run.run_state.step % config.save_every == 0
+                        or run.run_state.step in config.keep_at
                         or run.steps.signalled
                         or run.output.gone
                         or done
@@ -69,7 +76,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
                         raise who.same(run.taken_away())
                     if run.steps.signalled and not done:
                         stopped = Interrupted(
-                            f"stopped at step {run.past.step} of {config.steps}, saved in "
+                            f"stopped at step {run.run_state.step} of {config.steps}, saved in "
                             f"{run.output.folder / 'checkpoint'}: give the same command with --resume to continue",
                             run.steps.signalled,
                         )
@@ -98,3 +105,63 @@ def _claimed(config: TrainConfig, who: Processes) -> Generator[tuple[dict[str, A
 
         summary = who.of_first(claimed)
         yield summary, in_place
+
+
+# ------------------------------------------------------------------ the end of a run
+
+
+def finish(run: "Run") -> dict[str, Any]:
+    """Write inspection.json, the model and, last, the summary, which is returned on every process.
+
+    Raises:
+        UserError: something cannot be written, on the first process; the others leave.
+    """
+    memory, model = run.peak_memory(), run.layout.gathered()
+    return run.who.of_first(lambda: _write(run, model, memory))
+
+
+def _write(run: "Run", model: Any, memory: int) -> dict[str, Any]:
+    config, run_state, folder = run.config, run.run_state, run.output.folder
+    run.output.sync()
+    _write_inside(run, model)
+    finetune.merge_adapter(model)
+    with replaced_folder(folder / "model") as temporary:
+        checkpoint.save_model(model, temporary)
+        copy_files(run.files_beside(), temporary)
+    losses = validate.read_windows(validate.windows_path(folder, run_state.step))
+    seconds = statistics.median(run_state.times or [run_state.last_s])
+    tokens = config.batch_size * config.data.seq_len
+    summary = {
+        "step": run_state.step,
+        "tokens": run_state.step * tokens,
+        "val_loss": run_state.val_loss,
+        "val_se": or_none(standard_error(losses)),
+        "perplexity": perplexity(float(losses.mean())),
+        "train_loss": run_state.train_loss,
+        "tokens_per_s": tokens / seconds,
+        "step_s": seconds,
+        "flops_per_token": run.flops,
+        "peak_flops": run.peak,
+        "peak_memory_bytes": memory,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "extra_parameters": sum(parameter.numel() for parameter in model.residual.parameters()),
+        "wall_s": run_state.wall_s,
+        "windows": len(losses),
+        "traits": model.residual("itself").traits._asdict(),
+    }
+    write_json(folder / "summary.json", summary)
+    return summary
+
+
+def _write_inside(run: "Run", model: nn.Module) -> None:
+    """Write inspection.json, or say why there is none: a mechanism that trains may still say wrongly what its reads
+    are made of, and the run is finished for all that."""
+    mechanism = run.config.model
+    try:
+        with foreign(
+            f"reads of '{mechanism.residual}' cannot be shown",
+            f"attnres check {mechanism.residual_file or mechanism.residual} says why",
+        ):
+            write_inside(model, run.prepared, run.config, run.cast, run.rows())
+    except UserError as error:
+        say(run.bars.console, f"{run.config.name}: the run is finished without inspection.json: {error}")

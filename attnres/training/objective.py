@@ -1,15 +1,26 @@
-"""What a training step minimises, made in one forward pass of a module: what wraps that (DDP) sees the head too."""
+"""Compute the loss that a training step minimises, in one forward pass of a module, so that DDP sees the head too.
+
+With a teacher (knowledge distillation) the model also learns the whole next-token distribution of the model it started
+from:
+
+    loss = (1 - w) CE(y, z) + w T^2 KL( softmax(t / T) || softmax(z / T) )
+
+for each token, in nats: logits z of the model, t of the teacher, y the next token; w is `distill_weight` and T
+`distill_temperature`. T^2 keeps the gradient's size as T grows (Hinton et al., arXiv 1503.02531). The teacher sees the
+same batches, is frozen, and makes its logits in evaluation mode and in the run's own precision.
+"""
 
 import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attnres.errors import UserError
-from attnres.forward import token_losses, whole_sequences
 from attnres.head import (
     Head,
     Soft,
@@ -21,8 +32,26 @@ from attnres.head import (
     is_small,
     sums_by_liger,
     sums_in_parts,
+    token_losses,
+    whole_sequences,
 )
-from attnres.training.distill import Teacher, divergence
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The model that training started from, frozen."""
+
+    model: nn.Module
+    weight: float
+    temperature: float
+
+
+def divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """T^2 KL( softmax(teacher / T) || softmax(logits / T) ) in nats: (..., vocabulary) twice -> (...), fp32."""
+    ours = F.log_softmax(logits.float() / temperature, dim=-1)
+    theirs = F.log_softmax(teacher.float() / temperature, dim=-1)
+    return temperature**2 * F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
+
 
 Cast = Callable[[], AbstractContextManager[Any]]
 """Makes the context of a forward pass: bf16 autocast, or nothing."""

@@ -1,4 +1,4 @@
-"""Which parameter is optimised how, chosen by what the parameter *is*, never by its shape alone.
+"""Build the optimizers and their learning rates; a parameter's group follows from what it *is*, not from its shape.
 
     kind        what it is                             optimizer             weight decay
     read        queries of depth reads, keys' gains    AdamW, own group      no
@@ -18,19 +18,80 @@ Why embeddings are not decayed: a row gets a gradient only when its token occurs
 so rare tokens would fade; and the embedding is the first source, so its scale is part of what the depth reads compare.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from attnres.errors import unknown
 from attnres.residuals import Residual
+from attnres.residuals.queries import Queried
 from attnres.training.config import READ_RATE, OptimConfig
-from attnres.training.muon import StackedMuon
-from attnres.training.muon_shares import OwnedMuon
-from attnres.training.regimes import is_adapter
-from attnres.training.transfer import QUERY, Transfer
+from attnres.training.finetune import is_adapter
+from attnres.training.muon import OwnedMuon, StackedMuon
+
+if TYPE_CHECKING:
+    from attnres.training.config import OptimConfig
+
+
+QUERY, QUERY_WEIGHT = "query", "query_weight"
+"""The last part of the names of pseudo-queries and of the weights that make queries of the input, in every mechanism
+that has them."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a model does to rates.
+
+    Attributes:
+        ratio: m. final: names of the parameters of the final norm.
+        query_lr: the part of the rate that queries and gains carry themselves (the setting of that name).
+    """
+
+    ratio: float = 1.0
+    final: frozenset[str] = field(default_factory=frozenset)
+    query_lr: float = 1.0
+
+    @classmethod
+    def of(cls, model: Any, base_width: int | None) -> "Transfer":
+        """That of a model of the package; of any model where there is no base width."""
+        query_lr = next((part.query_lr for part in model.modules() if isinstance(part, Queried)), 1.0)
+        if base_width is None:
+            return cls(query_lr=query_lr)
+        own = {id(parameter) for parameter in _final_norm(model).parameters()}
+        final = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in own)
+        return cls(model.residual("itself").width / base_width, final, query_lr)
+
+    def divisor(self, kind: str, name: str, *, muon: bool = False) -> float:
+        """What the rate of a parameter of this kind and name is divided by."""
+        last = name.rpartition(".")[2]
+        if kind == "matrix":
+            return math.sqrt(self.ratio) if muon else self.ratio
+        carried = name in self.final or (kind == "read" and last in (QUERY, QUERY_WEIGHT))
+        return self.ratio if carried else 1.0
+
+
+def carry_start(model: Any, base_width: int | None, names: Mapping[str, list[str]]) -> None:
+    """Change the start values of a new model in place; `names` are those of its parameters by kind."""
+    transfer = Transfer.of(model, base_width)
+    if transfer.ratio == 1:
+        return
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in names["matrix"]:
+            parameters[name].div_(math.sqrt(transfer.ratio))
+        gain = _final_norm(model).weight
+        assert isinstance(gain, Tensor)
+        gain.add_(1 / transfer.ratio - 1)  # whether it is stored as 1, or as 0 that 1 is added to
+
+
+def _final_norm(model: Any) -> nn.Module:
+    return model.depth_base.get_submodule(model.family.final_norm)
+
 
 KINDS = ("read", "residual", "vector", "embedding", "head", "lora", "matrix")
 OF_RESIDUAL = ("read", "residual")
@@ -101,7 +162,7 @@ def optimizers_of(
             # Pseudo-queries are decayed where that is asked for, back to the uniform mean.
             pull = config.residual_decay if kind in OF_RESIDUAL and name.endswith(QUERY) else decay
             divisor = transfer.divisor(kind, name)
-            rates = (_adamw_rate(kind, config) / divisor, pull * divisor)
+            rates = (_adamw_rate(kind, config, transfer.query_lr) / divisor, pull * divisor)
             plain.setdefault(rates, []).append(name)
         divisor = transfer.divisor(kind, "", muon=True)
         for groups, members, lr, pull in (
@@ -122,11 +183,13 @@ def optimizers_of(
     return optimizers
 
 
-def _adamw_rate(kind: str, config: OptimConfig) -> float:
-    """Return AdamW's peak rate of a kind: `residual_lr` has the rule for a residual's."""
-    if kind in OF_RESIDUAL and config.residual_lr is not None:
-        return config.residual_lr
-    return config.lr * READ_RATE if kind == "read" else config.lr
+def _adamw_rate(kind: str, config: OptimConfig, query_lr: float = 1.0) -> float:
+    """Return AdamW's peak rate of a kind. One of three rules applies: `residual_lr`, `query_lr`, or `READ_RATE`."""
+    if kind not in OF_RESIDUAL:
+        return config.lr
+    if config.residual_lr is not None:
+        return config.residual_lr / (query_lr if kind == "read" else 1.0)  # the rate of w itself, not of w / query_lr
+    return config.lr * READ_RATE if kind == "read" and query_lr == 1.0 else config.lr
 
 
 def _alike(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
@@ -212,3 +275,68 @@ def entry_of(key: str) -> tuple[str, str]:
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     for group in optimizer.param_groups:
         yield from zip(group["names"], group["params"])
+
+
+# ------------------------------------------------------------------ schedule
+
+
+def rates(step: int, steps: int, optim: "OptimConfig") -> tuple[float, float]:
+    """What an update of a run takes of each parameter's peak rate, and the share of that which those of the residual
+    take."""
+    rate = fraction_of_peak(
+        step, steps, schedule=optim.schedule, warmup=optim.warmup, decay=optim.decay, floor=optim.min_lr_ratio
+    )
+    return rate, residual_fraction(step, steps, hold=optim.residual_hold, warmup=optim.residual_warmup)
+
+
+def warm_up(step: int, steps: int) -> float:
+    """Linear from 1/steps at the first update to 1 at update `steps`; 1 after it and where there is no warm-up."""
+    return min(1.0, step / steps) if steps > 0 else 1.0
+
+
+def cosine(step: int, steps: int, *, warmup: int = 0, floor: float = 0.0) -> float:
+    """Half a cosine from 1 at the end of the warm-up to `floor` at the last step.
+
+        floor + (1 - floor) (1 + cos(pi p)) / 2,   p = (step - warmup) / (steps - warmup)
+
+    >>> [round(cosine(step, 4), 3) for step in (1, 2, 4)]
+    [0.854, 0.5, 0.0]
+    """
+    if step <= warmup:
+        return warm_up(step, warmup)
+    progress = min(1.0, (step - warmup) / (steps - warmup))
+    return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def wsd(step: int, steps: int, *, warmup: int = 0, decay: int = 0, floor: float = 0.0) -> float:
+    """Warm-up, stable, decay: 1 until `decay` steps before the end, then a line down to `floor` at the last step.
+
+    >>> [wsd(step, 10, warmup=2, decay=4) for step in (1, 2, 6, 8, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if step <= steps - decay:
+        return warm_up(step, warmup)
+    return floor + (1 - floor) * max(0.0, (steps - step) / decay)
+
+
+def residual_fraction(step: int, steps: int, *, hold: float = 0.0, warmup: float = 0.0) -> float:
+    """What the residual's own parameters take of the schedule: 0 for the first `hold` of the steps, then a line up to
+    1 over the next `warmup` of them.
+
+    >>> [residual_fraction(step, 10, hold=0.2, warmup=0.4) for step in (2, 3, 4, 6, 10)]
+    [0.0, 0.25, 0.5, 1.0, 1.0]
+    """
+    held = round(hold * steps)
+    return warm_up(step - held, round(warmup * steps)) if step > held else 0.0
+
+
+def fraction_of_peak(
+    step: int, steps: int, *, schedule: str = "cosine", warmup: float = 0.0, decay: float = 0.2, floor: float = 0.0
+) -> float:
+    """The schedule by name, `warmup` and `decay` as fractions of `steps`; raises UserError for an unknown name."""
+    warm = round(warmup * steps)
+    if schedule == "cosine":
+        return cosine(step, steps, warmup=warm, floor=floor)
+    if schedule == "wsd":
+        return wsd(step, steps, warmup=warm, decay=min(round(decay * steps), steps - warm), floor=floor)
+    raise unknown("schedule", schedule, ("cosine", "wsd"))

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from attnres.device import pick_device
 from attnres.errors import Interrupted, UserError, first_line
-from attnres.scale.lost import is_loss
-from attnres.scale.store import fresh_store
+from attnres.scale.process_group import fresh_store, is_loss
 
 PATIENCE = timedelta(hours=2)
 """How long a process waits for the others: the first one may be tokenising the corpus."""

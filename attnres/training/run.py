@@ -20,28 +20,26 @@ import torch
 
 from attnres.errors import UserError
 from attnres.files import write_json
-from attnres.models.checkpointing import checkpoint_activations
-from attnres.models.flops import forward_flops, peak_flops, step_flops
-from attnres.models.snapshot import tensors_of, write_snapshot
+from attnres.models.bases import checkpoint_activations
+from attnres.models.model_files import tensors_of, write_snapshot
+from attnres.models.step_cost import forward_flops, peak_flops, step_flops
 from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
 from attnres.stats import or_none, standard_error
-from attnres.training import arithmetic, checkpoint, distill, environment, regimes, shares, start, validate
+from attnres.training import checkpoint, environment, finetune, start, validate
+from attnres.training.checkpoint import random_state, set_random_state
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.data import data_record, open_data
-from attnres.training.device import tune
+from attnres.training.environment import tune
 from attnres.training.feed import Feed
 from attnres.training.interrupt import Signals
 from attnres.training.layout import collected, layout_for
 from attnres.training.objective import Objective, loss_kind, precision
-from attnres.training.optim import kinds, optimizers_of
-from attnres.training.output import Output
+from attnres.training.optim import Transfer, kinds, optimizers_of
 from attnres.training.parallel import Processes
-from attnres.training.past import Past, past_of
-from attnres.training.random_state import random_state, set_random_state
-from attnres.training.run_folder import DIVERGED, same_data
+from attnres.training.records import RunState, run_state_of
+from attnres.training.run_folder import DIVERGED, Output, same_data
 from attnres.training.step import Steps, Update
-from attnres.training.transfer import Transfer
 
 
 class Run:
@@ -57,9 +55,9 @@ class Run:
         self.who, self.output = who, Output(config, who, in_place)
         with who.alike():
             self.layout = layout_for(config, who)
-        self.past = Past()
+        self.run_state = RunState()
         self.saved: int | None = None  # step of the last checkpoint
-        self.saving: shares.Saving | None = None  # one that may still be written
+        self.saving: checkpoint.ShardedSave | None = None  # one that may still be written
         self.prepared, self.batches, self.windows = open_data(config, who, progress=progress)
         self.record = data_record(self.prepared, self.windows)
         self.data = {name: value for name, value in self.record.items() if name != "windows_sha256"}
@@ -93,25 +91,27 @@ class Run:
             with who.alike():
                 self._restore(here, state)
         ours = who, self.model.residual("itself").width, self.kind if config.loss == "auto" else None
-        self.computed_with = partial(arithmetic.arithmetic, *ours)
-        self.arithmetic = partial(arithmetic.restored, self._recorded(state), *ours, different=config.allow_different)
+        self.computed_with = partial(environment.arithmetic, *ours)
+        self.arithmetic = partial(
+            environment.restored_arithmetic, self._recorded(state), *ours, different=config.allow_different
+        )
         with who.alike(), self.arithmetic():
             pass  # what cannot be kept is refused before a file is changed
         self.resumed = state is not None
         self.described = environment.describe(who.device, config.dtype) | {"loss": self.kind, "step": update.path}
-        who.of_first(lambda: self.output.open(self.described, self._records(), self.past.step if state else -1))
+        who.of_first(lambda: self.output.open(self.described, self._records(), self.run_state.step if state else -1))
         name = config.name or ""
         self.bars = Bars(STEPS, shown=progress)
-        self.bar = self.bars.add(name, config.steps, self.past.step)
+        self.bar = self.bars.add(name, config.steps, self.run_state.step)
         if warning := environment.emulated(who.device, config.dtype):
             self.bars.say(f"{name}: {warning}")
         if update.path.startswith("eager: "):
             self.bars.say(f"{name}: --cuda-graphs: steps are {update.path}")
         if state:
-            self.bars.say(f"{name}: resumed at step {self.past.step} of {config.steps}")
+            self.bars.say(f"{name}: resumed at step {self.run_state.step} of {config.steps}")
         share = {"rank": self.layout.rank, "world_size": self.layout.shares}
         feed = Feed(self.batches, who.device, **share, steps=config.steps)
-        self.steps = Steps(config, update, feed, self.past, self.output.is_away, self._diverged)
+        self.steps = Steps(config, update, feed, self.run_state, self.output.is_away, self._diverged)
         self.since = time.perf_counter()
 
     @property
@@ -131,8 +131,8 @@ class Run:
                 self.start = read_json(self.output.folder / "start.json")
         else:
             self.model, self.start = start.first_model(config, self.prepared)
-        self.teacher = distill.load_teacher(config, self.start or {}, who.device)
-        regimes.choose_trained(self.model, config.finetune, config.seed)
+        self.teacher = start.load_teacher(config, self.start or {}, who.device)
+        finetune.choose_trained(self.model, config.finetune, config.seed)
         if state:
             checkpoint.load_adapter(here, state, self.model)
         self.model = self.model.to(who.device).train()
@@ -143,7 +143,7 @@ class Run:
     def _restore(self, here: Path, state: dict[str, Any]) -> None:
         """Go on from the checkpoint `here`: what was measured, the optimizers, the random numbers of this process."""
         who = self.who
-        self.past, self.saved = checkpoint.as_saved(here, lambda: past_of(state)), state["step"]
+        self.run_state, self.saved = checkpoint.as_saved(here, lambda: run_state_of(state)), state["step"]
         checkpoint.restore(here, state, self.layout, self.optimizers)
         if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
             numbers = state["random"][who.rank]
@@ -153,7 +153,7 @@ class Run:
 
     def begin(self) -> None:
         """Before the first step: what the residual starts from and, of a pretrained model, the held-out loss."""
-        if self.past.step == 0:
+        if self.run_state.step == 0:
             self._snapshot()
             if self.start is not None:
                 self._validate()
@@ -176,21 +176,25 @@ class Run:
     def measure(self) -> None:
         """After a step: its lines in metrics.jsonl, validation when it is due, the progress bar."""
         if self.steps.gone and self.output.gone is None:
-            self.output.move_beside(self.past.step)
-        config, past, steps = self.config, self.past, self.steps
+            self.output.move_beside(self.run_state.step)
+        config, run_state, steps = self.config, self.run_state, self.steps
         depth = steps.update.depth
-        last = past.step == config.steps
+        last = run_state.step == config.steps
         tokens = config.batch_size * config.data.seq_len
-        if last or depth or not (past.last_s and past.step % config.log_every and past.step % config.val_every):
+        if (
+            last
+            or depth
+            or not (run_state.last_s and run_state.step % config.log_every and run_state.step % config.val_every)
+        ):
             self.steps.read()
-        if past.step % config.log_every == 0 or last:
-            past.train_loss = sum(past.losses) / len(past.losses)
-            seconds = statistics.median(past.times[-len(past.losses) :] or [past.last_s])
-            past.losses = []
+        if run_state.step % config.log_every == 0 or last:
+            run_state.train_loss = sum(run_state.losses) / len(run_state.losses)
+            seconds = statistics.median(run_state.times[-len(run_state.losses) :] or [run_state.last_s])
+            run_state.losses = []
             self._write(
                 "train",
-                tokens=past.step * tokens,
-                loss=past.train_loss,
+                tokens=run_state.step * tokens,
+                loss=run_state.train_loss,
                 lr=steps.rate,
                 grad_norm=steps.norm,
                 tokens_per_s=tokens / seconds,
@@ -202,37 +206,37 @@ class Run:
             )
         if depth:
             self._write("depth", **depth)
-        if past.step % config.val_every == 0 or last:
+        if run_state.step % config.val_every == 0 or last:
             self._validate()
             self._snapshot()
-        seconds = statistics.median(past.times[-20:] or [past.last_s])
-        held_out = "" if past.val_loss is None else f"  held-out {past.val_loss:.3f}"
-        self.bar.update(past.step, f"loss {steps.loss:.3f}{held_out}  {tokens / seconds:,.0f} tokens/s")
+        seconds = statistics.median(run_state.times[-20:] or [run_state.last_s])
+        held_out = "" if run_state.val_loss is None else f"  held-out {run_state.val_loss:.3f}"
+        self.bar.update(run_state.step, f"loss {steps.loss:.3f}{held_out}  {tokens / seconds:,.0f} tokens/s")
 
     def save(self) -> None:
         """Write the checkpoint; the one before stays until this one is complete."""
         self.steps.read()
         now = time.perf_counter()
-        self.past.wall_s, self.since = self.past.wall_s + now - self.since, now
+        self.run_state.wall_s, self.since = self.run_state.wall_s + now - self.since, now
         states = self.who.gather(random_state(self.who.device))
-        self.past.peak_memory_bytes = self.peak_memory()
+        self.run_state.peak_memory_bytes = self.peak_memory()
         self.who.of_first(self.output.sync)
         state = {
-            "step": self.past.step,
+            "step": self.run_state.step,
             "config": to_dict(self.config),
             "data": self.data,
             "random": states,
-            "progress": dataclasses.asdict(self.past),
+            "progress": dataclasses.asdict(self.run_state),
             "arithmetic": self.computed_with(),
         }
-        folder, step = self.output.folder, self.past.step
+        folder, step = self.output.folder, self.run_state.step
         here = folder / "checkpoint"
         extra_files = self.files_beside()
         if not self.layout.whole:
             if self.output.gone:  # and with it what was being written there
                 self._end_saving()
             self._await_saving()
-            self.saving = shares.Saving(here, self.layout, self.optimizers, state, extra_files)
+            self.saving = checkpoint.ShardedSave(here, self.layout, self.optimizers, state, extra_files)
             if self.steps.signalled or self.output.gone or step in self.config.keep_at or step == self.config.steps:
                 self._await_saving()
 
@@ -268,20 +272,20 @@ class Run:
 
     def _validate(self) -> None:
         """The held-out loss, to metrics.jsonl and val/STEP.npy."""
-        past = self.past
+        run_state = self.run_state
         losses = self.layout.window_losses(self.windows, self.rows())
-        past.val_loss = float(losses.mean())
-        if not math.isfinite(past.val_loss):
-            raise self.who.same(self._diverged(past.step, past.val_loss, self.steps.norm))
+        run_state.val_loss = float(losses.mean())
+        if not math.isfinite(run_state.val_loss):
+            raise self.who.same(self._diverged(run_state.step, run_state.val_loss, self.steps.norm))
         if self.who.first:
-            validate.save_windows(self.output.folder, past.step, losses)
-        self._write("val", loss=past.val_loss, windows=len(losses), se=or_none(standard_error(losses)))
+            validate.save_windows(self.output.folder, run_state.step, losses)
+        self._write("val", loss=run_state.val_loss, windows=len(losses), se=or_none(standard_error(losses)))
 
     def _snapshot(self) -> None:
         """What the residual has learned, to residual/STEP.safetensors."""
         tensors = collected(tensors_of(self.model.residual("itself")), self.who)
         if tensors:
-            write_snapshot(self.output.folder, self.past.step, tensors)
+            write_snapshot(self.output.folder, self.run_state.step, tensors)
 
     def _saved_state(self, here: Path) -> dict[str, Any] | None:
         """The state of the checkpoint, if there is one; refuses a folder of a run on other data."""
@@ -304,7 +308,7 @@ class Run:
 
     def peak_memory(self) -> int:
         """The most that any process took, in this session or an earlier one."""
-        return max(self.past.peak_memory_bytes, *self.who.gather(environment.peak_memory(self.who.device)))
+        return max(self.run_state.peak_memory_bytes, *self.who.gather(environment.peak_memory(self.who.device)))
 
     def rows(self) -> int:
         """Sequences of a micro-batch on one process: what is known to fit in memory."""
@@ -315,7 +319,7 @@ class Run:
         folder = self.output.folder
         return UserError(
             f"{self.output.gone} was removed or renamed, or files in it, while the run was going on: what it had up to "
-            f"step {self.past.step} is saved in {folder}, where --out {folder} --resume goes on"
+            f"step {self.run_state.step} is saved in {folder}, where --out {folder} --resume goes on"
         )
 
     def _records(self) -> dict[str, dict[str, Any]]:
@@ -325,7 +329,7 @@ class Run:
         return {"data.json": self.record, "start.json": {**self.start, "trainable": self.trainable}}
 
     def _write(self, kind: str, **values: Any) -> None:
-        self.output.write(kind, self.past.step, **values)
+        self.output.write(kind, self.run_state.step, **values)
 
     def _diverged(self, step: int, loss: float, norm: float) -> UserError:
         """What is said of a loss or gradient that is not finite; the folder says at which step that was."""

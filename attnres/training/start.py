@@ -24,12 +24,13 @@ import torch
 
 from attnres.data.shards import prepared_folder
 from attnres.errors import UserError, foreign
-from attnres.forward import evaluating
-from attnres.paths import user_path
+from attnres.files import user_path
+from attnres.head import evaluating
 from attnres.residuals import Residual, make_residual, residual_class, settings_of
 from attnres.training.config import ModelConfig, TrainConfig, size_or_default, tokenizer_or_default
-from attnres.training.optim import kinds
-from attnres.training.transfer import carry_start
+from attnres.training.environment import tune
+from attnres.training.objective import Teacher
+from attnres.training.optim import carry_start, kinds
 
 if TYPE_CHECKING:
     from attnres.data import Prepared
@@ -296,6 +297,26 @@ def _measured(source: Any, model: Any, start: "Checkpoint", config: TrainConfig)
         )
     names = ("largest", "scale", "relative", "bound", "tokens")
     return {name: getattr(difference, name) for name in names}
+
+
+def load_teacher(config: TrainConfig, record: dict[str, Any], device: torch.device) -> Teacher | None:
+    """The teacher of a run, None where it has none; `record` is the run's start.json.
+
+    Raises:
+        UserError: the model is no longer the one that the run started from.
+    """
+    settings = config.finetune
+    if settings.init_from is None or not settings.distill_weight:
+        return None
+    model = find_start(settings.init_from).load("fp32")
+    if weights_crc32(model) != record.get("crc32"):
+        raise UserError(
+            f"{settings.init_from} has changed since the run started from it, and it is the teacher: restore it, or "
+            "start a new run in another folder"
+        )
+    model.requires_grad_(False)
+    tune(model, device, config.data.seq_len)
+    return Teacher(model.to(device).eval(), settings.distill_weight, settings.distill_temperature)
 
 
 # ------------------------------------------------------------------ whether it fits the data

@@ -14,16 +14,15 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.training import graphs
-from attnres.training.by_depth import magnitudes, recorded
 from attnres.training.check import sees_all_depths
 from attnres.training.config import TrainConfig
 from attnres.training.feed import Arriving, Feed, Moment, to_device
+from attnres.training.inspection import magnitudes, recorded
 from attnres.training.interrupt import Signals
 from attnres.training.layout import Whole
 from attnres.training.objective import Objective
-from attnres.training.optim import set_learning_rate
-from attnres.training.past import Past
-from attnres.training.schedule import rates
+from attnres.training.optim import rates, set_learning_rate
+from attnres.training.records import RunState
 
 UNTIMED = 3
 """Steps at the start of a run or of its resumption that are not timed: they warm caches and compile."""
@@ -127,7 +126,7 @@ class Steps:
     """The steps of a run, and what the last of them gave.
 
     Args:
-        past: where the run is; a step moves it on.
+        run_state: where the run is; a step moves it on.
         away: says whether the run's folder was taken away.
         diverged: makes the error for (step, loss, norm) that are not finite.
 
@@ -143,11 +142,11 @@ class Steps:
         config: TrainConfig,
         update: Update,
         feed: Feed,
-        past: Past,
+        run_state: RunState,
         away: Callable[[], bool],
         diverged: Callable[[int, float, float], UserError],
     ) -> None:
-        self.config, self.update, self.feed, self.past = config, update, feed, past
+        self.config, self.update, self.feed, self.run_state = config, update, feed, run_state
         self.folder_is_away, self.diverged = away, diverged
         self.layout, self.who = update.layout, update.layout.who
         self.arriving = Arriving(self.who.device)
@@ -163,7 +162,7 @@ class Steps:
         that is not finite raises UserError: before it changes a parameter or, `behind`, a step later, but before it is
         saved.
         """
-        config, who, update, step = self.config, self.who, self.update, self.past.step + 1
+        config, who, update, step = self.config, self.who, self.update, self.run_state.step + 1
         began = Moment.now(who.device)
         x, y = self.feed.at(step - 1)
 
@@ -186,23 +185,23 @@ class Steps:
             self.read()
         update.apply()
 
-        self.past.step, self.rate = step, rate * config.optim.lr
+        self.run_state.step, self.rate = step, rate * config.optim.lr
         self.arriving.add_moments(began, Moment.now(who.device), update.depth is None)
         self.read(to_come=self.arriving.behind)
 
     def read(self, to_come: int = 0) -> None:
         """Take what the last steps gave, but for the last `to_come`: loss, norm, signals and, once it is over, time."""
-        past = self.past
+        run_state = self.run_state
         for step, numbers in self.arriving.steps(to_come=to_come):
             self.loss, self.divergence, interrupts, terminations, away, self.norm = numbers
             if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
                 raise self.who.same(self.diverged(step, self.loss, self.norm))
-            past.losses.append(self.loss)
+            run_state.losses.append(self.loss)
             self.gone = self.gone or bool(away)
             self.signalled = 130 if interrupts else 143 if terminations else 0
         for seconds, usual in self.arriving.times(to_come=to_come):
-            past.last_s = seconds
+            run_state.last_s = seconds
             if self.untimed:
                 self.untimed -= 1
             elif usual:
-                past.times = [*past.times[1 - TIMED :], seconds]
+                run_state.times = [*run_state.times[1 - TIMED :], seconds]

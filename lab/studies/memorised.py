@@ -11,12 +11,11 @@ import torch
 from torch.nn import functional as F
 
 from attnres.figures.chart import Curves, Line
-from attnres.run_names import run_name
 from attnres.stats import or_none
-from attnres.text import UNKNOWN, listed
+from attnres.text import UNKNOWN, listed, run_name
 from lab.analyses.noise import Verdict, as_ratio, beside
 from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
-from lab.studies.mlp import Mlps
+from lab.studies.growth import Mlps
 
 WIDTH, SAMPLES = 32, 512
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -1,6 +1,6 @@
 """The nanoGPT study's six configurations, and what its closing gates do without a model."""
 
-from attnres.comparison.variants import label_of
+from attnres.comparison.plan import label_of
 from attnres.figures.chart import Chart, Curves, Line
 from attnres.text import number
 from lab.contrast import contrast

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from attnres.residuals.mechanisms.adaptive import Adaptive
-from attnres.run_names import run_name
-from attnres.training.schedule import fraction_of_peak
+from attnres.text import run_name
+from attnres.training.optim import fraction_of_peak
 from lab.design import Call
 
 LAYERS = 12

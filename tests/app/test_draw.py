@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from attnres.app import draw, figures, tokens
-from attnres.app.differences import difference
-from attnres.app.markup import visible, without
-from attnres.app.pane import Pane, Scales, export
+from attnres.app import draw, figures
+from attnres.app.draw import difference
+from attnres.app.figures import visible, without
+from attnres.app.pane import Pane, Scales, _fills, export
 from attnres.app.reading import Candidate, Effect, Reading
 from attnres.app.state import ATTENDED, LARGEST, LOSS, Cut
 from attnres.inspect.attention import TokenAttention
@@ -290,7 +290,7 @@ def test_a_knock_out_is_crossed_out_and_its_effect_said():
 
 
 def test_tokens_are_coloured_by_the_change_of_their_own_loss():
-    fills = tokens._fills(edited(source=LOSS), {}, Scales.of([edited(source=LOSS)]))
+    fills = _fills(edited(source=LOSS), {}, Scales.of([edited(source=LOSS)]))
     assert fills[0] == fills[3] == "#ffffff"  # the first token has no loss, the last one's did not change
     red, blue = (int(fills[1][1:3], 16), int(fills[2][5:7], 16))
     assert red > int(fills[1][5:7], 16) and blue > int(fills[2][1:3], 16)
@@ -405,7 +405,7 @@ def test_what_changes_nothing_stays_pale():
     none = Effect(reading().log_probs, reading().losses + 1e-5)
     example = pane(cuts=(Cut(1, 2, 1),), effect=none, source=LOSS)
     assert Scales.of([example]).loss == 0.02
-    for fill in tokens._fills(example, {}, Scales.of([example])):
+    for fill in _fills(example, {}, Scales.of([example])):
         assert all(int(fill[i : i + 2], 16) > 248 for i in (1, 3, 5))
     assert (
         "#d55e00"

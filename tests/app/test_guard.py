@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from attnres.app.address import check_port
-from attnres.app.guard import MAX_BODY, Guard, is_loopback, own_names
+from attnres.app import check_port
+from attnres.app.server import MAX_BODY, Guard, is_loopback, own_names
 from attnres.errors import UserError
 
 
@@ -116,8 +116,7 @@ def test_what_was_checked_is_what_is_bound(monkeypatch):
         raise OSError("taken")
 
     monkeypatch.setattr(server, "application", lambda page, **options: None)
-    monkeypatch.setattr(server, "check_port", lambda host, port: "::1")
     monkeypatch.setattr(server.socket, "create_server", refuse)
     with pytest.raises(UserError, match="cannot serve on localhost:49518"):
-        server.serve(None, host="localhost", port=49518)
+        server.serve(None, "::1", host="localhost", port=49518)
     assert places == [(("::1", 49518), server.socket.AF_INET6)]

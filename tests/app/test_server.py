@@ -11,10 +11,10 @@ pytest.importorskip("uvicorn", reason="the extra `app` is not installed")
 
 from starlette.requests import ClientDisconnect
 
-from attnres.analysis.texts import LookText
 from attnres.app.page import Page
 from attnres.app.server import application
 from attnres.app.state import View
+from attnres.inspect.texts import LookText
 
 TEXT = "def read(rows, name):\n    return rows[name]\n"
 

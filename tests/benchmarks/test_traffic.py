@@ -6,7 +6,7 @@ import traffic
 from traffic import Blocks
 
 from attnres.models import build
-from attnres.models.traffic import step_vectors
+from attnres.models.step_cost import step_vectors
 from attnres.residuals import make_residual
 from attnres.scale.plan import Load, beside_standard, plan
 

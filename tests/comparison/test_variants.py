@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnres.comparison.variants import Variant, parse_variant, parse_variants
+from attnres.comparison.plan import Variant, parse_variant, parse_variants
 from attnres.errors import UserError
 
 

@@ -103,7 +103,7 @@ def test_a_zero_query_has_no_spike(study):
 
 def test_the_spike_is_the_starts_weight_less_the_mean_of_the_others(study):
     """Held against the weights of every token, read one by one."""
-    from attnres.inspect.record import record
+    from attnres.inspect.recording import record
     from attnres.models import load
 
     folder, outcome = study
@@ -124,7 +124,7 @@ def test_the_spike_is_the_starts_weight_less_the_mean_of_the_others(study):
 
 def test_the_same_token_elsewhere_is_what_a_start_is_held_against(study):
     """Token by token, over those that are a start here and none there."""
-    from attnres.inspect.record import record
+    from attnres.inspect.recording import record
     from attnres.models import load
 
     folder, outcome = study

@@ -6,7 +6,7 @@ import pytest
 from attnres.figures import NotShown, style
 from attnres.figures.edges import edge_map, graph, leading
 from attnres.inspect.attribution import Attribution, agreement
-from attnres.inspect.routing import Routing
+from attnres.inspect.inspection import Routing
 from attnres.residuals import make_residual
 
 

@@ -26,20 +26,27 @@ from attnres.figures import (
 from attnres.figures.cells import cells as draw_cells
 from attnres.figures.cells import look_of, scale
 from attnres.figures.comparison import Difference
-from attnres.figures.depth import CHOICE, by_depth
-from attnres.figures.dynamics import dynamics, over_steps
+from attnres.figures.depth import CHOICE, by_depth, dynamics, over_steps
 from attnres.figures.geometry import learned
-from attnres.figures.mixing import layer_shares, mixing
-from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_sources, patterns, shares
+from attnres.figures.patterns import (
+    at_boundaries,
+    boundaries,
+    by_kind,
+    label_sources,
+    layer_shares,
+    mixing,
+    patterns,
+    shares,
+)
 from attnres.figures.plot import PAGE, canvas, from_zero, label, log_numbers, panels, thin_ticks
+from attnres.figures.style import to_svg
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
-from attnres.inspect.routing import FIELD
-from attnres.report.theme import to_svg
+from attnres.inspect.inspection import FIELD
 from attnres.residuals import RESIDUALS, traits_of
 from attnres.residuals.mechanisms.muddformer import WAYS
 
 ALONE = [
-    *("patterns", "boundaries", "layers", "kinds", "kinds-sources", "prompts", "queries", "keys", "learned"),
+    *("patterns", "boundaries", "layers", "kinds", "kinds-sources", "queries", "keys", "learned"),
     *("tokens", "token-map"),
 ]
 BESIDE = ["mixing", "depth", "magnitudes", "source-norms"]
@@ -273,7 +280,7 @@ def test_files_are_whole_and_the_same_each_time(tmp_path):
 
 
 def test_all_figures_of_a_model_are_written(tmp_path):
-    bare = {"kinds": None, "prompts": None, "example": None, "query_cosine": None}
+    bare = {"kinds": None, "example": None, "query_cosine": None}
     written = write_figures(inspection("block", 1, **bare), tmp_path, ("svg",))
     assert {path.stem for path in written} == {
         *("patterns", "boundaries", "mixing", "layers", "depth", "magnitudes", "source-norms", "keys")

@@ -10,8 +10,7 @@ import pytest
 
 from attnres.data.sources import stdlib_files
 from attnres.errors import UserError
-from attnres.inspect.kinds import KINDS, guess_language, kinds_of
-from attnres.inspect.pylex import lexemes
+from attnres.inspect.kinds import KINDS, guess_language, kinds_of, lexemes
 
 SHORT = {
     "code": {"S": "statement start", "n": "identifier", "k": "keyword", "l": "literal", "o": "operator"}

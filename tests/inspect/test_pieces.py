@@ -6,9 +6,8 @@ from tokenizers.models import Unigram
 from transformers import PreTrainedTokenizerFast
 
 from attnres.inspect.kinds import kinds_of
-from attnres.inspect.pieces import bytes_of, piece, pieces, spelled
 from attnres.inspect.survey import encode
-from attnres.models.encoding import encode_prompt
+from attnres.models.encoding import bytes_of, encode_prompt, piece, pieces, spelled
 
 
 @pytest.mark.parametrize("text", ["Grüße 漢字 🙂\n", "plain text", " a\ufffd", ""])

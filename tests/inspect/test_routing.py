@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from synthetic import routing
 
-from attnres.inspect.routing import Routing
+from attnres.inspect.inspection import Routing
 from attnres.residuals import layout_of, make_residual
 
 

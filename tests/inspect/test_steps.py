@@ -11,7 +11,7 @@ from attnres import UserError
 from attnres.files import write_json
 from attnres.inspect.steps import between, step_change
 from attnres.models import build
-from attnres.models.snapshot import LIGHT, residual_at, snapshots, tensors_of, write_snapshot
+from attnres.models.model_files import LIGHT, residual_at, snapshots, tensors_of, write_snapshot
 from attnres.residuals import make_residual
 
 

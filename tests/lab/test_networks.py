@@ -12,11 +12,9 @@ from torch.nn import functional as F
 
 from attnres.errors import UserError
 from lab.studies import resnet
-from lab.studies.growth import grow
-from lab.studies.images import load_images
+from lab.studies.growth import Mlps, grow, normed
 from lab.studies.memorised import ALPHAS, RATES, mixture, taught
-from lab.studies.mlp import Mlps, normed
-from lab.studies.resnet import DEPTHS, Net
+from lab.studies.resnet import DEPTHS, Net, load_images
 
 
 def values(rows, quantity):

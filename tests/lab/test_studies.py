@@ -25,26 +25,31 @@ from attnres.reading import read_json
 from attnres.stats import plain
 from attnres.training import from_dict, train
 from attnres.training.checkpoint import kept
-from attnres.training.config import to_dict
+from attnres.training.config import differences, to_dict
 from attnres.training.records import TIMES
-from attnres.training.sameness import differences
 from lab import __main__ as laboratory
-from lab.adopt import alike, computed_in, runs_in, same_computation
 from lab.analyses.noise import Noise
-from lab.archive import ARCHIVE, restored, unpacked
-from lab.begin import same_material
 from lab.conduct import ExecutionOptions, conduct, left_of
 from lab.contrast import contrast
 from lab.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours, on_gpu
 from lab.design import Design, Measured, Result, Row, Setting
+from lab.measures import Computation, compute, function, to_csv
 from lab.outcome import Outcome, at_sizes, command, names_of, outcome_in, report_page, survey
 from lab.presets import PRESETS, shape
-from lab.rows import to_csv
 from lab.slurm import Slurm
+from lab.store import (
+    ARCHIVE,
+    CHANGED_AT,
+    call_key,
+    find_runs,
+    refuse_other_material,
+    run_key,
+    same_runs,
+    unpacked,
+)
 from lab.studies import STUDIES
 from lab.studies.ablations import PUBLISHED
 from lab.tuning import label_of
-from lab.work import Computation, function, work
 
 QUIET = Console(quiet=True)
 
@@ -62,7 +67,7 @@ class Here:
             on_start(child)
             self.names.append(child.name)
             if isinstance(child, Computation):
-                work(child.config)
+                compute(child.config)
             else:
                 train(dataclasses.replace(from_dict(read_json(child.config)), resume=True), progress=False)
             on_end(child)
@@ -91,7 +96,7 @@ def images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnres.training.ending.write_inside", lambda *_: None)  # which studies do not look at
+        patch.setattr("attnres.training.loop.write_inside", lambda *_: None)  # which studies do not look at
         patch.setenv("ATTNRES_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
@@ -277,7 +282,8 @@ def test_runs_of_elsewhere_are_adopted_where_they_are_the_same(setting, noise, t
     assert runner.names == [] and outcome.counts[0] == outcome.counts[1]
     assert (outcome.folder / "runs.csv").read_bytes() == (noise.folder / "runs.csv").read_bytes()
     assert not list(outcome.folder.rglob("checkpoint"))
-    assert runs_in([setting.out]).keys() >= runs_in([noise.folder]).keys(), "a folder of studies"
+    inside, every = ({run.folder for run in find_runs([folder])} for folder in (noise.folder, setting.out))
+    assert every >= inside and inside, "a folder of studies"
     with pytest.raises(UserError, match="is not a folder: give one with the run folders to adopt"):
         conduct(STUDIES["noise"], other, ExecutionOptions(QUIET), adopted=[tmp_path / "nothing"])
     copy = shutil.copytree(noise.folder / "recipe", tmp_path / "recipe")
@@ -345,15 +351,39 @@ def test_a_finished_run_is_taken_before_one_that_is_not_and_nothing_half_copied(
     (begun / "checkpoint").mkdir()
     for folder in (finished, tmp_path / "b" / f".{run.name}.host-1.new"):
         write_json(folder / "summary.json", {})
-    runs = runs_in([begun.parent, finished.parent], unfinished=True)
-    assert list(alike(run, runs)) == [finished, begun]
+    runs = find_runs([begun.parent, finished.parent], unfinished=True)
+    assert [one.folder for one in same_runs(runs, run, arm)] == [finished, begun]
+    assert not same_runs(runs, dataclasses.replace(run, seed=1), arm)
+
+
+def test_a_key_is_of_what_decides_what_a_run_computes(setting, monkeypatch):
+    """Not of where it lies, how often it is saved, what its text is called, or of settings that others switch off."""
+    run = setting.config()
+    key = run_key(to_dict(run))
+    moved = dataclasses.replace(run, out="elsewhere", name="other", save_every=1, keep_at=(2,), track=None)
+    text = dataclasses.replace(run, data=dataclasses.replace(run.data, source="another place"))
+    stored = json.loads(json.dumps(to_dict(run)))
+    del stored["optim"]["base_width"]  # an earlier version had no such field
+    assert {run_key(to_dict(one)) for one in (moved, text)} | {run_key(stored)} == {key}
+    stored["optim"]["decay"] = 0.5  # of the schedule wsd, which it has not
+    assert run_key(stored) == key
+    for other in (
+        dataclasses.replace(run, seed=1),
+        dataclasses.replace(run, steps=run.steps + 1),
+        setting.config(dtype="bf16"),
+    ):
+        assert run_key(to_dict(other)) != key
+    assert run_key(to_dict(run), "0.1.7") == key
+    monkeypatch.setattr("lab.store.CHANGED_AT", (*CHANGED_AT, (0, 2)))
+    assert run_key(to_dict(run), "0.2.0") != key == run_key(to_dict(run), "0.1.0")
 
 
 def test_images_of_another_name_are_another_computation():
-    run = {"function": "f", "arguments": {"images": "/data/cifar100", "seed": 0}}
-    assert same_computation(run, "f", {"images": "/elsewhere/cifar100", "seed": 0})
-    assert not same_computation(run, "f", {"images": "/data/cifar10", "seed": 0})
-    assert not same_computation(run, "f", {"images": "/data/cifar100", "seed": 1})
+    key = call_key("f", {"images": "/data/cifar100", "seed": 0})
+    assert call_key("f", {"seed": 0, "images": "/elsewhere/cifar100"}) == key
+    assert call_key("f", {"images": "/data/cifar10", "seed": 0}) != key
+    assert call_key("f", {"images": "/data/cifar100", "seed": 1}) != key
+    assert call_key("g", {"images": "/data/cifar100", "seed": 0}) != key
 
 
 def test_a_run_that_others_branch_off_is_taken_with_its_checkpoints_first(setting, noise, tmp_path):
@@ -368,8 +398,10 @@ def test_a_run_that_others_branch_off_is_taken_with_its_checkpoints_first(settin
         write_json(folder / "summary.json", {})
     for step in run.keep_at:
         kept(there, step).mkdir(parents=True)
-    runs = runs_in([bare.parent, there.parent])
-    assert list(alike(run, runs)) == [there, bare], "without checkpoints its branches are trained from their start"
+    found = same_runs(find_runs([bare.parent, there.parent]), run, trunk)
+    assert [one.folder for one in found] == [there, bare], (
+        "without checkpoints its branches are trained from their start"
+    )
 
 
 def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
@@ -414,11 +446,8 @@ def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, nois
     for name in ("study.json", "result.json", ARCHIVE):
         shutil.copy2(noise.folder / name, kept)
     conduct(STUDIES["growth"], dataclasses.replace(setting, out=tmp_path), ExecutionOptions(QUIET, jobs=1, run=Here()))
-    with restored(tmp_path) as copy:
-        assert copy != tmp_path
-        assert outcome_in(copy / "seconds" / "noise").result == noise.result
-        assert outcome_in(copy / "seconds" / "growth").counts == outcome_in(other).counts
-        whole = report_page([outcome_in(copy / "seconds" / name) for name in ("growth", "noise")])
+    assert outcome_in(kept).result == noise.result
+    whole = report_page([outcome_in(folder) for folder in (other, kept)])
     laboratory.run(["--report", "--out", str(tmp_path)])
     assert (tmp_path / "report.html").read_text() == whole
     drawing = ["--preset", "seconds", "--out", str(tmp_path), "--formats", "svg", "--figures"]
@@ -439,14 +468,13 @@ DATA = Path(__file__).parents[2] / "docs" / "data" / "studies"
 
 
 def test_what_the_repository_says_of_its_studies_is_what_their_runs_give():
-    with restored(DATA) as studies:
-        paths = sorted(studies.glob("*/*/study.json"))
-        assert paths
-        for path in paths:
-            again, record = outcome_in(path.parent), read_json(path.parent / "result.json")
-            assert again.result.verdict == record["verdict"]
-            assert plain(again.result.values, digits=9) == record["values"]
-            assert to_csv(again.measured.rows) == (DATA / path.parent.relative_to(studies) / "runs.csv").read_text()
+    paths = sorted(DATA.glob("*/*/study.json"))
+    assert paths
+    for path in paths:
+        again, record = outcome_in(path.parent), read_json(path.parent / "result.json")
+        assert again.result.verdict == record["verdict"]
+        assert plain(again.result.values, digits=9) == record["values"]
+        assert to_csv(again.measured.rows) == (path.parent / "runs.csv").read_text()
 
 
 def test_a_claim_needs_the_same_sign_at_two_sizes(setting):
@@ -511,7 +539,7 @@ def test_images_that_were_wrong_are_no_images_of_the_study(setting, tmp_path):
     wrong = dataclasses.replace(setting, out=tmp_path, images=str(tmp_path / "empty"))
     with pytest.raises(UserError, match="holds no images"):
         conduct(STUDIES["resnet"], wrong, ExecutionOptions(QUIET, jobs=1, run=Here(most=1)))
-    same_material(wrong.folder("resnet"), STUDIES["resnet"], dataclasses.replace(wrong, images=setting.images))
+    refuse_other_material(wrong.folder("resnet"), STUDIES["resnet"], dataclasses.replace(wrong, images=setting.images))
 
 
 @pytest.mark.parametrize(
@@ -564,11 +592,11 @@ def test_what_was_stored_under_the_former_name_of_a_function_is_the_same_run(tmp
     path = DATA / "nano" / "growth" / ARCHIVE
     assert "attnres.studies.lab.growth:grow" in path.read_text()
     with unpacked([path]) as (folder,):
-        runs = computed_in([folder])
+        keys = {run.key for run in find_runs([folder])}
     (arm,) = STUDIES["growth"].arms(Setting("nano", PRESETS["nano"], 8, None, tmp_path), Measured())
     assert arm.computed is not None
     for call in arm.computed.runs.values():
-        assert any(same_computation(run, arm.computed.function, call.arguments) for run in runs)
+        assert call_key(arm.computed.function, call.arguments) in keys
 
 
 def test_only_functions_of_studies_are_called():
@@ -883,8 +911,7 @@ def test_step_times_are_taken_first_and_kept_with_the_runs(setting, tmp_path):
     assert len(stopped.finished["recipe"]) == 1
     assert set(stopped.step_times) == {("recipe", label) for label in stopped.asked_for("recipe")}
     shutil.rmtree(folder / "recipe")
-    with restored(tmp_path) as copy:
-        assert outcome_in(copy / folder.relative_to(tmp_path)).measured.step_times == stopped.step_times
+    assert outcome_in(folder).measured.step_times == stopped.step_times
 
 
 def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsys):

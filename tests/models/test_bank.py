@@ -11,12 +11,12 @@ from sample_mechanisms import crossed
 from tiny import SIZE, stir
 
 from attnres.models import build
-from attnres.models.stream import BankStream, Stream
 from attnres.ops import backend, cpu, dispatch, eager
 from attnres.ops.bank import KEPT, Bank, Banks, Program
 from attnres.ops.cpu import CpuBank
 from attnres.residuals import RESIDUALS, make_residual
 from attnres.residuals.program import _program, why_no_bank
+from attnres.streams.banked import BankStream, start_stream
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason="no C compiler: the CPU kernels cannot be built")
 
@@ -174,8 +174,8 @@ def test_interleaved_passes_and_threads_share_no_bank():
         return [*reads, *(model.model.norm(stream) for stream in streams)][number :: len(streams)]
 
     with torch.no_grad():
-        alone = run([Stream.start(model.residual, torch.ones(1, 1, 32))], 0)
-        both = run([Stream.start(model.residual, torch.ones(1, 1, 32)) for _ in range(2)], 0)
+        alone = run([start_stream(model.residual, torch.ones(1, 1, 32))], 0)
+        both = run([start_stream(model.residual, torch.ones(1, 1, 32)) for _ in range(2)], 0)
     assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
     wrong = []
 
@@ -282,7 +282,7 @@ def test_only_the_latest_stream_of_a_pass_can_be_asked():
     model, embedding = make(), torch.randn(1, 2, 32)
     norm = model.depth_layers[0].input_layernorm
     with torch.no_grad():
-        stream = Stream.start(model.residual, embedding)
+        stream = start_stream(model.residual, embedding)
         assert isinstance(stream, BankStream) and stream.shape == embedding.shape
         with pytest.raises(TypeError, match="wrote before it read"):
             stream + embedding

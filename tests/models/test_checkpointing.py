@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from attnres.errors import UserError
 from attnres.models import build, convert
-from attnres.models.checkpointing import checkpoint_activations
+from attnres.models.bases import checkpoint_activations
 
 IDS = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(0))
 

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from attnres import UserError, convert, load
 from attnres.models.classes import CLASSES
 from attnres.models.exactness import fixed_inputs, logits
-from attnres.models.portable import export_graph
+from attnres.models.export import export_graph
 
 IDS = torch.arange(12).view(2, 6)
 VOCAB = 320

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from attnres import UserError
 from attnres.head import is_apart
 from attnres.models import FAMILIES, build, load
-from attnres.models.checkpointing import checkpoint_activations
+from attnres.models.bases import checkpoint_activations
 from attnres.models.convert import convert
 from attnres.models.exactness import compare_logits
 from attnres.models.families import BOTH, PROBED, REFUSED, SUM, families_table
-from attnres.models.flops import forward_flops, step_flops
 from attnres.models.probe import probe
+from attnres.models.step_cost import forward_flops, step_flops
 from attnres.ops import cpu
 
 VOCAB = 61

@@ -7,7 +7,7 @@ import torch
 from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from attnres import UserError, convert
-from attnres.models import Stream
+from attnres.streams.banked import start_stream
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -112,7 +112,7 @@ def test_changes_in_place_are_refused(both):
             hooked(both[1], 0, hook)
     with pytest.raises(TypeError, match="no tensor of it has the gradient of a hidden state"):
         hooked(both[1], 0, lambda module, args, output: output.register_hook(print))
-    stream = Stream.start(both[1].residual, torch.randn(2, 3, 32))
+    stream = start_stream(both[1].residual, torch.randn(2, 3, 32))
     assert not hasattr(stream, "no_such_thing") and stream.dim() == 3
     with pytest.raises(TypeError, match="0 of 6 sublayers have read the stream"):
         both[1].model.norm(stream)

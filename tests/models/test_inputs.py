@@ -14,8 +14,8 @@ from tiny import SIZE, stir
 from attnres import UserError
 from attnres.models import build, load
 from attnres.models.convert import convert
-from attnres.models.inputs import Inputs
 from attnres.residuals import Ways
+from attnres.streams.inputs import Inputs
 
 IDS = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 SEVERAL = ["muddformer", "dca"]
@@ -76,6 +76,7 @@ def test_every_family_is_converted_exactly_or_refused_with_a_sentence(family, na
     assert torch.equal(cached, new.generate(IDS, use_cache=False, **options))
 
 
+@pytest.mark.filterwarnings("ignore:.*freezes the queries")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("name", SEVERAL)
 def test_adapters_around_the_projections_take_their_part(name):

@@ -12,12 +12,10 @@ from attnres.errors import UserError
 from attnres.figures import draw_model, style
 from attnres.figures.plot import canvas
 from attnres.inspect.inspection import Inspection
-from attnres.report import load_study, theme
-from attnres.report.example import example
+from attnres.report import load_study
 from attnres.report.page import write_report
-from attnres.report.sections import Section, sections
+from attnres.report.sections import Section, comparison_of, example, sections
 from attnres.report.table import build_table
-from attnres.report.variants import comparison_of
 
 
 def invented(residual: str, seed: int, layers: int = 3) -> Inspection:
@@ -126,7 +124,7 @@ def test_what_is_a_mean_over_seeds_says_so(inspected: Path) -> None:
 
 def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None:
     (plot,) = next(section for section in drawn(inspected) if section.title.startswith("What each output")).plots
-    svg = theme.to_svg(plot.figure, plot.name, "mixing", 1.0)
+    svg = style.to_svg(plot.figure, plot.name, "mixing", 1.0)
     count = len(invented("full", 0).reads)
     cells = re.findall(r'<path [^>]*style="fill: #[0-9a-f]{6}; stroke: var\(--paper\)', svg)
     assert len(cells) == 3 * count * (count + 1) // 2
@@ -137,7 +135,7 @@ def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None
 def test_what_a_picture_says_is_text_and_no_markup() -> None:
     figure, axes = canvas(3.0, 1.0)
     axes[0, 0].set_title("#0072b2")
-    svg = theme.to_svg(figure, "x", 'a"><img src=x>', 1.0)
+    svg = style.to_svg(figure, "x", 'a"><img src=x>', 1.0)
     assert 'aria-label="a&quot;&gt;&lt;img src=x&gt;"' in svg and "<img" not in svg
 
 
@@ -150,7 +148,7 @@ def test_every_figure_inside_has_a_file_of_its_own(inspected: Path, monkeypatch:
     expected = {"mixing", "effective", "source-norms"}
     assert {f"compare-{name}" for name in expected} | {"kinds-block", "queries-full", "learned-block"} <= set(names)
     monkeypatch.setattr(style, "save", lambda figure, path: None)  # drawing them all takes long
-    monkeypatch.setattr(theme, "to_svg", lambda *_: "")
+    monkeypatch.setattr(style, "to_svg", lambda *_: "")
     written = {path.name for path in write_report(load_study(inspected), inspected, images="svg")}
     assert {f"{name}.svg" for name in names} <= written
 

@@ -17,10 +17,9 @@ from attnres.errors import UserError
 from attnres.figures import style
 from attnres.figures.plot import canvas
 from attnres.inspect.colours import colours_by_name
-from attnres.report import load_study, theme
+from attnres.report import load_study
 from attnres.report.page import write_report
-from attnres.report.sections import sections
-from attnres.report.variants import comparison_of
+from attnres.report.sections import comparison_of, sections
 from attnres.residuals import RESIDUALS, make_residual, traits_of
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -197,9 +196,9 @@ def test_colours_follow_the_theme(tmp_path):
     for colour, name in ((traits_of("block").colour, "stroke: var(--c-0072b2)"), (style.INK, "fill: var(--ink)")):
         assert colour not in body and name in body
     standard = traits_of("standard").colour
-    pair = f"stroke: {standard}; stroke: light-dark({standard}, {theme.on_dark(standard)})"
+    pair = f"stroke: {standard}; stroke: light-dark({standard}, {style.on_dark(standard)})"
     assert pair in body and body.count(standard) == 2 * body.count(f"light-dark({standard}, ")
-    assert all(f"--{theme.NAMES[colour]}:{dark};" in text for colour, dark in theme.DARK.items())
+    assert all(f"--{style.NAMES[colour]}:{dark};" in text for colour, dark in style.DARK.items())
     assert "prefers-color-scheme: dark" in text
 
 
@@ -213,18 +212,18 @@ def luminance(colour):
 def test_nine_lines_of_one_mechanism_are_seen_on_a_dark_page_and_told_apart(residual):
     looks = style.looks({label: (residual, traits_of(residual)) for label in "abcdefghi"}).values()
     colours = sorted({look["color"] for look in looks}, key=luminance)
-    dark = [luminance(theme.on_dark(colour)) + 0.05 for colour in colours]
-    page = luminance(theme.DARK[style.PAPER]) + 0.05
+    dark = [luminance(style.on_dark(colour)) + 0.05 for colour in colours]
+    page = luminance(style.DARK[style.PAPER]) + 0.05
     assert all(line / page >= 3 for line in dark)
     assert all(more / less > 1.2 for less, more in pairwise(dark)), "a darker shade stays the darker"
-    assert len({(theme.on_dark(look["color"]), str(look["linestyle"])) for look in looks}) == 9
+    assert len({(style.on_dark(look["color"]), str(look["linestyle"])) for look in looks}) == 9
 
 
 def test_every_source_is_seen_on_a_dark_page():
-    page = luminance(theme.DARK[style.PAPER]) + 0.05
+    page = luminance(style.DARK[style.PAPER]) + 0.05
     for residual in ("full", "block"):
         for colour in colours_by_name(make_residual(residual, 24, 8).layout()).values():
-            assert (luminance(theme.on_dark(colour)) + 0.05) / page >= 3
+            assert (luminance(style.on_dark(colour)) + 0.05) / page >= 3
 
 
 def test_places_on_a_scale_keep_their_colour_on_a_dark_page():
@@ -232,9 +231,9 @@ def test_places_on_a_scale_keep_their_colour_on_a_dark_page():
         figure, axes = canvas(3.0, 1.0)
         axes[0, 0].plot([0, 1], [0, 1], color="#003f62")
         axes[0, 0].add_collection(PolyCollection([[(0, 0), (1, 0), (1, 1)]], facecolors="#440154"))
-    svg = theme.to_svg(figure, "x", "x", 1.0)
+    svg = style.to_svg(figure, "x", "x", 1.0)
     assert "fill: #440154" in svg and svg.count("#440154") == 1
-    assert f"stroke: #003f62; stroke: light-dark(#003f62, {theme.on_dark('#003f62')})" in svg
+    assert f"stroke: #003f62; stroke: light-dark(#003f62, {style.on_dark('#003f62')})" in svg
 
 
 def test_figures_are_written_as_files_when_asked(tmp_path):

@@ -14,8 +14,7 @@ from synthetic import write_run, write_study
 
 from attnres.errors import UserError
 from attnres.report import load_study
-from attnres.report.columns import COLUMNS, plain_cells, print_table, shown, to_csv
-from attnres.report.curves import curves_csv
+from attnres.report.columns import COLUMNS, curves_csv, plain_cells, print_table, shown, to_csv
 from attnres.report.page import write_report
 from attnres.report.stats import is_planned, paired, paired_curve, strongest_baseline
 from attnres.report.table import build_table

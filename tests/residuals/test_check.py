@@ -14,9 +14,9 @@ from attnres.residuals.check.subject import Subject
 from attnres.residuals.mechanisms.block import Block
 from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed
 from attnres.residuals.mechanisms.cumulative import Cumulative
-from attnres.residuals.mechanisms.denseformer import DenseFormer
 from attnres.residuals.mechanisms.full import Full
 from attnres.residuals.mechanisms.hyper_connections import HyperConnections
+from attnres.residuals.mechanisms.layer_sums import DenseFormer
 from attnres.residuals.mechanisms.one_stream import OneStream
 from attnres.residuals.mechanisms.standard import Standard
 

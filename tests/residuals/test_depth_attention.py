@@ -229,7 +229,7 @@ def test_queries_start_at_zero_and_gains_at_one():
         ("block", {"num_blocks": 5}, "blocks of 3 make 4"),
         ("block", {"num_block": 3}, "did you mean 'num_blocks'"),
         ("blokc", {}, "did you mean 'block'"),
-        ("standard", {"block_size": 2}, "unknown setting of residual 'standard'"),
+        ("standard", {"heads_size": 2}, "unknown setting of residual 'standard'"),
         ("full", {"read_scale": "max"}, "read_scale is 'max'"),
         ("full", {"group": -1}, "group is -1"),
         ("hyper_connections", {"num_streams": 0}, "num_streams is 0"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnres import UserError
-from attnres.comparison.variants import parse_variant
+from attnres.comparison.plan import parse_variant
 from attnres.residuals import (
     RESIDUALS,
     Residual,

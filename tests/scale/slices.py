@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.distributed import DistributedConfig
 
-from attnres.forward import token_losses
+from attnres.head import token_losses
 from attnres.models import build
-from attnres.models.stream import Stream
 from attnres.residuals.mechanisms.depth_attention import DepthState
 from attnres.scale.context import share_out_tokens
 from attnres.scale.tensor import share_out_layers
+from attnres.streams.stream import Stream
 
 SIZE = {"family": "qwen3", "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 4}
 SIZE |= {"num_key_value_heads": 4, "intermediate_size": 24}

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
-from attnres.scale.state import begin_shards, load_shards
+from attnres.scale.sharded_checkpoint import begin_shards, load_shards
 
 
 def test_tensors_may_change_while_they_are_written(tmp_path, monkeypatch):

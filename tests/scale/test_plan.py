@@ -12,8 +12,7 @@ from attnres import UserError
 from attnres.cli import main
 from attnres.models import build
 from attnres.models.build import build_shapes
-from attnres.scale.crossings import crossings, vectors
-from attnres.scale.layer_times import layer_times
+from attnres.scale.cut import crossings, layer_times, vectors
 from attnres.scale.pipeline import plan_cut
 from attnres.scale.plan import DEVICES, Load, in_flight, plan
 
@@ -117,7 +116,7 @@ def test_shapes_of_trillions_of_parameters_are_planned(layers, trillions, capsys
 def test_models_of_the_hub_are_planned_from_their_config_alone(layers, billions, tmp_path, monkeypatch, capsys):
     described: Any = KimiLinearConfig(num_hidden_layers=layers)
     described.save_pretrained(tmp_path)
-    monkeypatch.setattr("attnres.models.place.fetch", lambda name, patterns: tmp_path)
+    monkeypatch.setattr("attnres.models.model_files.fetch", lambda name, patterns: tmp_path)
     flags = ["--gpus", "64", "--context", "8192", "--settings", "block_size=6", "--rows", "1"]
     main(["plan", "moonshotai/Kimi-Linear-48B-A3B-Instruct", *flags])
     assert f"{billions} billion parameters on 64 h100, residual block" in capsys.readouterr().out
@@ -171,7 +170,7 @@ def test_stages_are_balanced_by_measured_times(capsys, monkeypatch):
         part.register_forward_hook(take)
     hooks = [len(part._forward_hooks) for part in parts]
     with monkeypatch.context() as patch:
-        patch.setattr("attnres.scale.layer_times.now", lambda _: passed[0])
+        patch.setattr("attnres.scale.cut.now", lambda _: passed[0])
         times, head = layer_times(model, batch=1, tokens=8, rounds=1)
     assert [*times, head] == seconds
     assert [len(part._forward_hooks) for part in parts] == hooks

@@ -10,12 +10,10 @@ from tiny import SIZE
 from attnres import UserError, make_residual
 from attnres.head import called_losses
 from attnres.models import build
-from attnres.models.stream import Stream
-from attnres.scale.cache import Collect, Lend, RankCache
-from attnres.scale.crossings import crossings
-from attnres.scale.cut import cut_of, placed
+from attnres.scale.cut import crossings, cut_of, placed
 from attnres.scale.pipeline import plan_cut, refuse_schedule
-from attnres.scale.stage import Entry, StageModule, refuse_stages, shell
+from attnres.scale.stage import Collect, Entry, Lend, RankCache, StageModule, refuse_stages, shell
+from attnres.streams.stream import Stream
 
 FIVE = {**SIZE, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 1}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}

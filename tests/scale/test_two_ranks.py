@@ -19,7 +19,7 @@ from attnres.models import build, open_checkpoint
 from attnres.residuals import RESIDUALS
 from attnres.scale.plan import Load, plan
 from attnres.training import from_dict, to_dict
-from attnres.training.metrics import read
+from attnres.training.records import read_metrics
 
 BLOCK = {"residual": "block", "settings": {"block_size": 3}}
 CASES: dict[str, dict[str, Any]] = {
@@ -158,7 +158,7 @@ def alone(both, once) -> Path:
 
 def furthest(ours: Path, theirs: Path, names: Sequence[str] = ("loss", "grad_norm", "penalty")) -> float:
     """The largest difference of losses and gradient norms between two runs of the same lines."""
-    left, right = (read(run / "metrics.jsonl") for run in (ours, theirs))
+    left, right = (read_metrics(run / "metrics.jsonl") for run in (ours, theirs))
     assert [(line["kind"], line["step"]) for line in left] == [(line["kind"], line["step"]) for line in right]
     return max(abs(a.get(name, 0) - b.get(name, 0)) for a, b in zip(left, right) for name in names)
 
@@ -243,7 +243,9 @@ def test_shares_in_bf16_learn_as_one_process(both, corpus, tmp_path):
 
 def test_a_penalty_counts_once(both, alone):
     assert furthest(alone / "adaptive", alone / "one adaptive") < 1e-10
-    assert all(line["penalty"] > 0 for line in read(alone / "adaptive" / "metrics.jsonl") if line["kind"] == "train")
+    assert all(
+        line["penalty"] > 0 for line in read_metrics(alone / "adaptive" / "metrics.jsonl") if line["kind"] == "train"
+    )
 
 
 def test_the_model_at_the_end_is_whole(both, alone):
@@ -270,7 +272,7 @@ def test_a_checkpoint_goes_on_in_another_layout(both, alone):
     assert both[1]["runs"]["4 of 8"].startswith("stopped at step 4 of 8, saved in ")
     assert furthest(alone / "resharded", alone / "again") < 1e-5
     root = both[0]
-    before = read(root / "again" / "metrics.jsonl")
+    before = read_metrics(root / "again" / "metrics.jsonl")
     assert [line["step"] for line in before if line["kind"] == "train"] == list(range(1, 9))
     assert furthest(root / "again", alone / "one") < 1e-5  # the model of a checkpoint goes on in fp32
 
@@ -311,7 +313,7 @@ def test_a_layout_alone_runs_with_defaults_everywhere_else(both, name):
     config = json.loads((folder / "config.json").read_text())
     assert config["accumulation"] == (2 if name == "pp" else 1) and config["depth_every"] == 100
     assert config["parallel"]["dp"] == (2 if name == "none" else None)
-    measured = {line["kind"] for line in read(folder / "metrics.jsonl")}
+    measured = {line["kind"] for line in read_metrics(folder / "metrics.jsonl")}
     assert ("depth" in measured) == (name in ("shard", "none")), "no process sees all depths of a model that is cut"
 
 

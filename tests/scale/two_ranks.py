@@ -22,11 +22,10 @@ from torch.distributed.tensor import DTensor
 from attnres.errors import Interrupted, UserError
 from attnres.head import called_losses
 from attnres.models import build
-from attnres.scale.crossings import vectors
+from attnres.scale.cut import vectors
 from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
 from attnres.scale.shard import local, mean_gradients, shard
-from attnres.training import device as tuning
-from attnres.training import from_dict, start, train
+from attnres.training import environment, from_dict, start, train
 from attnres.training.checkpoint import checksum
 from attnres.training.config import resolve
 from attnres.training.interrupt import Signals
@@ -158,8 +157,8 @@ def resume(values: dict[str, Any]) -> dict[str, int] | None:
 def counted(values: dict[str, Any]) -> dict[str, Any]:
     """Of a step of a run: bytes sent in collectives and between stages, the mean over ranks; bytes of parameters,
     gradients and optimizer states, the most on a rank; the most bytes that each rank held for backward passes."""
-    who, longest = join_processes("cpu"), tuning.EAGER_UP_TO
-    tuning.EAGER_UP_TO = 0  # fused attention, as on a GPU
+    who, longest = join_processes("cpu"), environment.EAGER_UP_TO
+    environment.EAGER_UP_TO = 0  # fused attention, as on a GPU
     run = Run(start.settle(resolve(from_dict(values))), who, progress=False)
     try:
         run.step(Signals())
@@ -176,7 +175,7 @@ def counted(values: dict[str, Any]) -> dict[str, Any]:
         held = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
     finally:
         run.close()
-        tuning.EAGER_UP_TO = longest
+        environment.EAGER_UP_TO = longest
     between = 0 if pipe is None else 4 * (pipe.sent.forward + pipe.sent.backward)
     every = who.gather([messages.sent, between, held, saved.peak])
     return {
@@ -234,7 +233,7 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
 
     Attention is PyTorch's: at this length Transformers' own would be taken, whose softmax is fp32.
     """
-    first, eager = start.first_model, tuning.EAGER_UP_TO
+    first, eager = start.first_model, environment.EAGER_UP_TO
     step = Run.step
 
     def in_dtype(*args: Any) -> Any:
@@ -242,11 +241,11 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
         return model.to(dtype), record
 
     def stopping(run: Any, signals: Any) -> None:
-        if until is not None and run.past.step == until - 1:
+        if until is not None and run.run_state.step == until - 1:
             signals.terminations += 1
         step(run, signals)
 
-    start.first_model, Run.step, tuning.EAGER_UP_TO = in_dtype, stopping, 0
+    start.first_model, Run.step, environment.EAGER_UP_TO = in_dtype, stopping, 0
     try:
         return train(from_dict(values), progress=False)["val_loss"]
     except (Interrupted, UserError) as error:
@@ -254,7 +253,7 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
     except SystemExit as error:
         return error.code
     finally:
-        start.first_model, Run.step, tuning.EAGER_UP_TO = first, step, eager
+        start.first_model, Run.step, environment.EAGER_UP_TO = first, step, eager
 
 
 def main(folder: Path) -> None:

@@ -14,8 +14,8 @@ from attnres.ops import cpu
 from attnres.training import TrainConfig, train
 from attnres.training.config import resolve
 from attnres.training.interrupt import Signals
-from attnres.training.metrics import read
 from attnres.training.parallel import Processes
+from attnres.training.records import read_metrics
 from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
@@ -35,7 +35,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, config: TrainConfig) 
 
     def stop(run: Run) -> None:
         measure(run)
-        run.steps.signalled = 143 if run.past.step == step else 0
+        run.steps.signalled = 143 if run.run_state.step == step else 0
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "measure", stop)
@@ -143,11 +143,11 @@ def test_a_checkpoint_that_was_being_written_where_the_folder_was_keeps_no_one_f
     written = list[Saving]()
     run = Run(resolve(configure(save_every=1)), Processes(0, 1, torch.device("cpu")), progress=False)
     monkeypatch.setattr(type(run.layout), "whole", False)
-    monkeypatch.setattr("attnres.training.shares.Saving", Saving)
+    monkeypatch.setattr("attnres.training.checkpoint.Saving", Saving)
     for _ in range(2):
         run.step(Signals())
         run.measure()
-        if run.past.step == 1:
+        if run.run_state.step == 1:
             run.save()
             shutil.rmtree(tmp_path / "run")
     assert run.output.gone == tmp_path / "run"
@@ -166,7 +166,7 @@ def test_a_folder_that_is_taken_away_is_noticed_and_the_run_saved_beside(
 
     def take_away(run: Run) -> None:
         measure(run)
-        if run.past.step == 5 and run.output.gone is None:
+        if run.run_state.step == 5 and run.output.gone is None:
             if what == "removed":
                 shutil.rmtree(folder)
             elif what == "renamed":
@@ -181,5 +181,5 @@ def test_a_folder_that_is_taken_away_is_noticed_and_the_run_saved_beside(
     assert folder.exists() is (what in ("metrics", "lock"))
     train(configure("run.saved", resume=True), progress=False)
     assert weights(tmp_path / "run.saved") == weights(tmp_path / "whole")
-    lines = [read(tmp_path / name / "metrics.jsonl") for name in ("run.saved", "whole")]
+    lines = [read_metrics(tmp_path / name / "metrics.jsonl") for name in ("run.saved", "whole")]
     assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]]

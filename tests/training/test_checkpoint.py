@@ -17,10 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from attnres.errors import UserError
 from attnres.training import TrainConfig, checkpoint, train
+from attnres.training.checkpoint import export_weights, random_state, set_random_state
 from attnres.training.config import resolve
-from attnres.training.export import export_weights
 from attnres.training.parallel import Processes
-from attnres.training.random_state import random_state, set_random_state
 from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
@@ -43,7 +42,7 @@ def stopped(configure: Configure, killed: Path, monkeypatch: pytest.MonkeyPatch,
 
     def kill(run: Run) -> None:
         measure(run)
-        if run.past.step == 5:
+        if run.run_state.step == 5:
             raise Killed
 
     if not killed.exists():

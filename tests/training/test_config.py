@@ -13,8 +13,7 @@ from attnres.scale.cut import cut_of, placed
 from attnres.scale.pipeline import check_schedule, stages_each
 from attnres.training import TrainConfig, from_dict, to_dict
 from attnres.training.check import check, fitted
-from attnres.training.config import merged_settings, resolve
-from attnres.training.sameness import differences
+from attnres.training.config import differences, merged_settings, resolve
 from attnres.typed import leaves
 
 

@@ -48,7 +48,7 @@ def test_a_stopped_run_draws_what_it_would_have_drawn(
 
     def stop(run: Run) -> None:
         measure(run)
-        if run.past.step == 2:
+        if run.run_state.step == 2:
             run.steps.signalled = 128 + signal.SIGTERM
 
     with monkeypatch.context() as patch:

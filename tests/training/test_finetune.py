@@ -17,21 +17,20 @@ from transformers import LlamaForCausalLM
 
 from attnres import cli, head
 from attnres.comparison.compare import compare
-from attnres.comparison.plan import CompareConfig, make_plan
-from attnres.comparison.variants import parse_variants
+from attnres.comparison.plan import CompareConfig, make_plan, parse_variants
 from attnres.data import prepare
 from attnres.errors import UserError
 from attnres.flags import config_file
 from attnres.models import build, convert, load
 from attnres.report.stats import equal_conditions
-from attnres.training import TrainConfig, distill, from_dict, regimes, to_dict, train
-from attnres.training.config import FinetuneConfig, OptimConfig, resolve
+from attnres.training import TrainConfig, finetune, from_dict, to_dict, train
+from attnres.training.config import FinetuneConfig, OptimConfig, differences, resolve
 from attnres.training.layout import Whole
-from attnres.training.metrics import read
+from attnres.training.objective import divergence
 from attnres.training.optim import OF_RESIDUAL, build_optimizers
 from attnres.training.parallel import Processes
+from attnres.training.records import read_metrics
 from attnres.training.run import Run
-from attnres.training.sameness import differences
 from attnres.training.start import settle
 
 Configure = Callable[..., TrainConfig]
@@ -85,7 +84,7 @@ def test_a_plain_model_starts_where_it_was(tune: Configure, plain: Path, tmp_pat
     config = tune()
     summary = train(config, progress=False)
     run = tmp_path / "run"
-    vals = [line for line in read(run / "metrics.jsonl") if line["kind"] == "val"]
+    vals = [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "val"]
     assert [line["step"] for line in vals] == [0, 4, 8] and (run / "val" / "000000.npy").exists()
     before = LlamaForCausalLM.from_pretrained(plain, dtype=torch.float32)
     assert vals[0]["loss"] == pytest.approx(loss_of(before, begun(tune(out="other")).windows), rel=1e-5)
@@ -153,14 +152,14 @@ def test_a_standard_run_gets_depth_reads_and_a_run_with_them_goes_on(configure: 
 
     second = configure(out="second", steps=4, model={"size": None}, finetune={"init_from": str(tmp_path / "first")})
     train(second, progress=False)
-    vals = [line["loss"] for line in read(tmp_path / "second" / "metrics.jsonl") if line["kind"] == "val"]
+    vals = [line["loss"] for line in read_metrics(tmp_path / "second" / "metrics.jsonl") if line["kind"] == "val"]
     assert vals[0] == pytest.approx(trained, rel=1e-5)
     assert json.loads((tmp_path / "second" / "start.json").read_text())["kind"] == "attnres"
 
     third = configure(out="third", steps=4, model={"size": None, "num_blocks": None})
     third.finetune.init_from = str(tmp_path / "second" / "model")
     train(third, progress=False)
-    losses = [line["loss"] for line in read(tmp_path / "third" / "metrics.jsonl") if line["kind"] == "val"]
+    losses = [line["loss"] for line in read_metrics(tmp_path / "third" / "metrics.jsonl") if line["kind"] == "val"]
     assert losses[0] == vals[-1]  # queries and all
     written = json.loads((tmp_path / "third" / "config.json").read_text())["model"]
     assert written["settings"] == {"num_blocks": 2, "read_scale": "sum"}
@@ -214,7 +213,7 @@ def test_the_tokenizer_of_a_model_of_the_hub_is_recorded_by_its_name(
 ) -> None:
     fetched = tmp_path / "hub" / "snapshots" / "0123"
     shutil.copytree(plain, fetched)
-    monkeypatch.setattr("attnres.models.place.fetch", lambda name, patterns: fetched)
+    monkeypatch.setattr("attnres.models.model_files.fetch", lambda name, patterns: fetched)
     (tmp_path / "text.txt").write_text("a few words " * 200)
     config = tune(finetune={"init_from": "someone/small"}, data={"source": str(tmp_path / "text.txt")})
     config = settle(resolve(config))
@@ -287,7 +286,7 @@ def test_low_rank_changes_are_merged_at_the_end(tune: Configure, plain: Path, tm
     torch.testing.assert_close(after[f"{name}.weight"], before[f"{name}.weight"] + 16.0 / 2 * b @ a)
     model, windows = load(run / "model"), begun(tune(out="other")).windows
     assert loss_of(model, windows) == pytest.approx(summary["val_loss"], rel=1e-4)
-    vals = [line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == "val"]
+    vals = [line["loss"] for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "val"]
     assert vals[0] == pytest.approx(
         loss_of(LlamaForCausalLM.from_pretrained(plain, dtype=torch.float32), windows), rel=1e-5
     )
@@ -298,13 +297,13 @@ def test_merging_changes_no_logit_and_leaves_no_trace(size: Any) -> None:
     model = build(size, "full", vocab_size=16, max_positions=8).eval()
     names, tokens = [name for name, _ in model.named_parameters()], torch.arange(8)[None]
     before = model(input_ids=tokens).logits
-    regimes.choose_trained(model, FinetuneConfig(train_only="lora", lora_rank=2), seed=0)
-    assert [name for name, _ in regimes.base_parameters(model)] == names
+    finetune.choose_trained(model, FinetuneConfig(train_only="lora", lora_rank=2), seed=0)
+    assert [name for name, _ in finetune.base_parameters(model)] == names
     assert torch.equal(model(input_ids=tokens).logits, before)
-    for name, tensor in regimes.adapter_tensors(model).items():
+    for name, tensor in finetune.adapter_tensors(model).items():
         torch.nn.init.normal_(tensor, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     changed = model(input_ids=tokens).logits
-    regimes.merge_adapter(model)
+    finetune.merge_adapter(model)
     assert [name for name, _ in model.named_parameters()] == names and not torch.allclose(changed, before, atol=1e-3)
     torch.testing.assert_close(model(input_ids=tokens).logits, changed, rtol=1e-4, atol=1e-4)
 
@@ -313,9 +312,9 @@ def test_low_rank_changes_need_peft(tune: Configure, monkeypatch: pytest.MonkeyP
     def missing(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(regimes.importlib, "import_module", missing)
+    monkeypatch.setattr(finetune.importlib, "import_module", missing)
     with pytest.raises(UserError, match=r"pip install 'attnres\[finetune\]'"):
-        regimes.import_peft()
+        finetune.import_peft()
 
 
 def test_queries_have_a_rate_of_their_own() -> None:
@@ -340,8 +339,8 @@ def test_divergence_is_the_formula_and_zero_for_equals() -> None:
     generator = torch.Generator().manual_seed(0)
     z, t = torch.randn(2, 3, 7, generator=generator), torch.randn(2, 3, 7, generator=generator)
     p, q = torch.softmax(t / 2, -1), torch.softmax(z / 2, -1)
-    torch.testing.assert_close(distill.divergence(z, t, 2.0), 4 * (p * (p / q).log()).sum(-1))
-    assert not distill.divergence(z, z, 3.0).any()
+    torch.testing.assert_close(divergence(z, t, 2.0), 4 * (p * (p / q).log()).sum(-1))
+    assert not divergence(z, z, 3.0).any()
 
 
 def test_a_large_vocabulary_is_taught_in_parts(
@@ -351,7 +350,7 @@ def test_a_large_vocabulary_is_taught_in_parts(
     for out in ("whole", "chunked"):
         train(tune(out=out, steps=4, loss=out, finetune=distilled), progress=False)
         monkeypatch.setattr(head, "PART", 5 * 280)
-    runs = [read(tmp_path / out / "metrics.jsonl") for out in ("whole", "chunked")]
+    runs = [read_metrics(tmp_path / out / "metrics.jsonl") for out in ("whole", "chunked")]
     for name in ("loss", "divergence", "grad_norm"):
         left, right = ([line[name] for line in lines if name in line] for lines in runs)
         assert left and right == pytest.approx(left, rel=1e-4, abs=1e-7), name
@@ -360,7 +359,7 @@ def test_a_large_vocabulary_is_taught_in_parts(
 def test_distillation_pulls_towards_the_model_it_started_from(tune: Configure, tmp_path: Path) -> None:
     for out, weight in (("alone", 0.0), ("taught", 1.0)):
         train(tune(out=out, steps=6, finetune={"distill_weight": weight}), progress=False)
-    first = {out: read(tmp_path / out / "metrics.jsonl") for out in ("alone", "taught")}
+    first = {out: read_metrics(tmp_path / out / "metrics.jsonl") for out in ("alone", "taught")}
     taught = [line for line in first["taught"] if line["kind"] == "train"]
     assert all("divergence" in line for line in taught)
     assert not any("divergence" in line for line in first["alone"])
@@ -399,7 +398,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
 
     def stop(run: Run) -> None:
         measure(run)
-        if run.past.step == 6:  # two steps after the checkpoint
+        if run.run_state.step == 6:  # two steps after the checkpoint
             raise RuntimeError("power cut")
 
     with monkeypatch.context() as patch:
@@ -422,7 +421,11 @@ def test_a_run_that_stopped_before_its_first_checkpoint_measures_step_0_once(tun
     shutil.rmtree(tmp_path / "run" / "checkpoint")
     (tmp_path / "run" / "summary.json").unlink()
     train(tune(resume=True), progress=False)
-    assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "val"] == [0, 4, 8]
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "val"] == [
+        0,
+        4,
+        8,
+    ]
 
 
 def test_a_damaged_adapter_is_named(tune: Configure, tmp_path: Path) -> None:
@@ -447,7 +450,7 @@ def test_a_pretrained_model_that_brings_code_is_refused_before_its_weights_are_l
     config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "a.Model"}}
     (fetched / "config.json").write_text(json.dumps(config))
     (fetched / "model.safetensors").touch()
-    monkeypatch.setattr("attnres.models.place.fetch", lambda name, patterns: fetched)
+    monkeypatch.setattr("attnres.models.model_files.fetch", lambda name, patterns: fetched)
     refused(capsys, "which training does not run", tune(), tmp_path, "--init-from", "someone/own-model")
 
 
@@ -470,7 +473,7 @@ def test_a_run_of_an_earlier_version_had_the_defaults() -> None:
 # ------------------------------------------------------------------ side by side
 
 
-def test_regimes_are_compared(tune: Configure, tmp_path: Path) -> None:
+def test_finetune_are_compared(tune: Configure, tmp_path: Path) -> None:
     base = tune(steps=2, val_every=2)
     base.model.residual, base.model.num_blocks = "standard", None
     variants = ["standard", "full@train_only=residual,residual_lr=0.02"]

@@ -30,16 +30,16 @@ from attnres.files import locked, write_json
 from attnres.flags import config_file
 from attnres.head import Sums
 from attnres.models import build, load
-from attnres.models.snapshot import snapshots
+from attnres.models.model_files import snapshots
 from attnres.residuals.check.interface import TAKEN
 from attnres.training import TrainConfig, checkpoint, environment, from_dict, loop, to_dict, train, validate
 from attnres.training.branch import branch, branch_step
-from attnres.training.by_depth import magnitudes
 from attnres.training.config import resolve
+from attnres.training.inspection import magnitudes
 from attnres.training.interrupt import Signals
-from attnres.training.metrics import Metrics, read
 from attnres.training.objective import Objective, loss_kind
 from attnres.training.parallel import Processes
+from attnres.training.records import Metrics, read_metrics
 from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
@@ -103,7 +103,7 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     assert (summary["step"], summary["tokens"], summary["windows"]) == (8, 8 * 4 * 16, 6)
     assert summary["perplexity"] == pytest.approx(math.exp(summary["val_loss"]))
 
-    lines = read(run / "metrics.jsonl")
+    lines = read_metrics(run / "metrics.jsonl")
     steps = {kind: [line["step"] for line in lines if line["kind"] == kind] for kind in ("train", "val", "depth")}
     assert steps == {"train": [2, 4, 6, 8], "val": [4, 8], "depth": [4, 8]}
     train_line, val_line = lines[0], next(line for line in lines if line["kind"] == "val")
@@ -137,7 +137,7 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
 
 def test_depth_has_a_value_a_sublayer(configure: Configure, tmp_path: Path) -> None:
     train(configure(steps=4, accumulation=2), progress=False)
-    (depth,) = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "depth"]
+    (depth,) = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "depth"]
     assert [len(depth[name]) for name in ("output_rms", "input_rms", "grad_rms")] == [4, 5, 4]
     assert all(value > 0 for name in ("output_rms", "input_rms", "grad_rms") for value in depth[name])
     routing = json.loads((tmp_path / "run" / "inspection.json").read_text())["routing"]
@@ -150,7 +150,7 @@ def test_depth_says_how_reads_choose_where_there_are_reads(configure: Configure,
     config = configure(out=tmp_path / "run", steps=4, depth_every=4)
     config.model.residual, config.model.settings = settings["residual"], settings["settings"]
     train(config, progress=False)
-    (depth,) = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "depth"]
+    (depth,) = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "depth"]
     assert [len(depth[name]) for name in ("entropy", "sharpness", "gate")] == [5, 5, 5]
     assert set(depth) == {*TAKEN, "gate"}, "names that attnres check keeps learned tables from"
     assert depth["entropy"][0] == 0 and all(0 < value <= 1.2 for value in depth["entropy"][1:])
@@ -163,7 +163,7 @@ def test_what_a_read_does_not_show_is_no_number_of_a_line(configure: Configure, 
     metrics = Metrics(tmp_path)
     metrics.write("depth", 1, **magnitudes(trace, model, 2))
     metrics.close()
-    (line,) = read(tmp_path / "metrics.jsonl")
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (line["entropy"], line["grad_rms"]) == ([0.5, None], [None])
 
 
@@ -351,7 +351,7 @@ def test_reported_losses_are_without_the_penalty(configure: Configure, tmp_path:
         logits = model(input_ids=run.windows[:, :-1]).logits
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), run.windows[:, 1:].flatten())
     assert summary["val_loss"] == pytest.approx(loss.item(), rel=1e-5)
-    metrics = read(tmp_path / "run" / "metrics.jsonl")
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     penalties = [line["penalty"] for line in metrics if line["kind"] == "train"]
     assert penalties[0] == pytest.approx(30 / (1 + math.exp(2 / 2.06)) ** 2, rel=0.02)  # t at half of the training
     assert all(line["loss"] < 6 for line in metrics if "loss" in line)
@@ -421,7 +421,7 @@ def test_a_finished_run_that_is_interrupted_while_it_writes_its_model_stops_at_o
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a worker of the tests has not
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("attnres.training.ending.write_inside", lambda *_: signal.raise_signal(signal.SIGINT))
+            patch.setattr("attnres.training.loop.write_inside", lambda *_: signal.raise_signal(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
                 train(configure(), progress=False)
     finally:
@@ -455,7 +455,7 @@ def test_a_run_killed_without_warning_goes_on_bit_for_bit(configure: Configure, 
         "measure = Run.measure\n"
         "def kill(run):\n"
         "    measure(run)\n"
-        "    if run.past.step == 7:\n"
+        "    if run.run_state.step == 7:\n"
         '        run.output.metrics.file.write(\'{"kind": "tr\')\n'
         "        run.output.metrics.file.flush()\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -562,7 +562,7 @@ def test_peak_memory_is_of_all_sessions(configure: Configure, tmp_path: Path, mo
 def test_one_held_out_window_has_no_known_error(configure: Configure, tmp_path: Path) -> None:
     summary = train(configure(steps=2, data={"val_windows": 1}), progress=False)
     assert summary["windows"] == 1 and summary["val_se"] is None
-    assert read(tmp_path / "run" / "metrics.jsonl")[-1]["se"] is None
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["se"] is None
 
 
 def test_more_processes_than_held_out_windows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -661,7 +661,7 @@ def test_a_branch_ends_as_the_whole_run_does(configure: Configure, tmp_path: Pat
     train(whole, progress=False)
     assert branch_step(short) == 6
     branch(tmp_path / "trunk", 6, short)
-    assert read(tmp_path / "short" / "metrics.jsonl")[-1]["step"] == 6, "not what the trunk did later"
+    assert read_metrics(tmp_path / "short" / "metrics.jsonl")[-1]["step"] == 6, "not what the trunk did later"
     train(short, progress=False)
     assert_same_run(tmp_path / "short", tmp_path / "whole")
 

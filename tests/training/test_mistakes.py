@@ -15,7 +15,7 @@ import yaml
 
 from attnres import cli
 from attnres.training import TrainConfig, checkpoint, to_dict, train
-from attnres.training.metrics import Metrics
+from attnres.training.records import Metrics
 
 Configure = Callable[..., TrainConfig]
 
@@ -193,5 +193,5 @@ def test_a_disk_that_fills_while_metrics_are_written(
         metrics.file = open(metrics.path, "a", encoding="utf-8")  # noqa: SIM115
         return metrics
 
-    monkeypatch.setattr("attnres.training.output.Metrics", on_a_full_disk)
+    monkeypatch.setattr("attnres.training.run_folder.Metrics", on_a_full_disk)
     refused(capsys, "metrics.jsonl: No space left on device; the last checkpoint is intact", *flags())

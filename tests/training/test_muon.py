@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnres.training import muon, muon_shares
+from attnres.training import muon
 from attnres.training.muon import StackedMuon
 
 SHAPES = [(16, 16)] * 3 + [(48, 16)] * 2 + [(16, 48)] * 2 + [(8, 24), (300, 300)]
@@ -65,8 +65,7 @@ def test_where_bf16_is_emulated_every_matrix_is_orthogonalised_in_fp32(monkeypat
 
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (300, 300)])
 def test_in_fp32_the_steps_are_those_of_the_formula(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (muon, muon_shares):
-        monkeypatch.setattr(module, "precision", lambda _: torch.float32)
+    monkeypatch.setattr(muon, "precision", lambda _: torch.float32)
     update = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     group = torch.optim.Muon([nn.Parameter(update)], lr=0.5, adjust_lr_fn="match_rms_adamw").param_groups[0]
     left, values, right = np.linalg.svd(update.double().numpy(), full_matrices=False)
@@ -77,7 +76,7 @@ def test_in_fp32_the_steps_are_those_of_the_formula(shape: tuple[int, int], monk
     expected = torch.from_numpy(left * values @ right).float()
     torch.testing.assert_close(muon.orthogonal([update], group)[0], expected, rtol=0, atol=1e-5)
     rate = 0.5 * 0.2 * max(shape) ** 0.5
-    torch.testing.assert_close(muon_shares._orthogonal(update, group), -rate * expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(muon._orthogonal(update, group), -rate * expected, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("precise", [torch.bfloat16, torch.float32])

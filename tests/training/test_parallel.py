@@ -86,7 +86,7 @@ REFUSALS = """
 import faulthandler, json, os, sys
 faulthandler.dump_traceback_later(240)
 from attnres.errors import UserError
-from attnres.training import checkpoint, data, ending, from_dict, output, train
+from attnres.training import checkpoint, data, from_dict, loop, run_folder, train
 
 first, configs = os.environ["RANK"] == "0", json.loads(sys.argv[1])
 
@@ -104,7 +104,7 @@ def refused(values, said):
         raise AssertionError(f"not refused: {said}")
 
 for place, name in (
-    (data, "prepare_from"), (output.Output, "open"), (checkpoint, "save"), (ending, "write_json")
+    (data, "prepare_from"), (run_folder.Output, "open"), (checkpoint, "save"), (loop, "write_json")
 ):
     before = getattr(place, name)
     if first:

@@ -3,7 +3,7 @@
 import pytest
 
 from attnres.errors import UserError
-from attnres.training.schedule import cosine, fraction_of_peak, warm_up, wsd
+from attnres.training.optim import cosine, fraction_of_peak, warm_up, wsd
 
 
 def test_warm_up_is_linear_and_never_zero() -> None:

@@ -15,8 +15,7 @@ from attnres.models import build
 from attnres.training import TrainConfig, train
 from attnres.training.check import check
 from attnres.training.config import OptimConfig, from_dict
-from attnres.training.optim import build_optimizers, kinds
-from attnres.training.transfer import Transfer, carry_start
+from attnres.training.optim import Transfer, build_optimizers, carry_start, kinds
 
 WIDTHS = (32, 64, 128, 256)
 

@@ -1,44 +1,36 @@
-"""The mechanisms that ship with the package, one file each, in the order in which tables name them."""
+"""The mechanisms that ship with the package, in the order of the tables. A file has a rule and its variants."""
 
 from attnres.residuals.base import Residual
 from attnres.residuals.mechanisms.adaptive import Adaptive
-from attnres.residuals.mechanisms.ancre import ANCRe
+from attnres.residuals.mechanisms.all_outputs import DenseNet, StaticMix
 from attnres.residuals.mechanisms.block import Block
-from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed
+from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed, PostBlock
 from attnres.residuals.mechanisms.completep import CompleteP
 from attnres.residuals.mechanisms.cumulative import Cumulative
 from attnres.residuals.mechanisms.dca import DeepCrossAttention
 from attnres.residuals.mechanisms.ddl import DeepDelta
-from attnres.residuals.mechanisms.deepnorm import DeepNorm
 from attnres.residuals.mechanisms.delta_attnres import DeltaAttnRes
-from attnres.residuals.mechanisms.denseformer import DenseFormer
-from attnres.residuals.mechanisms.densenet import DenseNet
-from attnres.residuals.mechanisms.frac_connections import FracConnections
 from attnres.residuals.mechanisms.full import Full
 from attnres.residuals.mechanisms.highway import Highway
 from attnres.residuals.mechanisms.hybrid_norm import HybridNorm
-from attnres.residuals.mechanisms.hyper_connections import HyperConnections
-from attnres.residuals.mechanisms.identity_hc import IdentityHC
+from attnres.residuals.mechanisms.hyper_connections import FracConnections, HyperConnections
 from attnres.residuals.mechanisms.inkling2 import Inkling2
 from attnres.residuals.mechanisms.keel import Keel
 from attnres.residuals.mechanisms.laurel import Laurel
+from attnres.residuals.mechanisms.layer_sums import ANCRe, DenseFormer
 from attnres.residuals.mechanisms.layernorm_scaling import LayerNormScaling
 from attnres.residuals.mechanisms.layerscale import LayerScale
 from attnres.residuals.mechanisms.lr_attnres import LRAttnRes
-from attnres.residuals.mechanisms.mhc import MHC
-from attnres.residuals.mechanisms.mhc_lite import MHCLite
+from attnres.residuals.mechanisms.mhc import MHC, IdentityHC, MHCLite
 from attnres.residuals.mechanisms.mrla_light import MRLALight
 from attnres.residuals.mechanisms.muddformer import MuddFormer
 from attnres.residuals.mechanisms.norm_preserving import NormPreserving
 from attnres.residuals.mechanisms.parallel_lanes import ParallelLanes
 from attnres.residuals.mechanisms.peri_ln import PeriLN
-from attnres.residuals.mechanisms.post_block import PostBlock
-from attnres.residuals.mechanisms.postnorm import PostNorm
-from attnres.residuals.mechanisms.rescaled import Rescaled
+from attnres.residuals.mechanisms.postnorm import DeepNorm, PostNorm
 from attnres.residuals.mechanisms.rezero import ReZero
 from attnres.residuals.mechanisms.siamese_norm import SiameseNorm
-from attnres.residuals.mechanisms.standard import Standard
-from attnres.residuals.mechanisms.static_mix import StaticMix
+from attnres.residuals.mechanisms.standard import Rescaled, Standard
 
 MECHANISMS: tuple[type[Residual], ...] = (
     # The baseline and what controls for its scale.

@@ -1,18 +1,19 @@
-"""Depth reads at block boundaries alone, whose mix becomes the stream: the layouts of a nanoGPT study and of a blog."""
+"""Depth reads at block boundaries alone, whose mix becomes the stream: three layouts of other projects."""
 
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, depth_read, full_precision, scaled_query
-from attnres.residuals.base import NormLike, Residual, Slot, State, with_norm
-from attnres.residuals.layout import EMBEDDING, About, Source, Traits
+from attnres.residuals.base import NormLike, Slot, State, with_norm
+from attnres.residuals.layout import EMBEDDING, About, Source, Traits, block_sources
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
 from attnres.residuals.program import BankReads
+from attnres.residuals.queries import Queried
 from attnres.residuals.settings import not_both, positive, whole
 from attnres.residuals.watch import watched
 
@@ -27,7 +28,7 @@ class Boundaries(NamedTuple):
     ends: tuple[Tensor, ...]
 
 
-class Boundary(Residual):
+class Boundary(Queried):
     """A plain residual inside a block; after block n a mix of all states at block ends becomes the stream.
 
         e_n = x,   x <- sum_{i <= n} a_i e_i,   a = softmax_i( w_n . (g_n * e_i / rms(e_i)) ),   e_0 = v_0
@@ -63,17 +64,15 @@ class Boundary(Residual):
         self.block_size = _resolve(num_sublayers, block_size, num_blocks)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         self.num_blocks = math.ceil(num_sublayers / self.block_size)
-        self.query = nn.Parameter(torch.empty(self.num_blocks, width))
-        self.gain = nn.Parameter(torch.empty(self.num_blocks, width))
+        self.add_queries(self.num_blocks)
         Boundary.init_parameters(self)  # those of a subclass are not there yet
 
     def init_parameters(self) -> None:
-        nn.init.zeros_(self.query)
-        nn.init.ones_(self.gain)
+        self.init_queries()
 
     def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """The stream after block `block`, the weights (sources, ...), and what they weigh."""
-        query, gain = self.query[block], self.gain[block]
+        query, gain = self.queries[block], self.gains[block]
         h, weights = depth_read(sources, query, gain, eps=self.key_norm_eps, return_weights=True)
         return h, weights, sources
 
@@ -106,14 +105,14 @@ class Boundary(Residual):
         return BankReads([self.sources(index) for index in reads], queries, self.key_norm_eps)
 
     def bank_queries(self) -> Tensor:
-        return scaled_query(self.query, self.gain)
+        return scaled_query(self.queries, self.gains)
 
     @torch.no_grad()
     def direction(self, index: int) -> Tensor | None:
         if self._inside(index):
             return None
         block = self._block(index)
-        return self.query[block] * self.gain[block]
+        return self.queries[block] * self.gains[block]
 
     def _block(self, index: int) -> int:
         """Return the number of the block that ends before read `index`, from 0."""
@@ -233,3 +232,64 @@ def _resolve(num_sublayers: int, block_size: int | None, num_blocks: int | None)
     if num_blocks is not None and layers % whole("num_blocks", num_blocks):
         raise UserError(f"num_blocks is {num_blocks}: expected a number that divides the {layers} layers")
     return 2 * math.ceil(layers / (num_blocks or DEFAULT_BLOCKS))
+
+
+class Sums(NamedTuple):
+    """The stream, the embedding with the sums of finished blocks, and that of the block in progress; all (..., d)."""
+
+    stream: Tensor
+    ends: tuple[Tensor, ...]
+    partial: tuple[Tensor, ...] = ()
+
+
+class PostBlock(Boundary):
+    """A plain residual inside a block; after block n a read of the embedding b_0 and all blocks' sums is the stream.
+
+        x <- (n+1) sum_{i <= n} a_i b_i,   a = softmax_i( w_n . (g_n * b_i / rms(b_i)) )
+
+    As `boundary`, with sources that share no output, and scaled by their number: with zero queries this is the standard
+    residual. `query` and `gain` are (N, d) for N blocks. `block_size` counts sublayers, whole layers.
+
+    Source: the sources of arXiv 2603.15031 read where github.com/aupadhyay/attnres-exp reads.
+    """
+
+    name = "post_block"
+    traits = Boundary.traits._replace(sums_to_one=False, starts_standard=True)
+    about = About(
+        "x + f(N x) inside a block; after it x = (n+1) sum_i softmax_i(w . N(b_i)) b_i over the blocks' sums",
+        "w = 0",
+        "5 + N/2S",
+        "sources of arXiv 2603.15031, reads of github.com/aupadhyay/attnres-exp",
+    )
+
+    def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        h, weights, values = super().mix(sources, block)
+        return h * len(sources), weights * len(sources), values
+
+    def start(self, embedding: Tensor) -> State:
+        return Sums(embedding, (embedding,))
+
+    def read(self, state: State, index: int, norm: NormLike) -> tuple[Tensor, State]:
+        x, after = super().read(state, index, norm)
+        return x, Sums(after.stream, state.ends, state.partial)
+
+    def write(self, state: State, index: int, output: Tensor) -> State:
+        stream = state.stream + output
+        partial = state.partial[0] + output if state.partial else output.to(stream.dtype)
+        return Sums(stream, (*state.ends, partial)) if self._at_end(index + 1) else Sums(stream, state.ends, (partial,))
+
+    def sources(self, index: int) -> tuple[Source, ...]:
+        if self._inside(index):
+            return super().sources(index)
+        return block_sources((*range(0, self.num_sublayers, self.block_size), self.num_sublayers), index)
+
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        slots = super().slots(index)
+        return slots if self._at_end(index) else (*slots, Slot(f"partial {index}", False))
+
+    def pack(self, state: State, index: int) -> tuple[Tensor, ...]:
+        return state.ends if self._at_end(index) else (*state.ends, state.stream, *state.partial)
+
+    def unpack(self, tensors: Sequence[Tensor], index: int) -> State:
+        ends = tuple(tensors[: self._ends(index)])
+        return Sums(ends[-1], ends) if self._at_end(index) else Sums(tensors[-2], ends, (tensors[-1],))

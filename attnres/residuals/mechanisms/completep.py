@@ -1,7 +1,7 @@
 """CompleteP's branch factor: outputs divided by depth, a control without growth and without reads."""
 
 from attnres.residuals.layout import About, Traits
-from attnres.residuals.mechanisms.scalar_mix import ScalarMix
+from attnres.residuals.mechanisms.one_stream import ScalarMix
 from attnres.residuals.settings import whole
 
 

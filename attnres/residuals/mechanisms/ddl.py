@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import NormLike, State
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.token_mix import TokenMix
+from attnres.residuals.mechanisms.one_stream import TokenMix
 from attnres.residuals.settings import positive
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnres.ops import compute_dtype
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.token_mix import TokenMix
+from attnres.residuals.mechanisms.one_stream import TokenMix
 from attnres.residuals.settings import number, one_of
 
 

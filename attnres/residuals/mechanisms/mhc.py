@@ -1,15 +1,18 @@
-"""mHC: Hyper-Connections whose streams are mixed by doubly stochastic matrices."""
+"""Manifold-constrained Hyper-Connections and two variants: mHC-lite, and streams that are not mixed."""
 
+import itertools
+import math
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres.residuals.arithmetic import normed_product
+from attnres.errors import UserError
+from attnres.residuals.arithmetic import normed_product, sinkhorn
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams
-from attnres.residuals.settings import positive, start_at
-from attnres.residuals.sinkhorn import sinkhorn
+from attnres.residuals.settings import positive, start_at, whole
 
 
 class MHC(ParallelStreams):
@@ -96,3 +99,58 @@ class MHC(ParallelStreams):
             "read": Learned(read.float().cpu(), axes, f"share of each stream in a read, {without}"),
             "write": Learned(write.float().cpu(), axes, f"share of an output for each stream, {without}"),
         }
+
+
+MOST_STREAMS = 5
+"""There are n! permutations of n streams: 120 of five, 720 of six."""
+
+
+class MHCLite(MHC):
+    """As `mhc`, with A = sum_k r_k P_k over the n! permutations P_k of n streams, r = softmax(static_carry + s_r R).
+
+    Doubly stochastic exactly, with no iteration. The logits of r start at 0 for the identity, which comes first, and at
+    -8 for the others: its weight is then .992 for n = 4. Parameters of a sublayer: (n! + 2n)(n d + 1) + n d + 3.
+
+    Source: Yang and Gao, "mHC-lite", arXiv 2601.05732; start values of github.com/FFTYYY/mhc-lite.
+    """
+
+    name = "mhc_lite"
+    about = About(
+        "as mhc, A = sum_k softmax(r)_k P_k over all permutations of n streams",
+        "as mhc; r = 0 for the identity, else -8",
+        "8n + 2",
+        "Yang and Gao, arXiv 2601.05732",
+    )
+
+    def __init__(self, num_sublayers: int, width: int, *, num_streams: int = 4, eps: float = 1e-6) -> None:
+        if whole("num_streams", num_streams) > MOST_STREAMS:
+            raise UserError(
+                f"num_streams is {num_streams}: mhc_lite weighs all n! permutations of n streams, which are too many; "
+                f"expected at most {MOST_STREAMS}, or choose mhc"
+            )
+        super().__init__(num_sublayers, width, num_streams=num_streams, eps=eps)
+        orders = torch.tensor(list(itertools.permutations(range(num_streams))), device="cpu")
+        self.permutations = F.one_hot(orders, num_streams).flatten(1).float()  # (n!, n^2), no parameter
+
+    def carry_size(self) -> int:
+        return math.factorial(self.num_streams)
+
+    def first_carry(self) -> Tensor:
+        return -8.0 * (torch.arange(self.carry_size()) > 0)
+
+    def carry(self, logits: Tensor) -> Tensor:
+        n = self.num_streams
+        return (logits.softmax(-1) @ self.permutations.to(logits)).unflatten(-1, (n, n))
+
+
+class IdentityHC(MHC):
+    """As `mhc`, with A = I: streams differ by what they receive, and meet in reads alone.
+
+    Sublayers start as in `mhc`, which is not the standard residual. Parameters of a sublayer: 2n (n d + 1) + n d + 2.
+
+    Source: the ablation of Xie et al., arXiv 2512.24880; learned matrices A stay near I.
+    """
+
+    name = "identity_hc"
+    about = About("as mhc, A = I", "as mhc", "6n + 2", "ablation of Xie et al., arXiv 2512.24880")
+    carries = False

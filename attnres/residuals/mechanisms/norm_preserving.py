@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.scalar_mix import ScalarMix
+from attnres.residuals.mechanisms.one_stream import ScalarMix
 
 
 class NormPreserving(ScalarMix):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from attnres.residuals.base import NormLike, as_it_is
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.scalar_mix import ScalarMix
+from attnres.residuals.mechanisms.one_stream import ScalarMix
 from attnres.residuals.settings import true_or_false
 
 

@@ -1,1 +1,0 @@
-"""Models looked at: what `attnres inspect`, `attnres search` and `attnres figures` do."""

@@ -1,0 +1,250 @@
+"""One model looked at: what the command `attnres inspect` does."""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from attnres.device import pick_device
+from attnres.errors import UserError
+from attnres.files import write_json
+from attnres.folders import refuse_other
+from attnres.inspect.attribution import Attribution
+from attnres.inspect.config import InspectConfig
+from attnres.inspect.edits import Ablate, find_ablation, intervene, source_and_read
+from attnres.inspect.inspection import Inspection, dynamics
+from attnres.inspect.inspector import inspect_model
+from attnres.inspect.prune import check_prunable, prune_report
+from attnres.inspect.steps import change_since, since_table
+from attnres.inspect.survey import Survey, encode, survey
+from attnres.inspect.tables import (
+    attribution_table,
+    knock_out_table,
+    last_window,
+    next_token_table,
+    prune_table,
+    show,
+)
+from attnres.inspect.texts import LookText, batch_size_of, context_of, open_residual, text_of
+from attnres.models.encoding import token_in_front
+from attnres.models.open import Checkpoint
+from attnres.progress import counting, say, wide
+from attnres.residuals import traits_of
+from attnres.training.records import read_metrics
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model and a text, and how they are run: what the parts of an inspection share.
+
+    Attributes:
+        model: of `checkpoint`, loaded. context, batch_size: tokens of a window, windows of a pass.
+    """
+
+    config: InspectConfig
+    console: Console
+    checkpoint: Checkpoint
+    model: Any
+    text: LookText
+    context: int
+    batch_size: int
+
+    def inspect(self, model: Any, name: str) -> Inspection:
+        """What that model, this one or one of another step, makes of the text."""
+        return inspect_model(
+            model,
+            self.checkpoint.tokenizer,
+            self.text.read(),
+            kind=self.config.kind,
+            limit=self.config.limit,
+            example=self.text.alone or next(self.text.read(), ""),
+            name=name,
+            source=self.text.name,
+            progress=self.config.progress,
+            context=self.context,
+            batch_size=self.batch_size,
+        )
+
+    def survey(self, tokens: int, what: str, *edits: Ablate) -> Survey:
+        """Losses on the text with edits of the reads; a bar that is full after `tokens` says `what` is measured."""
+        documents = _encoded(self.checkpoint, self.text, self.config.limit)
+        edited = intervene(self.model, *edits) if edits else nullcontext()
+        with edited, counting(what, tokens, "tokens", shown=self.config.progress) as on_tokens:
+            return survey(
+                self.model,
+                documents,
+                before=token_in_front(self.checkpoint.tokenizer),
+                on_tokens=on_tokens,
+                context=self.context,
+                batch_size=self.batch_size,
+            )
+
+
+class _Out:
+    """The folder of --out and the files of this inspection in it; without a folder nothing is written."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder, self.files = folder, list[Path]()
+
+    def write(self, name: str, save: Callable[[Path], object]) -> None:
+        """Have `save` write the file of that name."""
+        if self.folder is not None:
+            save(self.folder / name)
+            self.files.append(self.folder / name)
+
+    def write_record(self, name: str, record: Any) -> None:
+        """Write a record as JSON."""
+        self.write(name, lambda file: write_json(file, record))
+
+
+def look(config: InspectConfig, console: Console | None = None) -> Inspection:
+    """Inspect a model and print what it reads; the options of `InspectConfig` say what else is done.
+
+    Raises:
+        UserError: no model with a residual of this package, no text, or options that do not fit.
+    """
+    console = wide(console)
+    # What is cheap to find wrong is found before weights are read.
+    checkpoint, residual = open_residual(config, config.model)
+    text = text_of(config, checkpoint.run)
+    context = context_of(config, checkpoint)
+    edges = [(request, *source_and_read(request)) for request in config.knock_out]
+    _check_options(config, text, residual)
+    change = None if config.since is None else change_since(checkpoint, config.since)
+    out = _Out(None if config.out is None else refuse_other(config.out, "inspection"))
+
+    model = _load(config, checkpoint)
+    knock_outs = [(request, find_ablation(source, read, model)) for request, source, read in edges]
+    batch_size = batch_size_of(config.batch_tokens, checkpoint, context)
+    subject = _Subject(config, console, checkpoint, model, text, context, batch_size)
+
+    inspection = _inspect(subject, out)
+    if change is not None:
+        then = partial(_load, config)
+        record = since_table(change, checkpoint, inspection, then, subject.inspect, config.by, console)
+        out.write_record("since.json", record)
+    _remove(subject, inspection, knock_outs, out)
+    if config.attribute:
+        _attribute(subject, out)
+    _draw(subject, inspection, out)
+    return inspection
+
+
+def _load(config: InspectConfig, checkpoint: Checkpoint) -> Any:
+    """The model of a checkpoint in the precision and on the device that are asked for."""
+    return checkpoint.load(config.dtype, str(pick_device(config.device)))
+
+
+def _check_options(config: InspectConfig, text: LookText, residual: str) -> None:
+    """Refuse with a UserError options of which one needs another, and --prune of a `residual` that it cannot prune."""
+    if config.attribute and text.alone is None:
+        raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
+    if config.graph and (config.out is None or not config.attribute):
+        raise UserError("--graph draws what --attribute measured into the folder --out: give both")
+    if config.prune:
+        check_prunable(residual, traits_of(residual), config.threshold)
+    elif config.threshold != InspectConfig.threshold:
+        raise UserError(f"threshold is {config.threshold}, which is of --prune alone: give both, or neither")
+
+
+def _inspect(subject: _Subject, out: _Out) -> Inspection:
+    """Print and write what the model reads in the text."""
+    config, checkpoint, text = subject.config, subject.checkpoint, subject.text
+    inspection = subject.inspect(subject.model, checkpoint.title())
+    if checkpoint.run is not None:
+        inspection.dynamics = dynamics(read_metrics(checkpoint.run / "metrics.jsonl"))
+    show(inspection, subject.console, example=text.alone is not None, by=config.by)
+    for remark in _remarks(config, checkpoint, text, inspection):
+        say(subject.console, remark)
+    out.write("inspection.json", inspection.save)
+    return inspection
+
+
+def _remove(subject: _Subject, inspection: Inspection, knock_outs: list[tuple[str, Ablate]], out: _Out) -> None:
+    """Print and write what the loss is without edges that hardly count (--prune), and without each that was named."""
+    config, text = subject.config, subject.text
+    if not (config.prune or knock_outs):
+        return
+    survey_again = partial(subject.survey, inspection.data["tokens"])
+    plain = survey_again("nothing removed")
+    if config.prune:
+        report = prune_report(inspection, config.threshold)
+        out.write_record("prune.json", prune_table(report, plain, survey_again, subject.console))
+    if knock_outs:
+        rows = knock_out_table(knock_outs, plain, survey_again, subject.console)
+        if text.alone is not None:
+            following = next_token_table(
+                subject.checkpoint, subject.model, text.alone, subject.context, knock_outs, subject.console
+            )
+            rows = [row | {"next_tokens": tokens} for row, tokens in zip(rows, following, strict=True)]
+        out.write_record("knock_out.json", rows)
+
+
+def _attribute(subject: _Subject, out: _Out) -> None:
+    """Print and write what the prediction after the text depends on, and draw it with --graph."""
+    config, checkpoint = subject.config, subject.checkpoint
+    assert subject.text.alone is not None  # checked with the options
+    ids = last_window(checkpoint, subject.text.alone, subject.context)
+    attribution = attribution_table(checkpoint, subject.model, ids, config, subject.console)
+    out.write("attribution.json", attribution.save)
+    if config.graph and out.folder is not None:
+        out.files += _pictures(attribution, checkpoint.title(), out.folder)
+
+
+def _draw(subject: _Subject, inspection: Inspection, out: _Out) -> None:
+    """Write the figures of the inspection, and print which files the folder holds."""
+    if out.folder is None:
+        return
+    from attnres.figures import write_figures
+
+    figures = write_figures(inspection, out.folder, by=subject.config.by)
+    say(subject.console, f"\n{out.folder}: {', '.join(file.name for file in out.files)}; figures: {len(figures)}")
+    earlier = [out.folder / f"{name}.json" for name in ("prune", "knock_out", "attribution", "since")]
+    if left := [file.name for file in earlier if file.exists() and file not in out.files]:
+        say(subject.console, f"from an earlier inspection: {', '.join(left)}")
+
+
+def _pictures(attribution: Attribution, name: str, out: Path) -> list[Path]:
+    """Write the edges of a prediction as a graph and as a heatmap."""
+    from attnres.figures import NotShown, save_all, style
+    from attnres.figures.edges import edge_map, graph
+
+    plots = []
+    with style.style():
+        plots.append(edge_map(attribution, f"{name}: which edges the prediction depends on"))
+        with suppress(NotShown):
+            plots.append(graph(attribution, f"{name}: how the prediction is made"))
+    return save_all(plots, out, ("svg",))
+
+
+def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: LookText, inspection: Inspection) -> list[str]:
+    """What was done to the text that the user may not expect."""
+    data, remarks = inspection.data, []
+    if text.alone is not None and data["windows"] > 1:
+        remarks.append(
+            f"the text is longer than the {data['context']:,} tokens of a window: it was read in {data['windows']:,} "
+            "windows, each without what stands before it; the tokens shown are those of the first"
+        )
+    if data["tokens"] - len(token_in_front(checkpoint.tokenizer)) * data["windows"] == config.limit:
+        remarks.append(f"stopped after {config.limit:,} tokens, see --limit")
+    unknown_id = checkpoint.tokenizer.unk_token_id
+    if text.alone is not None and unknown_id is not None:
+        ids = encode(checkpoint.tokenizer, text.alone).ids
+        if count := int((ids == unknown_id).sum()):
+            remarks.append(f"{count} of {len(ids)} tokens are what the tokenizer has for characters it does not know")
+    return remarks
+
+
+def _encoded(checkpoint: Checkpoint, text: LookText, limit: int) -> Iterator[Any]:
+    """The documents as the inspection read them, without labels."""
+    for document in text.read():
+        encoded = encode(checkpoint.tokenizer, document)
+        if len(encoded.ids):
+            yield encoded._replace(ids=encoded.ids[:limit], labels=encoded.labels[:limit])
+        limit -= len(encoded.ids)
+        if limit <= 0:
+            return

@@ -1,0 +1,335 @@
+"""Files of a model: the folder where they lie, the weights, and the snapshots of a run. No weight is read and no code
+is run.
+
+A snapshot is what a run's residual had learned at an evaluation, RUN/residual/STEP.safetensors: parameters and buffers
+under their names in it. They are small beside the model (a read has a query and a gain), so a run keeps all of them.
+They say how reads chose; the contributions to a read of a text need all weights of that step, a checkpoint (`keep_at`).
+"""
+
+import contextlib
+import functools
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from attnres.data.tokenizer import TOKENIZER_FILES
+from attnres.errors import UserError, foreign
+from attnres.files import refuse_special, user_path, write_bytes
+from attnres.folders import kind_of
+from attnres.hub import fetch, is_hub_name
+from attnres.models.foreign import formats_of
+from attnres.reading import read_json
+from attnres.residuals import Residual
+from attnres.typed import checked
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+AGAIN = "fetch or copy it again"
+
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_SAMPLES, _SAMPLE = 4096, 4096
+"""Pieces of a file, and their bytes, by which it is told from others; a smaller file is taken whole."""
+_PICKLE = "a pickle, which can run code and is not opened: save it as safetensors first"
+_OTHERS = {
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt"), _PICKLE),
+    "*.gguf": "a GGUF file, which llama.cpp reads: give the safetensors that it was made from",
+}
+"""Files of weights that are not opened, with what to do."""
+_LONGEST = 200
+"""Characters of a file's name: systems take 255 bytes."""
+
+
+class Index(TypedDict):
+    """What says which files hold the weights."""
+
+    weight_map: dict[str, str]
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Those of the model that a user calls `model`, in `folder`."""
+
+    model: str
+    folder: Path
+
+    @functools.cached_property
+    def paths(self) -> list[Path]:
+        """The safetensors that the index names, or the single one.
+
+        Raises:
+            UserError: there are none, or one that the index names is missing.
+        """
+        files = [self.folder / name for name in weight_names(self.folder)]
+        missing = [file.name for file in files if not file.is_file()]
+        if not missing:
+            return files
+        if (self.folder / INDEX).is_file():
+            raise UserError(
+                f"{self.model} lacks {missing[0]}, {len(missing)} of the {len(files)} files that {INDEX} names: {AGAIN}"
+            )
+        if (other := other_weights(self.folder)) is not None:
+            raise UserError(f"{self.model} has its weights in {other}")
+        raise UserError(f"{self.model} has a config.json and holds no weights: expected {SINGLE} or {INDEX}")
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers they hold."""
+        return sum(size for _, size, _ in self._tensors())
+
+    def nbytes(self, itemsize: int | None = None) -> int:
+        """Bytes of the weights, as they are stored or with `itemsize` bytes each."""
+        return sum(size * (itemsize or _BYTES.get(dtype, 8)) for _, size, dtype in self._tensors())
+
+    def check(self) -> None:
+        """Refuse with a UserError files that are cut short, and weights in fewer than 16 bits."""
+        for name, _, dtype in self._tensors():
+            # Integers and booleans may be buffers (masks, ids); as weights they are quantised, as the config says.
+            if dtype.startswith("F") and dtype not in _BYTES:
+                raise UserError(
+                    f"'{name}' of {self.model} has dtype {dtype}: expected {', '.join(_BYTES)}; save a dequantised "
+                    "copy first"
+                )
+
+    def digest(self) -> bytes:
+        """Return a hash that differs where the weights do: of samples of each file, and of the residual's tensors
+        whole, which may be all that was trained and are small."""
+        state = hashlib.sha256()
+        for path in self.paths:
+            size = path.stat().st_size
+            state.update(b"%d " % size)
+            with path.open("rb") as file:
+                for i in range(min(_SAMPLES, -(-size // _SAMPLE))):
+                    file.seek(max(i * _SAMPLE, (size - _SAMPLE) * i // (_SAMPLES - 1)))
+                    state.update(file.read(_SAMPLE))
+            with contextlib.suppress(SafetensorError), safe_open(path, framework="pt") as tensors:  # damaged: no more
+                for name in sorted(tensors.keys()):
+                    if "residual" in name and math.prod(tensors.get_slice(name).get_shape()) < _SAMPLES * _SAMPLE:
+                        state.update(tensors.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes())
+        return state.digest()
+
+    def _tensors(self) -> Iterator[tuple[str, int, str]]:
+        """Name, number of elements and dtype of each tensor. Raises UserError for a file that is cut short."""
+        for path in self.paths:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118
+                        part = file.get_slice(name)
+                        yield name, math.prod(part.get_shape()), part.get_dtype()
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{path.name} of {self.model} is damaged or cut short ({error}): {AGAIN}") from error
+
+
+def other_weights(path: Path) -> str | None:
+    """Return a file of weights that is no safetensors, `path` or in the folder `path`, with what it is and what to do;
+    None without."""
+    for pattern, what in _OTHERS.items():
+        files = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
+        if files:
+            return f"{files[0].name}, {what}"
+    return None
+
+
+def weight_names(folder: Path) -> list[str]:
+    """Names of the files that hold a model's weights: those in its index, or the one that is there without.
+
+    Raises:
+        UserError: an index that names none, files that lie in another folder, or that are no safetensors.
+    """
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    index = checked(read_json(folder / INDEX, ours=False), Index, folder / INDEX, AGAIN)
+    names = sorted(set(index["weight_map"].values()))
+    if not names:
+        raise UserError(f"{INDEX} in {folder} names no files: {AGAIN}")
+    if strange := [name for name in names if name != Path(name).name or len(name) > _LONGEST]:
+        raise UserError(f"{INDEX} in {folder} names '{strange[0][:80]}', which is no file beside it: {AGAIN}")
+    if others := [name for name in names if not name.endswith(".safetensors")]:
+        raise UserError(
+            f"{INDEX} in {folder} names '{others[0]}': expected .safetensors alone, since other files of weights are "
+            "pickles, which can run code and are not opened; save the model as safetensors"
+        )
+    return names
+
+
+BESIDE = (*TOKENIZER_FILES, "chat_template*", "generation_config.json", "LICENSE*")
+"""Files that go along with a model."""
+ADAPTER = "adapter_config.json"
+"""By which PEFT, and Transformers where it loads a model, know the folder of an adapter."""
+
+
+class Fields(TypedDict, total=False):
+    """What is looked at in a config.json before Transformers makes a config of it."""
+
+    model_type: str | None
+    auto_map: dict[str, Any] | None
+    quantization_config: dict[str, Any] | None
+    residual: str
+    residual_settings: dict[str, Any] | None
+    residual_file: str | None
+    residual_sha256: str | None
+    residual_family: dict[str, Any] | None
+    transformers_weights: str | None
+
+
+def place_of(name: str, *, code: bool) -> tuple[Path, Path | None]:
+    """Folder of the model, and of the run that it is of.
+
+    Args:
+        code: Python files are fetched too, of a model on the hub.
+
+    Raises:
+        UserError: nothing there, an unfinished run, or no config.json of a model.
+    """
+    path = user_path(name)
+    if _is_remote(name, path):
+        return _fetched(name, code=code), None
+    folder, run = _on_disk(name, path)
+    _refuse_adapter(name, folder)
+    return folder, run
+
+
+def config_place(name: str) -> Path:
+    """Folder of a model of which no more than config.json need be there or is fetched. Raises UserError."""
+    path = user_path(name)
+    if _is_remote(name, path):
+        return _described(name, ["config.json"])
+    inner = path / "model"
+    return inner if (inner / "config.json").is_file() else _on_disk(name, path)[0]
+
+
+def _is_remote(name: str, path: Path) -> bool:
+    return not path.exists() and is_hub_name(name)
+
+
+def _on_disk(name: str, path: Path) -> tuple[Path, Path | None]:
+    if not path.exists():
+        raise UserError(f"model '{name}' does not exist: expected a run folder, a model folder or a name on the hub")
+    inner = path / "model"
+    if (path / "shares").is_dir() and (path / "state.json").is_file():
+        raise UserError(
+            f"{name} is in the shares of several processes, which attnres train --resume reads: let the run finish, or "
+            f"write its model as it is with attnres export {name} OUT --weights"
+        )
+    if (inner / "config.json").is_file() and (path / "state.json").is_file():
+        if (path / "adapter.safetensors").is_file():
+            raise UserError(f"{name} has LoRA's tensors beside its model, which become one when the run is finished")
+        return inner, path.parent
+    if (inner / "config.json").is_file():
+        return inner, path
+    checkpoint = path / "checkpoint"
+    if checkpoint.is_dir() or (path.is_dir() and kind_of(path) == "run"):
+        saved = f", or give {checkpoint}" if checkpoint.is_dir() else ""
+        raise UserError(f"the run in {name} is not finished and has no model yet: continue it with --resume{saved}")
+    if not (path / "config.json").is_file():
+        _refuse_adapter(name, path)
+        raise UserError(f"{name} holds no model: {_what_else(path)}")
+    is_of_run = path.name == "model" and (path.parent / "metrics.jsonl").is_file()
+    return path, path.parent if is_of_run else None
+
+
+def _refuse_adapter(name: str, folder: Path) -> None:
+    """Refuse with a UserError a folder of an adapter: beside a model Transformers would add it, from a pickle too."""
+    if (folder / ADAPTER).is_file():
+        raise UserError(
+            f"{name} holds {ADAPTER}, a PEFT adapter (LoRA, say), which changes another model: give that model, or "
+            "merge the adapter into it first (PEFT's merge_and_unload, then save_pretrained into a folder of its own)"
+        )
+
+
+def _what_else(path: Path) -> str:
+    """Say what lies where no config.json is, and what to give instead, as the end of a sentence."""
+    expected = "expected a run folder, or a folder with config.json and safetensors"
+    # A cache of the hub (models--OWNER--NAME), what Transformers' Trainer wrote (checkpoint-500), a folder of runs.
+    inner = [file.parent for pattern in ("snapshots/*", "*") for file in path.glob(f"{pattern}/config.json")]
+    if inner:
+        return f"{expected}, such as {max(inner, key=lambda folder: folder.stat().st_mtime)} in it"
+    other = other_weights(path)
+    return expected if other is None else f"it {'is' if path.is_file() else 'has'} {other}"
+
+
+def fields_of(name: str, folder: Path) -> dict[str, Any]:
+    """Return config.json of a model. Raises UserError."""
+    fields = dict(checked(read_json(folder / "config.json", ours=False), Fields, folder / "config.json", AGAIN))
+    if not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
+        raise UserError(f"config.json of {name} is not that of a model: it names no model_type")
+    if (weights := fields.get("transformers_weights")) not in (None, SINGLE, INDEX):
+        raise UserError(
+            f"config.json of {name} says transformers_weights={str(weights)[:80]!r}: expected {SINGLE} or {INDEX}; "
+            "rename the files, and remove that line"
+        )
+    return fields
+
+
+@functools.cache
+def _fetched(name: str, *, code: bool) -> Path:
+    """The folder of a model of the hub, which is asked once: first for what says which files are the weights."""
+    folder = _described(name, [*BESIDE, "config.json", INDEX, *(["*.py"] if code else [])])
+    return fetch(name, weight_names(folder))
+
+
+def _described(name: str, patterns: list[str]) -> Path:
+    """Fetch files of a model of the hub, config.json among them. Raises UserError where it has none, or an adapter."""
+    folder = fetch(name, [*patterns, ADAPTER])
+    _refuse_adapter(name, folder)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{name} on the hub holds no model: it has no config.json")
+    return folder
+
+
+LIGHT = 16 * 2**20
+"""Bytes of a snapshot at most: a residual that has more to learn (a matrix a read) is left to checkpoints."""
+_ADVICE = "remove it: the run and its other snapshots do not need it"
+
+
+def tensors_of(residual: Residual) -> dict[str, Tensor]:
+    """What a snapshot of a residual holds, by name; nothing where that is nothing or is not light."""
+    tensors = residual.state_dict()
+    return tensors if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) <= LIGHT else {}
+
+
+def write_snapshot(run: str | Path, step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Write a snapshot, whole or not at all. Raises UserError."""
+    data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    write_bytes(Path(run) / "residual" / f"{step:06d}.safetensors", data)
+
+
+def snapshots(run: str | Path) -> dict[int, Path]:
+    """The snapshots of a run, by step, in order."""
+    files = sorted((Path(run) / "residual").glob("*.safetensors"))
+    return {int(path.stem): path for path in files if re.fullmatch("[0-9]{1,18}", path.stem) and path.is_file()}
+
+
+def residual_at(config: Any, path: Path) -> Residual:
+    """The residual of a model of this config, as a snapshot has it.
+
+    Raises:
+        UserError: it is damaged, or of another residual.
+    """
+    refuse_special(path)
+    residual = config.make_residual()
+    with foreign(f"{path} cannot be read", _ADVICE):
+        tensors = load_file(path)
+    if wrong := _misfit(residual.state_dict(), tensors):
+        raise UserError(f"{path} is no snapshot of residual '{residual.name}' ({wrong}): {_ADVICE}")
+    residual.load_state_dict(tensors)
+    return residual.eval()
+
+
+def _misfit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
+    """What keeps tensors from being those of a residual; empty where nothing does."""
+    if expected.keys() != tensors.keys():
+        return f"it holds {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(expected))}"
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            return f"{name} is {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
+        if not tensor.isfinite().all():
+            return f"{name} has numbers that are not finite"
+    return ""

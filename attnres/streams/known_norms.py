@@ -1,0 +1,87 @@
+"""Norm modules as values that a read is fused with, and the exchange of a module's class for one that reads."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnres.device import autocast_dtype
+from attnres.ops.norms import Norm
+from attnres.residuals.base import NormLike
+
+
+class Exchanged(nn.Module):
+    """Mixed in front of a module's own class by `exchange`; copies and pickles of the module keep the exchange."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, type(self).__bases__, self.__dict__
+
+
+def exchange(module: nn.Module, mixin: type[Exchanged]) -> None:
+    """Put `mixin` in front of the class of this one module, unless it is there already."""
+    if not isinstance(module, mixin):
+        module.__class__ = _exchanged(mixin, type(module))
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before an exchange."""
+    cls: Any = type(module)
+    return cls.__bases__[1] if isinstance(module, Exchanged) else cls
+
+
+@functools.cache
+def _exchanged(mixin: type[Exchanged], cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class, whose name ends in the mixin's: servers put a norm of their own in place of whatever is called
+    `...RMSNorm`, and with it the exchange would be gone."""
+    bases: tuple[type, ...] = (mixin, cls)
+    return type(f"{cls.__name__}{mixin.__name__.lstrip('_')}", bases, {"__module__": __name__})
+
+
+def _empty(mixin: type[Exchanged], cls: type[nn.Module]) -> nn.Module:
+    """Return an empty module of the exchanged class: what unpickling and copying fill."""
+    return object.__new__(_exchanged(mixin, cls))
+
+
+def _forward(module: nn.Module) -> Callable:
+    """The forward of a norm's own class."""
+    return own_class(module).forward
+
+
+def describe_norm(module: nn.Module, like: Tensor) -> NormLike:
+    """A pre-norm as a value, where its arithmetic is known; else what it computes, as a function: the module has been
+    called with the stream already, and its hooks with it.
+
+    Under autocast the normed vector comes out in the autocast dtype, since only matrix products consume it.
+    """
+    out_dtype = autocast_dtype(like.device.type)
+    if isinstance(module, nn.LayerNorm) and _forward(module) is nn.LayerNorm.forward:
+        return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
+    if isinstance(module, nn.RMSNorm) and _forward(module) is nn.RMSNorm.forward and len(module.normalized_shape) == 1:
+        eps = torch.finfo(like.dtype).eps if module.eps is None else module.eps
+        return Norm(module.weight, None, eps, False, out_dtype)
+    eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
+    if eps is not None and module.__dict__.get("is_rms_norm", True):
+        weight: Any = module._parameters.get("weight")
+        return Norm(cast(Tensor, module.weight) if weight is None else weight, None, eps, False, out_dtype)
+    return functools.partial(_forward(module), module)
+
+
+def is_rms_norm(module: nn.Module) -> bool:
+    """Whether a norm with a `variance_epsilon` computes x / rms(x) * weight, as far as one vector tells."""
+    weight: Any = module._parameters.get("weight")
+    if weight is None:
+        return True
+    norm, eps = copy.copy(module), cast(float, module.variance_epsilon)
+    grid = torch.linspace(0.0, 1.0, weight.numel(), dtype=torch.float32, device="cpu")
+    scale, x = (0.5 + grid).view(weight.shape), (3 * grid - 1).view(1, *weight.shape)
+    norm._parameters = {**module._parameters, "weight": nn.Parameter(scale, requires_grad=False)}
+    with torch.no_grad():
+        try:
+            return torch.allclose(
+                _forward(module)(norm, x), nn.functional.rms_norm(x, scale.shape, scale, eps), atol=1e-4
+            )
+        except (RuntimeError, TypeError):
+            return False

@@ -1,0 +1,189 @@
+"""Hooks that give the layers of a module a depth stream, and refuse a pass that loses it."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+from attnres.residuals import Residual
+from attnres.streams.banked import start_stream
+from attnres.streams.neighbours import fit_fsdp1, keep_from_decay, tell_of_frozen_reads
+from attnres.streams.readers import REMEDY, Parts, make_reading, make_taking, make_whole, replaced
+from attnres.streams.stream import FINISHED, STARTED, WAITING, Stream, note_progress, passed_over, progress
+
+_CAPTURES = "transformers.utils.output_capturing"
+"""Where Transformers' hooks are from that collect hidden states."""
+
+
+keep_from_decay()
+fit_fsdp1()
+tell_of_frozen_reads()
+
+
+def attach_stream(
+    base: nn.Module,
+    residual: Residual,
+    layers: Sequence[nn.Module],
+    reads: Sequence[str],
+    final_norm: str | None,
+    *,
+    normed: bool = True,
+    banked: bool = False,
+) -> Parts:
+    """Let `layers`, which are inside of `base`, read and write a stream of `residual`, which `base` has from now on.
+
+    Args:
+        reads: paths in a layer of what is called on the stream, in order; none where a layer reads once, whole.
+            normed: whether these are norms.
+        final_norm: path in `base` of the norm that reads the stream after the last layer; None: the last layer puts out
+            the read itself.
+        banked: nothing but the layers themselves asks for the stream between them, so that a pass without gradients may
+            keep its sources in one place.
+    """
+    if residual.whole_layers and len(reads) != 2:
+        raise UserError(
+            f"residual '{residual.name}' takes every two sublayers for a layer, and layers have {len(reads) or 1} "
+            "here: choose one that counts sublayers, as block and full do"
+        )
+    if len(set(layers)) < len(layers):
+        raise UserError(
+            f"one {type(layers[0]).__name__} is several of the layers here, and a depth stream counts each once: give "
+            "every layer a module of its own"
+        )
+    norms = {layer.get_submodule(path) for layer in layers for path in reads}
+    if final_norm is not None and base.get_submodule(final_norm) in norms:
+        raise UserError(
+            f"the final norm '{final_norm}' is also a norm of a layer, and the two read the stream in different ways: "
+            "give the end a module of its own"
+        )
+    base.residual = residual
+    if torch.get_default_device().type != "meta":  # whose values are yet to come
+        for part in cast(Any, residual).modules():
+            part._is_hf_initialized = True  # or `post_init` and `init_weights` would start it anew when it is trained
+    let_read = make_reading if normed else make_taking
+    for layer in layers:
+        if not reads:
+            make_whole(layer)
+        for path in reads:
+            let_read(layer.get_submodule(path))
+    parts = Parts(base, layers, reads, final_norm)
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(functools.partial(_enter, parts, number, banked), with_kwargs=True)
+        layer.register_forward_hook(functools.partial(_leave, parts, number))
+    if final_norm is None:
+        layers[-1].register_forward_hook(functools.partial(_end_stream, parts))
+    else:
+        make_reading(base.get_submodule(final_norm), last=True)
+        base.register_forward_pre_hook(functools.partial(_begin, parts))
+        base.register_forward_hook(functools.partial(_check_end, parts))
+    return parts
+
+
+def kinds_of(reads: int) -> tuple[str, ...]:
+    """Return the kinds of a layer's sublayers, by their number."""
+    kinds = {2: ("attention", "mlp"), 3: ("attention", "cross_attention", "mlp")}
+    return kinds.get(reads, ("layer",) * max(reads, 1))
+
+
+def _begin(parts: Parts, base: nn.Module, args: tuple[Any, ...]) -> None:
+    if parts.enabled:
+        note_progress(WAITING)
+
+
+def _check_end(parts: Parts, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Refuse a pass in which the final norm did not read the stream: the head would get the running sum."""
+    if not parts.enabled or torch.compiler.is_compiling() or progress() == FINISHED:
+        return
+    parts.refuse_changes()
+    if progress() == WAITING and base.training:  # every layer was skipped (layerdrop)
+        return
+    raise UserError(
+        f"the pass of {type(base).__name__} ended, and '{parts.final_norm}' has not read its depth stream: its forward "
+        f"or the layers were replaced; {REMEDY}"
+    )
+
+
+def _enter(
+    parts: Parts, number: int, banked: bool, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Begin a stream with the first layer's input, with the residual that the base has when it runs.
+
+    Of later layers refuse a tensor: what comes after it would be a plain residual without a word. Layers that a pass
+    in training skips (layerdrop) write nothing.
+    """
+    if not parts.enabled:
+        return None
+    for place, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, Stream):
+            count = number * parts.each
+            # a stream that another module has begun, as a pipeline's stage does, skips nothing
+            skips = layer.training and (torch.compiler.is_compiling() or progress() != WAITING)
+            if not skips or value.index >= count:
+                return None
+            return replaced(args, kwargs, place, passed_over(value, count))
+    if number > 0 and not (layer.training and _none_ran()):
+        parts.refuse_changes()
+        raise _lost_stream(layer)
+    place = 0 if args else "hidden_states"
+    if not args and "hidden_states" not in kwargs:
+        raise UserError(
+            f"{type(layer).__name__} was called with {', '.join(kwargs) or 'nothing'} by name: the stream is expected "
+            "as its first argument, or as hidden_states"
+        )
+    parts.refuse_changes()
+    # a compiled pass takes no bank, and its hooks are not for Dynamo to look at
+    no_bank = not banked or torch.is_grad_enabled() or torch.compiler.is_compiling()
+    hooked = no_bank or any(map(_hooks_of_others, parts.layers))
+    embedding = cast(Tensor, args[0] if args else kwargs["hidden_states"])
+    stream = start_stream(cast(nn.Module, parts.base._modules["residual"]), embedding, hooked=hooked)
+    note_progress(STARTED)
+    return replaced(args, kwargs, place, passed_over(stream, number * parts.each))
+
+
+def _none_ran() -> bool:
+    """Whether no layer of the running pass has begun its stream: the first ones were skipped. A layer that is run again
+    in backward is given what it was given before."""
+    return not torch.compiler.is_compiling() and (progress() == WAITING or torch._C._current_graph_task_id() != -1)
+
+
+def _hooks_of_others(layer: nn.Module) -> bool:
+    """Whether a layer has hooks besides ours, one before it and one after. Those of Transformers do not count: the
+    first pass that is asked for hidden states leaves them on the layers for good, and they do nothing in others."""
+    after = 0
+    for hook in layer._forward_hooks.values():
+        after += getattr(hook, "__module__", None) != _CAPTURES
+    return after > 1 or len(layer._forward_pre_hooks) > 1
+
+
+def _leave(parts: Parts, number: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Refuse a tensor that a layer made of the stream, and a stream that not all sublayers up to here have read; from
+    now on what is added is a hook's."""
+    if not parts.enabled:
+        return
+    stream, count = output[0] if isinstance(output, tuple) else output, (number + 1) * parts.each
+    if not isinstance(stream, Stream):
+        raise _lost_stream(layer)
+    if stream.index != count:
+        raise TypeError(
+            f"{stream.index} sublayers and not {count} have read the stream when {type(layer).__name__} is done: is "
+            "each of its pre-norms named, and given the stream itself?"
+        )
+    stream.inside = False
+
+
+def _lost_stream(layer: nn.Module) -> UserError:
+    return UserError(
+        f"a tensor came to or from {type(layer).__name__} where the depth stream goes on: a hook that changes what a "
+        "layer puts out adds to it (`return output + change`), since a stream is more than one vector, and "
+        "attnres.inspect.intervene edits reads; a layer has to be pre-norm, x + f(norm(x))"
+    )
+
+
+def _end_stream(parts: Parts, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Read the last layer's output, for a module without a final norm."""
+    if not parts.enabled:
+        return None
+    return (output[0].read(None), *output[1:]) if isinstance(output, tuple) else output.read(None)

@@ -1,0 +1,250 @@
+"""Modules that read a stream when given one (norms before sublayers and the head, sublayers without a norm), and where
+they lie in a model."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+from attnres.streams.inputs import Inputs
+from attnres.streams.known_norms import Exchanged, exchange, is_rms_norm, own_class
+from attnres.streams.stream import FINISHED, Stream, note_progress, passed_over
+
+
+class _Reading(Exchanged):
+    """Mixed into a norm's own class: reads when given a stream, norms when given a tensor."""
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(hidden_states, torch.fx.Proxy):
+            raise TypeError(
+                f"a {own_class(self).__name__} that reads a depth stream is more than its arithmetic: it cannot be "
+                "traced by itself, nor replaced by another norm"
+            )
+        if not isinstance(hidden_states, Stream):
+            return super().forward(hidden_states, *args, **kwargs)
+        if args or kwargs:
+            raise UserError(
+                f"a {own_class(self).__name__} was named as a norm and takes more than the hidden state: name the norm "
+                "inside of it"
+            )
+        return self.of_stream(hidden_states)
+
+    def of_stream(self, stream: Stream) -> Tensor | Inputs:
+        return stream.read(self)
+
+
+class _Finishing(_Reading):
+    """As `_Reading`, of the norm before the head."""
+
+    def of_stream(self, stream: Stream) -> Tensor | Inputs:
+        if self.training:  # layers at the end may be skipped
+            stream = passed_over(stream, stream.residual("itself").num_sublayers)
+        x = stream.finish(self)
+        note_progress(FINISHED)
+        return x
+
+
+def make_reading(norm: nn.Module, *, last: bool = False) -> None:
+    """Let this norm read streams. Its parameters, name and behaviour on tensors stay as they are.
+
+    Args:
+        last: it is the norm before the head.
+    """
+    if hasattr(norm, "variance_epsilon"):
+        norm.__dict__["is_rms_norm"] = is_rms_norm(norm)
+    exchange(norm, _Finishing if last else _Reading)
+
+
+def _read_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    if args and isinstance(args[0], Stream):
+        return (args[0].read(None), *args[1:]), kwargs
+    if isinstance(kwargs.get("hidden_states"), Stream):
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"].read(None)}
+    return None
+
+
+def make_taking(mixer: nn.Module) -> None:
+    """Let an attention or an MLP that takes the stream with no norm before it read the stream. A hook: an attention's
+    class stays what Transformers takes it for."""
+    mixer.register_forward_pre_hook(_read_input, with_kwargs=True)
+
+
+class _Whole(Exchanged):
+    """Mixed into a layer's own class: given a stream, reads once and writes by how much the layer changes that."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place, stream = next(
+            ((place, one) for place, one in (*enumerate(args), *kwargs.items()) if isinstance(one, Stream)), (0, None)
+        )
+        if stream is None:
+            return super().forward(*args, **kwargs)
+        h = stream.read(None)
+        version = None if torch.compiler.is_compiling() else h._version
+        args, kwargs = replaced(args, kwargs, place, h)
+        output = super().forward(*args, **kwargs)
+        if version is not None and h._version != version:
+            raise UserError(
+                f"a {own_class(self).__name__} changes its input in place, so that what it adds is lost: let it add "
+                "out of place (x = x + y)"
+            )
+        first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+        after = stream + (first - h)
+        return after if rest is None else (after, *rest)
+
+
+def make_whole(layer: nn.Module) -> None:
+    """Let a layer read a stream once, whatever is inside of it."""
+    exchange(layer, _Whole)
+
+
+def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Any) -> tuple[Any, Any]:
+    """Return the arguments with another value at one place, a number or a name."""
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: value}
+
+
+def make_plain(part: nn.Module) -> None:
+    """Undo what made a module read streams, and remove the hooks of `Parts`."""
+    for hooks, with_kwargs in (
+        (part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs),
+        (part._forward_hooks, part._forward_hooks_with_kwargs),
+    ):
+        for number, hook in list(hooks.items()):
+            if hook is _read_input or owner(hook) is not None:
+                del hooks[number]
+                with_kwargs.pop(number, None)
+    if isinstance(part, _Reading | _Whole):
+        part.__dict__.pop("is_rms_norm", None)
+        part.__class__ = own_class(part)
+
+
+def still_reads(part: nn.Module, *, last: bool = False) -> bool:
+    """Whether this module, or one inside of it where it is a wrapper, reads streams; `last`: as the norm before the
+    head."""
+    kind = _Finishing if last else _Reading
+    return any(isinstance(m, kind) or _read_input in m._forward_pre_hooks.values() for m in part.modules())
+
+
+class Parts:
+    """Where the layers of `base`, what reads in them, and the final norm lie, and whether they still do.
+
+    What wraps one of them (adapters, checkpointing, sharding, compilers) is no change.
+
+    Args:
+        layers: in order. reads: paths in each of what is called on the stream; none where layers read once, whole.
+        final_norm: path in `base`.
+
+    Attributes:
+        each: sublayers of a layer.
+        enabled: passes have a stream; else they are the plain module's.
+        attached: by `attnres.attach`, which `detach` undoes.
+    """
+
+    def __init__(
+        self, base: nn.Module, layers: Sequence[nn.Module], reads: Sequence[str], final_norm: str | None
+    ) -> None:
+        names = {id(module): name for name, module in base.named_modules()}
+        self.base, self.layers, self.reads, self.final_norm = base, list(layers), tuple(reads), final_norm
+        self.each, self.enabled, self.attached = len(reads) or 1, True, False
+        self.paths = [names[id(layer)] for layer in layers]
+        holders = {path.rpartition(".")[0]: None for path in self.paths}
+        self.counts = {path: len(base.get_submodule(path)._modules) for path in holders}
+        self._note()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Parts":
+        """A copy with the copy of `base`; of a layer that is copied alone the streams stay those of `base`."""
+        if id(self.base) not in memo:
+            return self
+        memo[id(self)] = new = object.__new__(Parts)
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+    def _note(self) -> None:
+        """Take note of what lies on the ways to the final norm, the layers and their reads now."""
+        self.end = [] if self.final_norm is None else list(_links(self.base, self.final_norm))[-1:]
+        ways = [link for path in self.paths for link in _links(self.base, path)]
+        ways += [link for layer in self.layers for path in self.reads for link in _links(layer, path)]
+        self.links = list({(id(module), name): (module, name, part) for module, name, part in ways}.values())
+        self.links += self.end
+        self.sizes = [(self.base.get_submodule(path), count) for path, count in self.counts.items()]
+
+    def refuse_changes(self) -> None:
+        """Raise a UserError that names a layer or a norm that was replaced, added or taken out."""
+        compiling = torch.compiler.is_compiling()
+        # each link would be a compiler's guard: there only what nothing else notices
+        same = all(module._modules.get(name) is part for module, name, part in (self.end if compiling else self.links))
+        if same and (compiling or all(len(holder._modules) == count for holder, count in self.sizes)):
+            return
+        base, layers = type(self.base).__name__, []
+        for path, count in self.counts.items():
+            holder = _reach(self.base, path)
+            if isinstance(holder, nn.ModuleList) and len(holder) != count:
+                raise UserError(f"'{path}' of {base} has {len(holder)} layers, which had {count}: {REMEDY}")
+        for number, path in enumerate(self.paths):
+            found = _reach(self.base, path)
+            layer = None if found is None else next((m for m in found.modules() if self._is_layer(m, number)), None)
+            if layer is None:
+                raise self._changed(path, found)
+            layers.append(layer)
+            for read in self.reads:
+                norm = _reach(layer, read)
+                if norm is None or not still_reads(norm):
+                    raise self._changed(f"{path}.{read}", norm)
+        if self.final_norm is not None:
+            norm = _reach(self.base, self.final_norm)
+            if norm is None or not still_reads(norm, last=True):
+                raise self._changed(self.final_norm, norm)
+        if not compiling:
+            self.layers = layers
+            self._note()
+
+    def _is_layer(self, module: nn.Module, number: int) -> bool:
+        """Whether a module has the hook of this layer."""
+        hooks = [hook for hook in module._forward_pre_hooks.values() if owner(hook) is self]
+        return any(hook.args[1:2] == (number,) for hook in hooks)
+
+    def _changed(self, path: str, found: nn.Module | None) -> UserError:
+        base = type(self.base).__name__
+        if found is None:
+            return UserError(f"'{path}' of {base} is gone, which reads the depth stream: {REMEDY}")
+        return UserError(
+            f"'{path}' of {base} is a {type(found).__name__} that was put in place of what reads the depth stream: "
+            f"{REMEDY}"
+        )
+
+
+REMEDY = "keep the layers and norms that the depth reads were given to, or change the plain model and convert that"
+
+
+def owner(hook: Any) -> Parts | None:
+    """Return the parts of which this is a hook; None of others' hooks."""
+    first, *_ = (*getattr(hook, "args", ()), None)
+    return first if isinstance(first, Parts) else None
+
+
+def parts_in(module: nn.Module) -> list[Parts]:
+    """Return the parts of each stack in a module that reads a stream."""
+    hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
+    return list(dict.fromkeys(parts for hook in hooks if (parts := owner(hook)) is not None))
+
+
+def _links(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Give (module, name, its part of that name) on the way along a path, as far as no wrapper hides a part."""
+    for name in path.split("."):
+        part = module._modules.get(name)
+        if part is None:
+            return
+        yield module, name, part
+        module = part
+
+
+def _reach(module: nn.Module, path: str) -> nn.Module | None:
+    """The part of that path; None where it is missing."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None

@@ -1,0 +1,335 @@
+"""The hidden state of a decoder as a stream: calling a pre-norm on it reads, `stream + output` writes.
+
+A pre-norm layer's own code already says the two verbs, so no layer is copied or wrapped: the first layer's input
+becomes a `Stream`, each pre-norm reads when it is given one, and the residual additions write.
+"""
+
+import dataclasses
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from attnres.errors import UserError
+from attnres.residuals import NormLike, Residual, Ways
+from attnres.residuals.base import as_it_is, verbs
+from attnres.residuals.watch import unwatched
+from attnres.streams.inputs import Inputs
+from attnres.streams.known_norms import describe_norm
+
+_ADDITIONS = frozenset(
+    {
+        operator.add,
+        torch.add,
+        torch.Tensor.add,
+        torch.Tensor.__add__,
+        torch.Tensor.__radd__,
+        torch._C.TensorBase.__add__,
+    }
+)
+"""What torch, or Dynamo when it exports, calls an addition."""
+
+
+UNREAD = (
+    "sublayer {} wrote before it read: one of its pre-norms is not named, or attention and MLP read side by side "
+    "(attnres.attach takes such layers with norms=None). A tool that changes a layer's output before its "
+    "hooks run (nnsight) adds to the MLP's output instead"
+)
+
+REENTRANT_IS_REFUSED = (
+    "reentrant checkpointing runs the layers of a depth stream, whose gradients it would drop: checkpoint them with "
+    "use_reentrant=False"
+)
+_REENTRANT, _CALL = CheckpointFunction.forward.__code__, nn.Module._wrapped_call_impl.__code__
+
+hidden_states_wanted: ContextVar[bool] = ContextVar("hidden_states_wanted", default=False)
+"""Whether the running pass is asked for its hidden states, all of which a bank does not keep."""
+
+WAITING, STARTED, FINISHED = "waiting", "started", "finished"
+_progress: ContextVar[str | None] = ContextVar("progress", default=None)
+
+
+def note_progress(stage: str) -> None:
+    """Take note of how far the running pass of a base model is: `WAITING` for its first layer, its stream `STARTED`, or
+    `FINISHED` by what reads it last. Not under a compiler, which has no context variables."""
+    if not torch.compiler.is_compiling():
+        _progress.set(stage)
+
+
+def progress() -> str | None:
+    """How far the running pass, or the last one, is."""
+    return _progress.get()
+
+
+def reentrant(residual: nn.Module) -> Sequence[Any] | None:
+    """What torch's reentrant checkpointing was given, where it runs layers of the module that has the residual, or a
+    part of one: with gradients off, and passing on those of tensors alone. None where it runs all of that module, or
+    nothing: then the gradients are made when it runs again."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _REENTRANT:
+            return frame.f_locals["args"]
+        if frame.f_code is _CALL and frame.f_locals["self"]._modules.get("residual") is residual:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def is_addition(func: Callable) -> bool:
+    """Whether a function that torch hands to `__torch_function__` is `+`."""
+    return func in _ADDITIONS
+
+
+_OF_ALL = frozenset({"is_nested", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_floating_point", "layout", "numel"})
+"""What tensors say of themselves that is the same for every vector of a stream."""
+_OF_GRAPH = frozenset({"backward", "register_hook", "retain_grad"})
+"""What tensors say of their place in a graph of gradients, which a sum that is made to be looked at has not."""
+_CHANGES = "a depth stream is several vectors, and nothing changes them in place: return `output + change`"
+
+
+@dataclass(eq=False, repr=False)
+class Stream:
+    """One forward pass of a network's depth, before sublayer `index`; never changed in place.
+
+    `stream + output` is the stream after that sublayer. What a read hands to its write is kept on the object between
+    the two. The last output is written when it is first read: what is added to a stream between two sublayers, as hooks
+    on layers do, is added to that output. Asked for anything else that tensors have, it answers as the running sum, one
+    vector a token, which is what a plain model's hidden state would be. A dataclass: there DDP and FSDP2 look for a
+    layer's tensors.
+
+    Attributes:
+        state: before the last write; None where `output` is the embedding.
+        output: what has still to be written, as that of sublayer `index - 1`; None where nothing has.
+        values: the first layer's, where later layers' take something from them.
+    """
+
+    residual: nn.Module
+    state: Any
+    index: int
+    like: Tensor
+    output: Tensor | None = None
+    values: Tensor | None = None
+    call: Callable[..., Any] | None = None
+    """What does a verb of the residual; found out once a pass."""
+    tracked: bool = False
+    """The pass began with gradients on."""
+
+    _after_read = None  # no fields: `dataclasses.replace` starts them anew
+    _inputs = None
+    _written = None
+    inside = False
+    """A sublayer of the layer that is at work has written: what writes next has to read first."""
+
+    @classmethod
+    def plain(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
+        """Begin a forward pass whose state can be taken out anywhere, with gradients or without."""
+        tracked = torch.is_grad_enabled()
+        return cls(residual, None, 0, embedding.detach(), embedding, call=verbs(residual), tracked=tracked)
+
+    def written(self) -> Any:
+        """The state with the last output in it; not kept where there are gradients, for checkpointing makes a layer's
+        read of its input again."""
+        if self.output is None:
+            return self.state
+        if self._written is not None:
+            return self._written
+        call = self.residual if self.call is None else self.call
+        if self.state is None:
+            state = call("start", self.output)
+        else:
+            state = call("write", self.state, self.index - 1, self.output)
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._written = state
+        return state
+
+    def read(self, norm: Any) -> Tensor | Inputs:
+        """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
+        if self.tracked and not torch.is_grad_enabled() and reentrant(self.residual) is not None:
+            raise UserError(REENTRANT_IS_REFUSED)
+        spec = self.spec(norm)
+        inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
+        call = self.residual if self.call is None else self.call
+        if self.index == inner.num_sublayers:
+            return call("finish", self.written(), spec)
+        x, self._after_read = call("read", self.written(), self.index, spec)
+        if inner.value_mix is not None:
+            return self._with_values(x, inner)
+        return Inputs.of(x) if isinstance(x, Ways) else x
+
+    def spec(self, norm: Any) -> NormLike:
+        """Return what a read ends with: the norm as a value where its arithmetic is known, else a function."""
+        return as_it_is if norm is None else describe_norm(norm, self.like)
+
+    def _with_values(self, x: Tensor | Ways, inner: Residual) -> Tensor | Inputs:
+        """The input of the coming sublayer, where attentions' values take something from the first layer's."""
+        kinds, mixes = inner.sublayers, inner.value_mix
+        if mixes is not None and kinds[self.index % len(kinds)] == "attention":
+            layer = self.index // len(kinds)
+            self._inputs = Inputs.of(
+                x, layer=layer, first=self.values, mix=self.residual, replaces=mixes.replaces and layer > 0
+            )
+            return self._inputs
+        return Inputs.of(x) if isinstance(x, Ways) else x
+
+    def finish(self, norm: nn.Module) -> Tensor | Inputs:
+        """The normed input of the head.
+
+        Raises:
+            TypeError: not every sublayer has read and written.
+        """
+        count = self.residual("itself").num_sublayers
+        if self.index != count:
+            raise TypeError(
+                f"{self.index} of {count} sublayers have read the stream and written to it: is each of its pre-norms "
+                "named? Depth reads take no pass that leaves layers out (assistant_early_exit)"
+            )
+        return self.read(norm)
+
+    def __add__(self, output: Any) -> Any:
+        if isinstance(output, Stream):
+            return self.hidden_state() + output.hidden_state()
+        state, self._after_read = self._after_read, None
+        if state is None and (self.inside or self.output is None):
+            raise TypeError(UNREAD.format(self.index))
+        if state is None:  # no sublayer: what was put out last is changed
+            return dataclasses.replace(self, output=(cast(Tensor, self.output) + output).to(self.dtype))
+        inputs, self._inputs = self._inputs, None
+        values = self.values if inputs is None else inputs.first
+        after = type(self)(self.residual, state, self.index + 1, self.like, output, values, self.call, self.tracked)
+        after.inside = True
+        return after
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self.hidden_state() - other.hidden_state() if isinstance(other, Stream) else self + (-other)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # A tensor on the left (`output + stream`) and torch.compile come here.
+        if is_addition(func) and not kwargs:
+            left, right = args
+            return left.__add__(right) if isinstance(left, Stream) else right.__add__(left)
+        if func is checkpoint:  # Dynamo asks here, where Python does not: the layer takes the stream itself
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+            raise TypeError(f"torch's '{name}' was given a depth stream: {_CHANGES}")
+        args, kwargs = _pytree.tree_map_only(Stream, _as_vector, (args, kwargs or {}), is_leaf=_is_stream)
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_base":  # it is no view of a tensor (Megatron asks)
+            return None
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"a depth stream has no '{name}'")
+        if name in _OF_ALL:
+            return getattr(self.like, name)
+        if name.endswith("_"):
+            raise TypeError(f"'{name}' of a depth stream was asked: {_CHANGES}")
+        if name in _OF_GRAPH:
+            raise TypeError(
+                f"'{name}' of a depth stream was asked, and no tensor of it has the gradient of a hidden state: ask it "
+                "of what an attention or an MLP puts out"
+            )
+        return getattr(self.hidden_state(), name)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Stream":
+        """The stream with all its tensors elsewhere, as what offloads modules asks of their arguments."""
+        if self.like.to(*args, **kwargs) is self.like:
+            return self
+        return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(*args, **kwargs), self)
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self.hidden_state()[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        raise TypeError(f"a part of a depth stream was set: {_CHANGES}")
+
+    def __mul__(self, factor: Any) -> Tensor:
+        return self.hidden_state() * factor
+
+    __rmul__ = __mul__
+
+    def hidden_state(self) -> Tensor:
+        """The stream as one vector a token, for those who look at hidden states."""
+        inner = self.residual("itself")
+        if not inner.watched or self._written is not None:
+            return self.residual("hidden_state", self.written())
+        with unwatched(inner):  # the read that follows shows the output, and so takes nothing that is kept here
+            return self.residual("hidden_state", dataclasses.replace(self).written())
+
+    # What decoders ask of a hidden state besides, which costs no sum.
+    @property
+    def shape(self) -> torch.Size:
+        return self.like.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.like.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.like.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.output is not None and self.output.requires_grad
+
+    def size(self, *dim: int) -> Any:
+        return self.like.size(*dim)
+
+    def dim(self) -> int:
+        return self.like.ndim
+
+
+def passed_over(stream: Stream, count: int) -> Stream:
+    """Return the stream before sublayer `count`, where those up to there are skipped: they write zeros.
+
+    Raises:
+        UserError: later layers take their values from the first, which is skipped.
+    """
+    if stream.index >= count:
+        return stream
+    if stream.index == 0 and stream.residual("itself").value_mix is not None:
+        raise UserError(
+            "the first layer was skipped (layerdrop), from whose values later layers take some (value_residual): "
+            "set the config's layerdrop to 0"
+        )
+    while stream.index < count:
+        stream.read(None)
+        stream = stream + torch.zeros_like(stream.like)
+    stream.inside = False
+    return stream
+
+
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, Stream)
+
+
+def _as_vector(stream: Stream) -> Tensor:
+    return stream.hidden_state()  # that of its own class
+
+
+def _flatten(stream: Stream) -> tuple[list[Any], tuple[nn.Module, int, bool]]:
+    return [stream.state, stream.like, stream.output, stream.values], (stream.residual, stream.index, stream.tracked)
+
+
+def _unflatten(parts: Any, context: tuple[nn.Module, int, bool]) -> Stream:
+    state, like, output, values = parts
+    return Stream(context[0], state, context[1], like, output, values, tracked=context[2])
+
+
+_pytree.register_pytree_node(Stream, _flatten, _unflatten)

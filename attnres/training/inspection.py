@@ -1,0 +1,155 @@
+"""Measure a run's model by depth: magnitudes in a training step, and inspection.json from the held-out windows."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from attnres.data.sources import title_of
+from attnres.head import evaluating
+from attnres.stats import plain
+from attnres.training.config import TrainConfig
+from attnres.training.objective import Cast
+
+if TYPE_CHECKING:
+    from attnres.data import Prepared, Tokens
+
+
+BATCH_TOKENS = 8192
+"""Of a forward pass at most: the weights of all its tokens are kept at once."""
+LOOK_BACK = 4096
+"""Tokens before a window in which its document may begin; the kinds of later windows' tokens are not known."""
+EXAMPLE = 128
+"""Tokens that are shown one by one."""
+
+
+def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, cast: Cast, rows: int) -> None:
+    """Write inspection.json into the run's folder.
+
+    Args:
+        prepared: the data; the windows are those of validation, seen in the precision of `cast`.
+        rows: windows in a forward pass, what is known to fit in memory.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    from attnres.data import load_tokenizer
+    from attnres.data.batches import held_out_starts
+    from attnres.inspect.inspection import dynamics
+    from attnres.inspect.inspector import from_survey, show_example
+    from attnres.inspect.kinds import KINDS, guess_language
+    from attnres.inspect.survey import Encoded, survey
+    from attnres.training.records import read_metrics
+
+    folder, length = Path(config.out or "."), config.data.seq_len
+    tokens, tokenizer = prepared.tokens("val"), load_tokenizer(prepared.path)
+    starts = held_out_starts(tokens, length, config.data.val_windows)
+    begins = tokens.document_starts().astype(np.int64)
+    place = np.searchsorted(begins, starts, side="right") - 1
+    text = tokenizer.decode(np.concatenate([tokens[start : start + length] for start in starts[:8]]).tolist())
+    kind = guess_language(text)
+
+    def documents() -> Iterator[Encoded]:
+        """The windows that begin in one document, together."""
+        for document in np.unique(place):
+            windows = [start for start, number in zip(starts, place) if number == document]
+            ids = np.concatenate([tokens[start : start + length] for start in windows])
+            yield Encoded(ids, [], _labels(tokens, int(begins[document]), windows, length, tokenizer, kind))
+
+    batch = max(1, min(rows, BATCH_TOKENS // length))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    with evaluating(model), cast():
+        measured = survey(model, documents(), context=length, batch_size=batch, labels=len(KINDS[kind]))
+        example = show_example(model, fast, _example(tokens, starts, tokenizer), context=length, kind=kind)
+    inspection = from_survey(
+        model,
+        measured,
+        name=config.name,
+        source=f"{title_of(config.data.source)}, held out",
+        context=length,
+        kind=kind,
+        kinds=KINDS[kind],
+    )
+    metrics = read_metrics(folder / "metrics.jsonl")
+    dataclasses.replace(inspection, example=example, dynamics=dynamics(metrics)).save(folder / "inspection.json")
+
+
+def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokenizer: Any, kind: str) -> np.ndarray:
+    """Kinds of the tokens of the windows at `starts`, which begin in the document at `first`; -1 where the text does
+    not say.
+
+    A document is decoded from where it begins, which decides what stands in a string or begins a sentence, and encoded
+    again, which says where in the text each token lies.
+    """
+    from attnres.inspect.kinds import kinds_of
+    from attnres.models.encoding import with_space
+
+    near = [start for start in starts if start - first <= LOOK_BACK]
+    known = np.full((near[-1] if near else first) + length - first, -1)
+    ids = tokens[slice(first, first + len(known))] if near else np.empty(0, dtype=np.int64)
+    ends = np.flatnonzero(ids == tokens.eos_id).tolist()
+    for begin, end in zip([0, *(place + 1 for place in ends)], [*ends, len(ids)]):
+        part = ids[begin:end].tolist()
+        text = tokenizer.decode(part, skip_special_tokens=False)
+        retokenised = tokenizer.encode(text, add_special_tokens=False)
+        same = _common(part, retokenised.ids)  # the last token may end in the middle of a word
+        known[begin : begin + same] = kinds_of(text, with_space(text, retokenised.offsets), kind)[:same]
+    rows = [known[start - first : start - first + length] if start in near else np.full(length, -1) for start in starts]
+    return np.concatenate(rows)
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many of the first tokens are the same."""
+    shorter = min(len(a), len(b))
+    differ = np.flatnonzero(np.array(a[:shorter]) != np.array(b[:shorter]))
+    return int(differ[0]) if len(differ) else shorter
+
+
+def _example(tokens: "Tokens", starts: list[int], tokenizer: Any) -> str:
+    """Held-out text: the beginning of the first document that is long enough, else of the first window."""
+    begins = tokens.document_starts().astype(np.int64)
+    lengths = np.diff(np.append(begins, len(tokens))) - 1
+    long = np.flatnonzero(lengths >= EXAMPLE)
+    start = int(begins[long[0]]) if len(long) else starts[0]
+    ids = tokens[start : start + EXAMPLE]
+    return tokenizer.decode(ids[: _until(ids == tokens.eos_id)].tolist())
+
+
+def _until(ends: np.ndarray) -> int:
+    """The place of the first end, or of the array's."""
+    return int(np.argmax(ends)) if ends.any() else len(ends)
+
+
+# ------------------------------------------------------------------ one training step
+
+
+def recorded(model: Any) -> AbstractContextManager[Any]:
+    """Record the passes of a block of code, forward and backward."""
+    from attnres.inspect import record
+
+    return record(model, contributions=False)  # a step's memory stays what it is
+
+
+def magnitudes(trace: Any, model: Any, unit: int) -> dict[str, Any]:
+    """The RMS of outputs, inputs and gradients of a recorded pass and, of depth reads, how they choose.
+
+    `unit` is what the pass's loss is multiplied by to be a mean, so that gradients are those of a mean loss.
+    """
+    from attnres.inspect import find_residual
+    from attnres.inspect.geometry import learned_mixing, sharpness
+
+    values: dict[str, Any] = {
+        "output_rms": trace.output_rms,
+        "input_rms": trace.input_rms,
+        "grad_rms": [value * unit for value in trace.grad_rms],
+    }
+    residual = find_residual(model)
+    if residual.traits.by_token:
+        values["entropy"] = trace.entropy
+    if residual.traits.has_query:
+        values["sharpness"] = sharpness(residual)
+    values |= learned_mixing(residual) or {}
+    return plain(values, digits=17)  # a read may show no weights, of which NaN is the entropy

@@ -1,0 +1,182 @@
+"""Measurements of a study's finished runs: computed, read from the run folders, written as one CSV.
+
+`python -m lab.measures RUN.json` computes one run in a process of its own: the file names a function of `lab.studies`
+and its arguments, and what that returns is stored in the run's folder.
+"""
+
+import importlib
+import math
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from attnres.comparison.children import Child
+from attnres.errors import ERROR_FILE, UserError
+from attnres.files import write_json
+from attnres.reading import read_json
+from attnres.report.runs import load_run
+from attnres.residuals.registry import ships
+from attnres.stats import plain
+from attnres.text import csv_text, label_and_seed
+from attnres.training.records import ADVICE, TIMES, Finished, Timing
+from attnres.training.run_folder import DIVERGED
+from attnres.typed import checked
+from lab.cost import STANDARD, Mechanism, flops_a_token
+from lab.design import Arm, Row
+
+COLUMNS = ("arm", "label", "seed", "step", "tokens", "flops", "quantity", "value")
+MEASURES = "measures.json"
+"""In a run's folder: what the study's own function made of it, or computed."""
+HOME, _FORMER_HOME = "lab.studies.", "attnres.studies.lab."
+"""Where the functions of studies are (a file names no others), and where they were when measurements were stored."""
+
+
+class Measure(TypedDict):
+    """One of its rows; None is a value that is not finite."""
+
+    quantity: str
+    value: float | None
+    step: NotRequired[int]
+
+
+class Measures(TypedDict):
+    """Its content; `arguments` are those of a computed run."""
+
+    rows: list[Measure]
+    function: NotRequired[str]
+    arguments: NotRequired[dict[str, Any]]
+
+
+def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[Row]:
+    """Read the finished ones of these runs of an arm. A run that diverged has one row: an infinite loss at its last
+    step."""
+    rows = list[Row]()
+    for name in names:
+        if arm.computed is not None:
+            taken = label_and_seed(name)
+            assert taken is not None, f"{name} is no LABEL-seedK"
+            rows += [_row(arm.name, *taken, one) for one in measures_of(folder / name)["rows"]]
+            continue
+        run = load_run(folder / name)
+        if run.summary is None:
+            if (folder / name / DIVERGED).is_file():
+                rows.append(Row(arm.name, run.label, run.seed, run.steps or 0, 0, 0.0, "loss", math.inf))
+            continue
+        summary = checked(run.summary, Finished, folder / name / "summary.json", ADVICE)
+        each = _flops(run.config, int(run.data.get("vocab_size") or 0), summary)
+        for line in run.val:
+            step = int(line["step"])
+            tokens = round(run.tokens_at(step))
+            values = {"loss": float(line["loss"])}
+            if step == run.last_step:
+                values |= {"parameters": summary["parameters"], "own_parameters": summary["extra_parameters"]}
+            for quantity, value in values.items():
+                rows.append(Row(arm.name, run.label, run.seed, step, tokens, each * tokens, quantity, float(value)))
+        last = run.depth[-1] if run.depth else {}
+        for quantity in arm.depth:
+            for place, value in enumerate(last.get(quantity, [])):
+                if value is not None:
+                    rows.append(
+                        Row(arm.name, run.label, run.seed, last["step"], 0, 0.0, f"{quantity}/{place}", float(value))
+                    )
+        rows += [_row(arm.name, run.label, run.seed, one) for one in measures_of(folder / name)["rows"]]
+    return rows
+
+
+def step_times(folder: Path) -> dict[str, list[float]]:
+    """The time of a step of each variant, round by round, of a comparison that timed them in turn; else none."""
+    path = folder / TIMES
+    variants = checked(read_json(path), Timing, path, ADVICE)["variants"] if path.is_file() else {}
+    return {label: one.get("times") or [one["ratio"]] for label, one in variants.items()}
+
+
+def measures_of(folder: Path) -> Measures:
+    """What a run's folder has of it; no rows where there is no such file. Raises UserError."""
+    path = folder / MEASURES
+    if not path.is_file():
+        return {"rows": []}
+    measures = checked(read_json(path), Measures, path, "remove that run's folder and run it again")
+    if (name := measures.get("function", "")).startswith(_FORMER_HOME):
+        measures["function"] = HOME + name.removeprefix(_FORMER_HOME)
+    return measures
+
+
+def _row(arm: str, label: str, seed: int, one: Measure) -> Row:
+    value = math.inf if one["value"] is None else one["value"]
+    return Row(arm, label, seed, one.get("step", 0), 0, 0.0, one["quantity"], value)
+
+
+def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
+    """FLOPs a token; of a pretrained model, whose size the run does not name, by its parameters, and of a mechanism
+    that is not attnres' own without its reads."""
+    model, length = config["model"], config.get("data", {}).get("seq_len")
+    if model.get("size") is None or length is None:
+        return 6.0 * summary["parameters"]
+    mechanism = Mechanism.of(model["residual"], model.get("settings")) if ships(model["residual"]) else STANDARD
+    return flops_a_token(model["size"], length, vocabulary, mechanism)
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """One line a measurement, sorted: no clock has a part in it, so a study that was stopped gives the same."""
+    lines = [
+        (row.arm, row.label, row.seed, row.step, row.tokens, f"{row.flops:.6g}", row.quantity, f"{row.value:.8g}")
+        for row in rows
+    ]
+    return csv_text(COLUMNS, sorted(lines))
+
+
+# ------------------------------------------------------------------ computed runs
+
+
+@dataclass
+class Computation(Child):
+    """A run that is one function call; its `config` names the function, its arguments and its folder."""
+
+    saves: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """Return what the environment of its process has besides: this package too is the one of this process."""
+        variables = super().variables()
+        home = str(Path(__file__).parents[1])
+        return variables | {"PYTHONPATH": os.pathsep.join([home, variables["PYTHONPATH"]])}
+
+    def command(self, *, quiet: bool) -> list[str]:
+        """Return the words of the command that computes it."""
+        return [sys.executable, "-m", "lab.measures", str(self.config)]
+
+
+def function(name: str) -> Any:
+    """Return the function called "lab.studies.FILE:NAME". Raises UserError for any other."""
+    module, _, attribute = name.partition(":")
+    if not module.startswith(HOME) or not attribute.isidentifier():
+        raise UserError(f"'{name}' is no function of a study: expected {HOME}FILE:NAME")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def compute(path: Path) -> None:
+    """Compute the run that a file names and write RUN/measures.json. Raises UserError."""
+    run = read_json(path)
+    rows = plain(function(run["function"])(**run["arguments"]), digits=17)
+    write_json(Path(run["folder"]) / MEASURES, {key: run[key] for key in ("function", "arguments")} | {"rows": rows})
+
+
+def main() -> None:
+    """Carry out the command; a user's error goes to the study that started it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        compute(Path(sys.argv[1]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except UserError as error:
+        with suppress(KeyError, OSError):
+            Path(os.environ[ERROR_FILE]).write_text(str(error), encoding="utf-8")
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
