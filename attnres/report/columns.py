@@ -134,7 +134,7 @@ COLUMNS = (
 
 
 def shown(table: Table) -> list[Column]:
-    """The columns of a table that is printed."""
+    """Return the columns of a table that is printed."""
 
     def known(column: Column) -> bool:
         return not column.optional or any(column.text(row, table) != UNKNOWN for row in table.rows)
@@ -143,7 +143,8 @@ def shown(table: Table) -> list[Column]:
 
 
 def plain_cells(table: Table, columns: list[Column]) -> list[str]:
-    """The cells of the plain model's row, which was timed and not trained; none where there is nothing to show."""
+    """Return the cells of the plain model's row, which was timed and not trained; none where there is nothing to
+    show."""
     if table.doubt or math.isnan(table.plain_tokens_per_s):
         return []
     known = {"label": "plain model", "tokens_per_s": number(table.plain_tokens_per_s, 0), "step_time_ratio": "1.00×"}

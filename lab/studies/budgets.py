@@ -33,12 +33,12 @@ def _times(saved: Saving) -> str:
 
 
 def unit(setting: Setting) -> int:
-    """Steps of one budget: four of them are 20 tokens a parameter at nano."""
+    """Return the steps of one budget: four of them are 20 tokens a parameter at nano."""
     return max(8, setting.preset.steps * 7 // 5)
 
 
 def config(setting: Setting, budget: float) -> TrainConfig:
-    """The run of a budget: the same warm-up as all, then a constant rate, then its own decay."""
+    """Return the run of a budget: the same warm-up as all, then a constant rate, then its own decay."""
     steps = round(budget * unit(setting))
     warm = max(1, round(WARM_UP * unit(setting)))
     optim = {"schedule": "wsd", "warmup": warm / steps, "decay": DECAY, "min_lr_ratio": 0.0}
@@ -46,7 +46,8 @@ def config(setting: Setting, budget: float) -> TrainConfig:
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """The longest run of each seed, which keeps checkpoints; then the others' decays, of the seeds that have it."""
+    """Ask for the longest run of each seed, which keeps checkpoints; then the others' decays, of the seeds that have
+    it."""
     *shorter, longest = BUDGETS
     steps = tuple(sorted({branch_step(config(setting, budget)) for budget in shorter}))
     trunk = dataclasses.replace(config(setting, longest), keep_at=steps)
@@ -60,7 +61,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """The gap to the standard model at each budget, and its slope."""
+    """Report the gap to the standard model at each budget, and its slope."""
     tokens_a_step = setting.config().batch_size * setting.config().data.seq_len
     losses = {label: dict[float, list[float]]() for label in VARIANTS}
     for budget in BUDGETS:
