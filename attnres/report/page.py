@@ -141,7 +141,8 @@ def _examples(comparison: Comparison) -> str:
 
 
 def figure_cards(plots: Sequence[Plot], anchor: str = "") -> str:
-    """Lay out figures side by side where there is room; those as wide as a page each in a row of its own, to scroll on a phone.
+    """Lay out figures side by side where there is room; those as wide as a page each in a row of its own, to scroll on
+    a phone.
 
     `anchor`: what makes their ids unlike those of other figures with the same names in the page.
     """
