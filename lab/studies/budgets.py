@@ -117,8 +117,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         f"({margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the longest."
     )
     x = [budget * unit(setting) * tokens_a_step for budget in result.gaps]
-    bounds = [[getattr(one, side) for one in gaps.values()] for side in ("low", "high")] if degrees else [[], []]
-    line = Line("block", x, list(result.gaps.values()), *bounds)
+    low, high = ([getattr(one, side) for one in gaps.values()] if degrees else [] for side in ("low", "high"))
+    line = Line("block", x, list(result.gaps.values()), low, high)
     caption = "Held-out loss of Block minus standard at the end of each budget"
     caption += "; band: 95 % interval." if degrees else ". The noise of seeds is not known."
     chart = Curves("budgets", "The gap by budget", caption, TOKENS, DIFFERENCE, {"": [line]}, log_x=True, zero=True)
