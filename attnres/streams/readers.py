@@ -120,7 +120,7 @@ def let_checkpoint(parts: "Parts") -> None:
         layer.parts = cast(Any, parts)
 
 
-def place_of(kind: type[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:
+def place_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:
     """Return where among arguments one of a kind is, a number or a name, and which; None without one."""
     for place, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, kind):
@@ -259,7 +259,7 @@ class Parts:
 
     def _is_layer(self, module: nn.Module, number: int) -> bool:
         """Whether a module has the hook of this layer."""
-        hooks = [hook for hook in module._forward_pre_hooks.values() if owner(hook) is self]
+        hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if owner(hook) is self]
         return any(hook.args[1:2] == (number,) for hook in hooks)
 
     def _changed(self, path: str, found: nn.Module | None) -> UserError:
