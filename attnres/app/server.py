@@ -106,7 +106,7 @@ class Guard:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a numeric address reaches this machine alone."""
+    """Return whether a numeric address reaches this machine alone."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -114,14 +114,14 @@ def is_loopback(address: str) -> bool:
 
 
 def own_names(*given: str) -> set[str]:
-    """Names of this machine: those given, what it calls itself, and its name on the local network."""
+    """Return names of this machine: those given, what it calls itself, and its name on the local network."""
     own = socket.gethostname()
     names = (*given, own, socket.getfqdn(), f"{own.partition('.')[0]}.local")
     return {name.lower().rstrip(".") for name in names}
 
 
 def _name(header: str) -> str:
-    """What a Host header names, without port and brackets, in small letters."""
+    """Return what a Host header names, without port and brackets, in small letters."""
     name = header.rsplit(":", 1)[0] if re.search(r":[0-9]+$", header) else header
     return name.lower().rstrip(".").removeprefix("[").removesuffix("]")
 
@@ -168,7 +168,7 @@ class Asked(TypedDict, total=False):
 
 
 def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Starlette:
-    """The page as an ASGI application; `local` and `names` as in `Guard`."""
+    """Make the page an ASGI application; `local` and `names` as in `Guard`."""
 
     def show(question: Asked) -> dict[str, Any]:
         steps = []
@@ -222,20 +222,20 @@ def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Star
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    """The answer to a question that failed; who has gone, amid a question or its answer, is nobody's mistake."""
+    """Return the answer to a question that failed; who has gone, amid a question or its answer, is nobody's mistake."""
     gone = isinstance(error, ClientDisconnect | ConnectionError)
     return Response(status_code=400) if gone else JSONResponse({"error": _unforeseen(error)}, 500)
 
 
 def _unforeseen(error: Exception) -> str:
-    """What nobody foresaw as a sentence for the page, which the terminal is told, too."""
+    """Say in a sentence for the page what nobody foresaw, and tell the terminal."""
     words = FULL if is_out_of_memory(error) else MISTAKE
     print(f"attnres: error: {words} ({type(error).__name__}: {one_line(str(error))})", file=sys.stderr, flush=True)
     return words
 
 
 def _view(page: Page, question: Asked) -> tuple[View, str]:
-    """The view that a question is about, and what is wrong with its link."""
+    """Return the view that a question is about, and what is wrong with its link."""
     if question.get("view") is None:
         return page.begin(question.get("link", ""))
     if question.get("models", page.keys) != page.keys:
@@ -260,7 +260,7 @@ def _file(name: str, begin: dict[str, Any]) -> Callable[[Request], Response]:
 
 
 async def _asked(request: Request) -> Asked:
-    """What is asked. Raises UserError."""
+    """Read the question. Raises UserError."""
     body = await request.body()
     try:
         text = body.decode()
@@ -270,7 +270,7 @@ async def _asked(request: Request) -> Asked:
 
 
 def _answer(make: Callable[[Asked], dict[str, Any]]) -> Callable[..., Any]:
-    """A question that is answered in one piece; a mistake is a sentence, and status 400."""
+    """Make the route of a question that is answered in one piece; a mistake is a sentence, and status 400."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -282,7 +282,7 @@ def _answer(make: Callable[[Asked], dict[str, Any]]) -> Callable[..., Any]:
 
 
 def _stream(make: Callable[[Asked, Report], dict[str, Any]]) -> Callable[..., Any]:
-    """A question that takes a while: lines of JSON that say how much is done, and the answer as the last."""
+    """Make the route of a question that takes a while: lines of JSON say how much is done, the last is the answer."""
 
     async def answer(request: Request) -> Response:
         try:

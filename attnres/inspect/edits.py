@@ -166,7 +166,7 @@ class Edit:
         return weights
 
     def changes(self, source: str | None) -> bool:
-        """Whether it changes the vector of that source, or (None) what the read made."""
+        """Return whether it changes the vector of that source, or (None) what the read made."""
         return False
 
     def change(self, vector: Tensor) -> Tensor:

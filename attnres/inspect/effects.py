@@ -78,7 +78,7 @@ class Effect(notebook.Result):
 
 
 def predict(model: Model, input_ids: Text) -> Prediction:
-    """The model's predictions for one text (T,) or (1, T).
+    """Return the model's predictions for one text (T,) or (1, T).
 
     Raises:
         UserError: an empty text, several at once, one longer than the model's context, or ids outside its vocabulary.
@@ -98,7 +98,7 @@ def effect(
     top: int = 10,
     before: Prediction | None = None,
 ) -> Effect:
-    """What `edits` do to the predictions for one text.
+    """Return what `edits` do to the predictions for one text.
 
     Args:
         input_ids: the text, in letters or as ids.
@@ -133,6 +133,6 @@ def effect(
 
 
 def several(edits: Edits) -> Sequence[Edit]:
-    """One edit, or several, as a sequence; what is none is refused where it is made."""
+    """Return one edit, or several, as a sequence; what is none is refused where it is made."""
     many = isinstance(edits, Sequence) and not isinstance(edits, str)
     return edits if many else (cast(Edit, edits),)

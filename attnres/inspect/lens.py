@@ -143,7 +143,8 @@ class Direct(notebook.Result):
 def direct(
     model: Model, text: Text, *, position: int = -1, target: Token | None = None, against: Token | None = None
 ) -> Direct:
-    """What each source of the output's read adds to a token's logit after `position`; None is the likeliest token.
+    """Return what each source of the output's read adds to a token's logit after `position`; None is the likeliest
+    token.
 
     Raises:
         UserError: as `predict`; a position or token that is not there; a final norm whose arithmetic is not known.
@@ -166,7 +167,7 @@ def direct(
     scale = (centred.square().mean() + spec.eps).rsqrt()
 
     def of(weight: Tensor) -> Tensor:
-        """The row of the target, less that of the rival, in double precision."""
+        """Return the row of the target, less that of the rival, in double precision."""
         return weight[target_id].double() - (0.0 if rival is None else weight[rival].double())
 
     row = of(head.weight)

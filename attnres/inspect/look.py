@@ -54,7 +54,7 @@ class _Subject:
     batch_size: int
 
     def inspect(self, model: Any, name: str) -> Inspection:
-        """What that model, this one or one of another step, makes of the text."""
+        """Inspect what that model, this one or one of another step, makes of the text."""
         return inspect_model(
             model,
             self.checkpoint.tokenizer,
@@ -70,7 +70,8 @@ class _Subject:
         )
 
     def survey(self, tokens: int, what: str, *edits: Ablate) -> Survey:
-        """Losses on the text with edits of the reads; a bar that is full after `tokens` says `what` is measured."""
+        """Measure losses on the text with edits of the reads; a bar that is full after `tokens` says `what` is
+        measured."""
         documents = _encoded(self.checkpoint, self.text, self.config.limit)
         edited = intervene(self.model, *edits) if edits else nullcontext()
         with edited, counting(what, tokens, "tokens", shown=self.config.progress) as on_tokens:
@@ -135,7 +136,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
 
 
 def _load(config: InspectConfig, checkpoint: Checkpoint) -> Any:
-    """The model of a checkpoint in the precision and on the device that are asked for."""
+    """Return the model of a checkpoint in the precision and on the device that are asked for."""
     return checkpoint.load(config.dtype, str(pick_device(config.device)))
 
 
@@ -222,7 +223,7 @@ def _pictures(attribution: Attribution, name: str, out: Path) -> list[Path]:
 
 
 def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: LookText, inspection: Inspection) -> list[str]:
-    """What was done to the text that the user may not expect."""
+    """Return what was done to the text that the user may not expect."""
     data, remarks = inspection.data, []
     if text.alone is not None and data["windows"] > 1:
         remarks.append(
@@ -240,7 +241,7 @@ def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: LookText, insp
 
 
 def _encoded(checkpoint: Checkpoint, text: LookText, limit: int) -> Iterator[Any]:
-    """The documents as the inspection read them, without labels."""
+    """Yield the documents as the inspection read them, without labels."""
     for document in text.read():
         encoded = encode(checkpoint.tokenizer, document)
         if len(encoded.ids):

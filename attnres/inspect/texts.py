@@ -33,7 +33,7 @@ class LookText:
 
 
 def open_residual(config: LookConfig, model: str) -> tuple[Checkpoint, str]:
-    """A model with a residual of this package, and the residual's name. Raises UserError."""
+    """Open a model with a residual of this package; return it and the residual's name. Raises UserError."""
     checkpoint = open_checkpoint(model, trust_remote_code=config.trust_remote_code)
     if checkpoint.residual is None:
         raise UserError(
@@ -44,7 +44,7 @@ def open_residual(config: LookConfig, model: str) -> tuple[Checkpoint, str]:
 
 
 def text_of(config: LookConfig, run: Path | None) -> LookText:
-    """The text or corpus that the options name, else what a run was trained on. Raises UserError."""
+    """Return the text or corpus that the options name, else what a run was trained on. Raises UserError."""
     options = [name for name in ("text", "file", "corpus") if getattr(config, name) is not None]
     if len(options) > 1:
         raise UserError(f"both --{options[0]} and --{options[1]} are given: give one of them")
@@ -67,7 +67,7 @@ def text_of(config: LookConfig, run: Path | None) -> LookText:
 
 
 def corpus_text(spec: str, column: str) -> LookText:
-    """The documents of a source, or of prepared data; a line on stderr says which files of a folder are read.
+    """Return the documents of a source, or of prepared data; a line on stderr says which files of a folder are read.
 
     Raises:
         UserError: there are none.
@@ -89,7 +89,7 @@ def _alone(name: str, text: str) -> LookText:
 
 
 def context_of(config: LookConfig, checkpoint: Checkpoint) -> int:
-    """Tokens in a window. Raises UserError for more than the model takes."""
+    """Return the tokens of a window. Raises UserError for more than the model takes."""
     if config.context is None:
         return min(checkpoint.context, LARGEST_WINDOW)
     if not 2 <= config.context <= checkpoint.context:
@@ -98,7 +98,8 @@ def context_of(config: LookConfig, checkpoint: Checkpoint) -> int:
 
 
 def batch_size_of(batch_tokens: int, checkpoint: Checkpoint, context: int) -> int:
-    """How many windows go through the model at once: about so many tokens, and no more logits than memory is for."""
+    """Return how many windows go through the model at once: about so many tokens, and no more logits than memory is
+    for."""
     if batch_tokens < 1:
         raise UserError(f"batch_tokens is {batch_tokens}: expected at least 1")
     return max(1, min(batch_tokens // context, LOGIT_BYTES // (context * (checkpoint.vocab_size or 1) * 4)))

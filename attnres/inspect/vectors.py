@@ -47,7 +47,7 @@ class Vectors(notebook.Result):
                 yield {"read": read.name, "position": position, "rms": norm}
 
     def source(self, read: str, source: str) -> Tensor:
-        """(T, d): the vector of a source as a read mixes it, for `Patch`.
+        """Return (T, d): the vector of a source as a read mixes it, for `Patch`.
 
         Raises:
             UserError: there is no such read, or it has no such source.
