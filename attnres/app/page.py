@@ -27,8 +27,8 @@ from attnres.app.state import (
 )
 from attnres.errors import UserError
 from attnres.inspect.corpus import Search
+from attnres.inspect.look import LookText
 from attnres.inspect.steps import step_change
-from attnres.inspect.texts import LookText
 from attnres.text import whole_characters
 from attnres.typed import Count, Misfit, fit
 

@@ -12,9 +12,9 @@ from attnres.errors import UserError
 from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.edits import Ablate, Patch, Watch, intervene, position_of
+from attnres.inspect.effects import read_vectors
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, Token, as_model, last_log_probs, prompt_ids, token_id
-from attnres.inspect.vectors import read_vectors
 from attnres.models.replay import Replay
 from attnres.ops import compute_dtype
 from attnres.residuals import Read, Residual, watched_by

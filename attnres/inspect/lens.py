@@ -19,9 +19,9 @@ from attnres.errors import UserError
 from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
+from attnres.inspect.effects import read_vectors
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, TextModel, Token, as_model, prompt_ids, token_id
-from attnres.inspect.vectors import read_vectors
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
 from attnres.residuals.base import with_norm
