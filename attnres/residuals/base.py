@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnres.ops import Norm, Plan, apply_norm, explain
 from attnres.ops.bank import Banks, Program
-from attnres.ops.dispatch import bank_plan
+from attnres.ops.dispatch import KERNELS, bank_plan
 from attnres.residuals.layout import About, Learned, Read, Source, Traits, outputs
 from attnres.residuals.program import BankReads, has_hooks, why_no_bank
 from attnres.residuals.values import ValueResidual
@@ -223,8 +223,9 @@ class Residual(nn.Module):
         reason = why_no_bank(self, embedding, training=training)
         if reason is None:
             assert isinstance(self.program, Program)
-            shared = self.program.shared(embedding.numel() // self.width, self.width, embedding.dtype)
-            return bank_plan(in_common=bool(shared))
+            device, tokens = embedding.device.type, embedding.numel() // self.width
+            shared = self.program.shared(tokens, self.width, embedding.dtype, cached=KERNELS[device].bank.cached)
+            return bank_plan(device, in_common=bool(shared))
         plan = self.general_plan(embedding, training=training)
         return dataclasses.replace(plan, reasons=(*plan.reasons, f"no bank of sources: {reason}"))
 
