@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from attnres.comparison.plan import Plan
+from attnres.comparison.plan import ComparisonPlan
 from attnres.errors import UserError
 from attnres.files import is_half_written, locked, replaced_folder
 from attnres.reading import read_json
@@ -68,7 +68,7 @@ def is_among(run: dict[str, Any], others: Iterable[dict[str, Any]]) -> bool:
     return any(not differences(run, other) for other in same)
 
 
-def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) -> list[str]:
+def adopt(plan: ComparisonPlan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) -> list[str]:
     """Copy into a plan's folders what was trained with the same configuration on the same data, wherever that lay; of
     finished runs no checkpoint, which only a run that goes on needs, but for those that they are to keep.
 
@@ -94,7 +94,7 @@ def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) ->
     return names
 
 
-def same_text(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) -> None:
+def same_text(plan: ComparisonPlan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) -> None:
     """Refuse data.json's content `data` where finished `runs` with the plan's settings of data, from a text of the same
     name, had other data: UserError. Runs of one study are compared whatever arm they are of."""
     ours = to_dict(plan.first)["data"]

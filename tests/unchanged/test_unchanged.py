@@ -17,6 +17,10 @@ _STUDY = """
 """.split()
 MOVED: dict[str, str] = {
     f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY
+} | {
+    f"{command} --residual-{name}": "it gained nothing in any comparison"
+    for command in ("train", "compare")
+    for name in ("hold", "warmup")
 }
 """A name or "command --flag" that is gone, and why."""
 
