@@ -36,7 +36,7 @@ summary = train(whole, progress=False)
 
 step = Run.step
 def with_signal(run, signals):  # one process of the two gets it
-    if run.past.step == 2 and os.environ["RANK"] == "1":
+    if run.run_state.step == 2 and os.environ["RANK"] == "1":
         signal.raise_signal(signal.SIGTERM)
     step(run, signals)
 Run.step = with_signal
