@@ -1,18 +1,18 @@
 """Attention Residuals: transformers whose sublayers read a learned softmax over earlier outputs.
 
 `import attnres` is quick: each name below, and each subpackage, is imported when it is first asked for, and
-`attnres.models` when Transformers' Auto classes are asked for a model of ours. Reads and residuals need torch alone;
-models need Transformers.
+`attnres.models` when Transformers' Auto classes are asked for a model of ours. Reads, residuals and `attach` need torch
+alone; models need Transformers.
 """
 
 from typing import TYPE_CHECKING
 
-from attnres.imports import find_our_types, when_imported
-from attnres.lazy import lazy_names
+from attnres.imports import find_our_types, lazy_names, when_imported
 
 __version__ = "0.1.0"
 
 HOMES = {
+    "DepthReads": "attnres.streams.depth_reads",
     "Interrupted": "attnres.errors",
     "UserError": "attnres.errors",
     "Norm": "attnres.ops",
@@ -22,7 +22,11 @@ HOMES = {
     "Residual": "attnres.residuals",
     "make_residual": "attnres.residuals",
     "register": "attnres.residuals",
-    "attach": "attnres.models",
+    "regroup": "attnres.residuals.regroup",
+    "attach": "attnres.streams.attach",
+    "detach": "attnres.streams.attach",
+    "disabled": "attnres.streams.attach",
+    "load_plain": "attnres.streams.attach",
     "build": "attnres.models",
     "convert": "attnres.models",
     "load": "attnres.models",
@@ -47,9 +51,12 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.evals.generate import generate
     from attnres.inspect import intervene, record
     from attnres.inspect.inspector import inspect_model
-    from attnres.models import attach, build, convert, load
+    from attnres.models import build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
     from attnres.residuals import RESIDUALS, Residual, make_residual, register
+    from attnres.residuals.regroup import regroup
+    from attnres.streams.attach import attach, detach, disabled, load_plain
+    from attnres.streams.depth_reads import DepthReads
     from attnres.training.config import TrainConfig
     from attnres.training.loop import train
 else:
@@ -59,6 +66,7 @@ when_imported("transformers.models.auto.configuration_auto", find_our_types)
 
 __all__ = [
     "RESIDUALS",
+    "DepthReads",
     "Interrupted",
     "Norm",
     "Residual",
@@ -71,12 +79,16 @@ __all__ = [
     "convert",
     "depth_read",
     "depth_read_reference",
+    "detach",
+    "disabled",
     "generate",
     "inspect_model",
     "intervene",
     "load",
+    "load_plain",
     "make_residual",
     "record",
     "register",
+    "regroup",
     "train",
 ]

@@ -26,22 +26,34 @@ from attnres.device import cores
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
-from attnres.progress import Bars
-from attnres.run_names import label_and_seed
-from attnres.terminal import grid, say, wide
-from attnres.text import listed
+from attnres.progress import Bars, grid, say, wide
+from attnres.text import label_and_seed, listed
 from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.records import TIMES
 from attnres.training.run_folder import ended
-from lab.adopt import adopt, alike, is_among, runs_in, same_computation, same_text
-from lab.begin import Begin, asked, begun, nothing_lost, same_material
 from lab.cost import Cost, Step, costs_of, hours, measured_speeds, on_gpu
 from lab.design import Arm, Design, Measured, Setting
-from lab.elsewhere import Elsewhere, archived_alone, elsewhere
 from lab.measures import MEASURES, Computation, function, measures_of
 from lab.outcome import Outcome, names_of, survey, write
+from lab.store import (
+    ARCHIVE,
+    Record,
+    StoredRun,
+    adopt,
+    archived_alone,
+    asked,
+    call_key,
+    find_runs,
+    has_ended,
+    recorded,
+    refuse_other_material,
+    refuse_other_text,
+    run_key,
+    same_runs,
+    takeable,
+)
 
 
 @dataclass(frozen=True)
@@ -98,25 +110,25 @@ def conduct(design: Design, setting: Setting, options: ExecutionOptions, *, adop
     folder = refuse_other(setting.folder(design.name), "study")
     archived = archived_alone(folder)
     with ExitStack() as stack:
-        there = stack.enter_context(elsewhere(folder, adopted, archived))
+        stored = stack.enter_context(takeable(folder, adopted, archived))
         stack.enter_context(locked(folder))
-        same_material(folder, design, setting)
-        begin = stack.enter_context(begun(folder, asked(design, setting)))
+        refuse_other_material(folder, design, setting)
+        record = stack.enter_context(recorded(folder, asked(design, setting)))
         arms, measured = survey(design, setting)
         options.check(design, arms)
         while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder, options)]:
             before = measured.finished
             try:
                 runs = sum(map(len, measured.planned.values()))
-                _Pass(setting, folder, options, there, archived, begin, runs).carry_out(left)
+                _Pass(setting, folder, options, stored, archived, record, runs).carry_out(left)
             except (Interrupted, UserError):
-                if begin.done and any((measured := survey(design, setting)[1]).finished.values()):
+                if record.written and any((measured := survey(design, setting)[1]).finished.values()):
                     write(design, setting, measured)  # as far as it came
                 raise
             arms, measured = survey(design, setting)
             if measured.finished == before or time.monotonic() > options.until:
                 break
-        begin()
+        record.write()
         outcome = write(design, setting, measured)
         if outcome.not_used:
             options.say.print(f"Not used: {outcome.not_used}.", highlight=False)
@@ -133,11 +145,12 @@ class _Pass:
     """The unfinished runs of some arms, all arms together.
 
     Attributes:
-        there: what may be taken. archived: what the folder's runs.jsonl alone had when the study was opened.
-        begin: called once nothing can be refused any more.
+        stored: what may be taken. archived: what the folder's runs.jsonl alone had when the study was opened.
+        record: study.json, written once nothing can be refused any more.
         runs: how many the study has in all, done or not: threads are by that, so that what is left when a study is
             continued changes no sum.
-        children: to be run. asked_for: the configurations of those that are trained. done: those that are finished.
+        children: to be run. asked_for: keys of those that are trained, with the checkpoints that they keep.
+        done: those that are finished.
         jobs: how many runs each arm has at once.
         timed: comparisons whose steps are to be timed, and for how many seconds.
     """
@@ -145,12 +158,12 @@ class _Pass:
     setting: Setting
     folder: Path
     options: ExecutionOptions
-    there: Elsewhere
+    stored: Sequence[StoredRun]
     archived: Sequence[tuple[str, str]]
-    begin: Begin
+    record: Record
     runs: int
     children: list[Child] = field(default_factory=list)
-    asked_for: list[dict[str, Any]] = field(default_factory=list)
+    asked_for: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     done: list[Ended] = field(default_factory=list)
     jobs: list[int] = field(default_factory=list)
     timed: list[tuple[Work, float]] = field(default_factory=list)
@@ -159,18 +172,26 @@ class _Pass:
         """Run them and measure them; of those that are one run the first, which the others are taken from in the next
         pass. Of what the folder's runs.jsonl alone had, all has to be there by then (UserError), but for runs that
         others start from: it is written anew."""
-        own = runs_in([self.folder])
-        there = dataclasses.replace(self.there, trained=self.there.trained | own)
+        own = find_runs([self.folder])
+        stored = [*self.stored, *own]
         with ExitStack() as stack:
             for arm in arms:
                 if arm.computed is not None:
-                    self._compute(arm, there)
+                    self._compute(arm, stored)
                 else:
-                    self._train(arm, there, own, stack)
+                    self._train(arm, stored, own, stack)
             wanted = {(arm.name, name) for arm in arms if not arm.started_from for name in names_of(arm)}
-            nothing_lost(self.folder, [one for one in self.archived if one in wanted])
-            self.begin()
+            self._refuse_losses([f"{arm}/{name}" for arm, name in self.archived if (arm, name) in wanted])
+            self.record.write()
             self._run({self.folder / arm.name / name: arm.measure for arm in arms for name in names_of(arm)})
+
+    def _refuse_losses(self, names: Sequence[str]) -> None:
+        """Refuse to train again runs (ARM/RUN) that were finished and are in runs.jsonl alone. Raises UserError."""
+        if lost := [name for name in names if not has_ended(self.folder / name)]:
+            raise UserError(
+                f"{self.folder / ARCHIVE} would lose what this command does not take of it ({len(lost)}, {lost[0]} for "
+                "one: of other data or another configuration): choose another --out"
+            )
 
     def _run(self, measures: dict[Path, str]) -> None:
         """Time, run and measure; `measures`: the function that measures each run, by its folder, "" for none."""
@@ -189,15 +210,15 @@ class _Pass:
             on_end=lambda child: _measure(measures.get(child.folder, ""), child.folder),
         )
 
-    def _train(self, arm: Arm, there: Elsewhere, own: dict[Path, dict[str, Any]], stack: ExitStack) -> None:
+    def _train(self, arm: Arm, stored: Sequence[StoredRun], own: Sequence[StoredRun], stack: ExitStack) -> None:
         """Open an arm's comparison until the pass ends, take what can be taken, and ask for the rest. `own`: the runs
         of this study that are finished."""
         assert arm.compare is not None
         config = dataclasses.replace(arm.compare, out=str(self.folder / arm.name), jobs=self.options.jobs)
 
         def fill(plan: ComparisonPlan, data: dict[str, Any]) -> None:
-            same_text(plan, data, own)
-            for name in adopt(plan, data, there.trained_for(arm)):
+            refuse_other_text(plan, data, own)
+            for name in adopt(plan, data, stored, arm):
                 self.options.say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
             if arm.trunk:
                 _branch(plan, self.folder / arm.trunk)
@@ -206,10 +227,10 @@ class _Pass:
         work = stack.enter_context(opened(config, say, fill, self.options.here, self.runs))
         for child in work.children:
             run = work.plan.runs[child.name]
-            fields = to_dict(run)
-            if self.options.wants(arm, child.name) and not ended(child.folder) and not is_among(fields, self.asked_for):
+            request = _request(run)
+            if self.options.wants(arm, child.name) and not ended(child.folder) and request not in self.asked_for:
                 self.children.append(self._of_study(arm, child, run))
-                self.asked_for.append(fields)
+                self.asked_for.add(request)
         self.done += [
             Ended(f"{arm.name}/{name}", _size(arm, self.setting, name), wall) for name, wall in work.walls.items()
         ]
@@ -223,17 +244,17 @@ class _Pass:
         size = _size(arm, self.setting, child.name)
         return dataclasses.replace(child, name=f"{arm.name}/{child.name}", is_alone=True, size=size, first=first)
 
-    def _compute(self, arm: Arm, there: Elsewhere) -> None:
+    def _compute(self, arm: Arm, stored: Sequence[StoredRun]) -> None:
         """Ask for an arm's computed runs that are still to be made; what was computed elsewhere is written here."""
         assert arm.computed is not None
-        folder = self.folder / arm.name
+        folder, known = self.folder / arm.name, {one.key: one.folder for one in stored}
         for name, call in arm.computed.runs.items():
+            key = call_key(arm.computed.function, call.arguments)
             if (folder / name / MEASURES).is_file():
-                before = measures_of(folder / name)
-                if "arguments" in before and not same_computation(before, arm.computed.function, call.arguments):
+                if any(one.folder == folder / name and one.key != key for one in stored):
                     raise UserError(f"{folder / name} was computed with other arguments: choose another --out")
-            elif known := there.computed_as(arm.computed, name):
-                write_json(folder / name / MEASURES, known)
+            elif key in known:
+                write_json(folder / name / MEASURES, measures_of(known[key]))
             elif self.options.wants(arm, name):
                 config = folder / "configs" / f"{name}.json"
                 run = {"function": arm.computed.function, "arguments": call.arguments, "folder": str(folder / name)}
@@ -247,6 +268,11 @@ def _measure(name: str, folder: Path) -> None:
     done."""
     if name and (folder / "summary.json").is_file() and not (folder / MEASURES).is_file():
         write_json(folder / MEASURES, {"function": name, "rows": function(name)(folder)})
+
+
+def _request(run: TrainConfig) -> tuple[str, tuple[int, ...]]:
+    """What makes two planned runs one: their key, and the checkpoints that they are to keep."""
+    return run_key(to_dict(run)), tuple(sorted(run.keep_at))
 
 
 def _size(arm: Arm, setting: Setting, run: str) -> float:
@@ -327,23 +353,26 @@ def left_of(
         UserError: the study's folder cannot be used, or no run fits a pattern, as `conduct` would say.
     """
     folder = refuse_other(setting.folder(design.name), "study")
-    same_material(folder, design, setting)
+    refuse_other_material(folder, design, setting)
     arms, measured = survey(design, setting)
     options.check(design, arms)
-    lefts, asked_for = [], list[dict[str, Any]]()
-    own = runs_in([folder] if folder.is_dir() else [])
-    with elsewhere(folder, adopted, archived_alone(folder)) as there:
-        there = dataclasses.replace(there, trained=there.trained | own)
+    lefts, asked_for = [], set[tuple[str, tuple[int, ...]]]()
+    own = find_runs([folder] if folder.is_dir() else [])
+    with takeable(folder, adopted, archived_alone(folder)) as elsewhere:
+        stored = [one for one in (*elsewhere, *own) if one.ended]
+        keys = {one.key for one in stored}
         for arm in arms:
             missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
             missing = {name for name in missing if options.wants(arm, name)}
             if arm.computed is not None:
-                missing = {name for name in missing if there.computed_as(arm.computed, name) is None}
-            trained = {path: run for path, run in there.trained_for(arm).items() if ended(path)}
+                runs = arm.computed.runs
+                missing = {
+                    name for name in missing if call_key(arm.computed.function, runs[name].arguments) not in keys
+                }
             if arm.compare is not None and missing:
                 plan = make_plan(dataclasses.replace(arm.compare, out=str(folder / arm.name)), here=False)
-                missing = {name for name in missing if next(alike(plan.runs[name], trained), None) is None}
-                missing = {name for name in missing if not is_among(to_dict(plan.runs[name]), asked_for)}
-                asked_for += [to_dict(plan.runs[name]) for name in missing]
+                missing = {name for name in missing if not same_runs(stored, plan.runs[name], arm)}
+                missing = {name for name in missing if _request(plan.runs[name]) not in asked_for}
+                asked_for |= {_request(plan.runs[name]) for name in missing}
             lefts.append((arm, missing))
     return lefts

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from rich.console import Console
 
@@ -21,20 +21,17 @@ from attnres.figures.draw import write_drawn
 from attnres.figures.write import Drawn, check_formats
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other
+from attnres.progress import say
 from attnres.reading import read_json
 from attnres.report.page import figure_cards, framed
-from attnres.run_names import run_name
 from attnres.stats import plain
-from attnres.terminal import say
-from attnres.text import UNKNOWN, listed, number
+from attnres.text import UNKNOWN, listed, number, run_name
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
-from lab.analyses.noise import Noise
-from lab.archive import ARCHIVE, archive, restored, texts_of
-from lab.begin import RECORD, asked, asked_in
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, KnownNoise, Measured, Result, Setting, Table
 from lab.measures import MEASURES, rows_of, step_times, to_csv
 from lab.presets import PRESETS
+from lab.store import ARCHIVE, RECORD, archive, asked, asked_in, run_folders, texts_of
 from lab.studies import STUDIES
 
 FOOTER = (
@@ -42,8 +39,8 @@ FOOTER = (
     "Losses depend on the tokenizer and the text: compare them only within a table."
 )
 RULE = (
-    "Two gates for a claim: beyond the noise, and of the same sign at two sizes. What is decided at one size alone is "
-    "a hint."
+    "Two gates for a claim: the interval excludes 0, and the sign is the same at two sizes. What holds at one size "
+    "alone is a hint."
 )
 
 
@@ -51,7 +48,8 @@ class Sigma(TypedDict):
     """The noise of runs of a length, as the study of noise has it."""
 
     sigma: float | None
-    degrees: int
+    degrees: float
+    runs: NotRequired[dict[str, dict[str, float]]]
 
 
 class Values(TypedDict, total=False):
@@ -97,11 +95,16 @@ class Outcome:
         return f"the results of {where}, none of whose runs had the tokenizer and held-out text of these"
 
 
-def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
-    """The arms that a study asks for by now, and what their finished runs gave. Nothing is run."""
-    folder = setting.folder(design.name)
+def survey(design: Design, setting: Setting, runs: Path | None = None) -> tuple[list[Arm], Measured]:
+    """The arms that a study asks for by now, and what their finished runs gave. Nothing is run.
+
+    Args:
+        runs: the folder with its arms; none is the study's own.
+    """
+    study = setting.folder(design.name)
+    folder = runs or study
     begun = frozenset(path.name for path in folder.glob("*") if path.is_dir())
-    known, texts = {name: _values(setting, name) for name in ("noise", "exchange")}, texts_of(folder)
+    known, texts = {name: _values(setting, name) for name in ("noise", "exchange")}, texts_of(study)
     ours = {name for name in known if texts & texts_of(setting.folder(name))}
     others = tuple(name for name in known if texts and known[name] and name not in ours)
     measured = Measured(
@@ -120,41 +123,45 @@ def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
 def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
     """Analyse what there is, and write runs.csv, runs.jsonl, result.json and study.html into the study's folder."""
     outcome = Outcome(design, setting, measured, design.analyse(setting, measured))
+    write_text(outcome.folder / "runs.csv", to_csv(measured.rows))
+    write_text(outcome.folder / ARCHIVE, archive(outcome.folder, measured.finished))
+    write_result(outcome)
+    write_text(outcome.folder / "study.html", study_page(outcome))
+    return outcome
+
+
+def write_result(outcome: Outcome) -> None:
+    """Write result.json alone, which a study whose runs are gone can have again (`outcome_in`)."""
     done, planned = outcome.counts
     result = {
-        **asked(design, setting),
+        **asked(outcome.design, outcome.setting),
         "finished": done,
         "planned": planned,
         "verdict": outcome.result.verdict,
         "values": plain(outcome.result.values, digits=9),
         "tables": [dataclasses.asdict(table) for table in outcome.result.tables],
     }
-    write_text(outcome.folder / "runs.csv", to_csv(measured.rows))
-    write_text(outcome.folder / ARCHIVE, archive(outcome.folder, measured.finished))
     write_json(outcome.folder / "result.json", result)
-    write_text(outcome.folder / "study.html", study_page(outcome))
-    return outcome
 
 
 def outcome_in(folder: Path) -> Outcome:
-    """Read a study's folder and analyse it again; nothing is run or written. Raises UserError if it is none."""
+    """Read a study's folder, or its runs.jsonl where its runs are gone, and analyse it again; nothing is written.
+
+    Raises:
+        UserError: it is none, or a file of it is damaged.
+    """
     path = folder / RECORD
     record = asked_in(path)
     for what, name, known in (("study", record["study"], STUDIES), ("preset", record["preset"], PRESETS)):
         if name not in known:
             raise unknown(what, str(name), known)
     out = folder.parent.parent
-    setting = Setting(
-        record["preset"],
-        PRESETS[record["preset"]],
-        int(record["seeds"]),
-        record["source"],
-        out,
-        record["images"],
-        record.get("column"),
-    )
+    preset, seeds = PRESETS[record["preset"]], int(record["seeds"])
+    column = record.get("column")
+    setting = Setting(record["preset"], preset, seeds, record["source"], out, record["images"], column)
     design = STUDIES[record["study"]]
-    measured = survey(design, setting)[1]
+    with run_folders(folder) as runs:
+        measured = survey(design, setting, runs)[1]
     return Outcome(design, setting, measured, design.analyse(setting, measured))
 
 
@@ -164,11 +171,10 @@ def report(out: Path) -> Path:
     Raises:
         UserError: there are none, or a folder or file of one is damaged.
     """
-    with restored(out) as studies:
-        folders = sorted(path.parent for path in studies.glob("*/*/study.json"))
-        if not folders:
-            raise UserError(f"{out} holds no studies: expected OUT/PRESET/NAME/study.json, as python -m lab writes it")
-        page = report_page([outcome_in(folder) for folder in folders])
+    folders = sorted(path.parent for path in out.glob("*/*/study.json"))
+    if not folders:
+        raise UserError(f"{out} holds no studies: expected OUT/PRESET/NAME/study.json, as python -m lab writes it")
+    page = report_page([outcome_in(folder) for folder in folders])
     write_text(out / "report.html", page)
     return out / "report.html"
 
@@ -184,9 +190,8 @@ def draw(folders: Sequence[Path], out: str, formats: Sequence[str]) -> None:
     into, console, drawings = refuse_other(out, "figures"), Console(), dict[str, Drawn]()
     for folder in folders:
         drawn = drawings[f"{folder.parent.name}-{folder.name}"] = Drawn()
-        with restored(folder.parent.parent, folder) as studies:
-            for chart in outcome_in(studies / folder.parent.name / folder.name).result.charts:
-                drawn.add(chart.name, chart.draw)
+        for chart in outcome_in(folder).result.charts:
+            drawn.add(chart.name, chart.draw)
     several = len(folders) > 1
     if several:
         write_text(into / "captions.md", "")  # first: the folder is known by it
@@ -224,16 +229,18 @@ def _is_finished(arm: Arm, run: Path) -> bool:
     return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
 
 
-def _noises(values: Values, setting: Setting) -> dict[int, Noise]:
+def _noises(values: Values, setting: Setting) -> dict[int, KnownNoise]:
     """The noise of this preset and text as its study has it, by the steps of a run."""
     known = values.get("by_steps") or {}
-    outside = ", whose control, the same function, is OUTSIDE it" if values.get("control_inside") is False else ""
-    source = f"the study of noise at {setting.name}{outside}"
-    return {
-        int(n): Noise(one["sigma"], one["degrees"], source)
-        for n, one in known.items()
-        if n.isdecimal() and one["sigma"] is not None and one["degrees"] > 0
-    }
+    outside = f"The noise of {setting.name}: its control, the same function, lies OUTSIDE it."
+    remark = outside if values.get("control_inside") is False else ""
+    found = {}
+    for steps, one in known.items():
+        if steps.isdecimal() and one["sigma"] is not None and one["degrees"] > 0:
+            by_label = one.get("runs", {})
+            runs = ((label, int(seed), loss) for label, each in by_label.items() for seed, loss in each.items())
+            found[int(steps)] = KnownNoise(one["sigma"], one["degrees"], tuple(runs), remark)
+    return found
 
 
 def _curve(values: Values) -> dict[int, float]:
@@ -287,10 +294,11 @@ def _sections(outcome: Outcome) -> list[str]:
     done, planned = outcome.counts
     known = outcome.measured.noises
     floor = ", ".join(
-        f"sigma {one.sigma:.4f} at {steps:,} steps ({one.degrees + 1} seeds)" for steps, one in known.items()
+        f"sigma {one.sigma:.4f} at {steps:,} steps ({len(one.runs)} runs)" for steps, one in known.items()
     )
     if known and not outcome.measured.recipe:
         floor = f"as the tables say; the preset's recipe, which none of these runs is, has {floor}"
+    floor = " ".join([floor, *dict.fromkeys(one.remark for one in known.values() if one.remark)])
     facts = [
         ["what is done", design.about],
         ["published", design.published],
@@ -387,26 +395,28 @@ def contrasts(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str,
 def together(answers: Sequence[Mapping[str, Any]]) -> str:
     """What the same question's answers at several sizes say.
 
-    >>> better, open_ = {"verdict": "better", "difference": -0.04}, {"verdict": "undecided", "difference": -0.01}
-    >>> together([better, better]), together([better, open_])
-    ('better at 2 sizes', 'better at one, the same sign at the others')
-    >>> together([better, better, open_ | {"difference": 0.01}])
-    'better at 2 sizes, not of one sign at the others'
-    >>> together([open_, open_]), together([better, open_ | {"difference": 0.01}])
-    ('undecided', 'better at one, not of one sign')
+    >>> clear, open_ = {"excludes_0": True, "difference": -0.04}, {"excludes_0": False, "difference": -0.01}
+    >>> together([clear, clear]), together([clear, open_])
+    ('below 0 at 2 sizes', 'below 0 at one, the same sign at the others')
+    >>> together([clear, clear, open_ | {"difference": 0.01}])
+    'below 0 at 2 sizes, not of one sign at the others'
+    >>> together([open_, open_]), together([clear, open_ | {"difference": 0.01}])
+    ('includes 0', 'below 0 at one, not of one sign')
     """
-    decided = [str(one["verdict"]) for one in answers if one["verdict"] != "undecided"]
-    if not decided:
-        return "undecided"
-    if len(set(decided)) > 1:
+    above = [one["difference"] > 0 for one in answers if one["excludes_0"]]
+    if not above:
+        return "includes 0"
+    if len(set(above)) > 1:
         return "of both signs"
-    signs = {one["difference"] > 0 for one in answers}
-    if len(decided) > 1:
-        return f"{decided[0]} at {len(decided)} sizes{', not of one sign at the others' * (len(signs) > 1)}"
-    return f"{decided[0]} at one, {'the same sign at the others' if len(signs) == 1 else 'not of one sign'}"
+    side, signs = "above 0" if above[0] else "below 0", {one["difference"] > 0 for one in answers}
+    if len(above) > 1:
+        return f"{side} at {len(above)} sizes{', not of one sign at the others' * (len(signs) > 1)}"
+    return f"{side} at one, {'the same sign at the others' if len(signs) == 1 else 'not of one sign'}"
 
 
 def _cell(answer: Mapping[str, Any] | None) -> str:
     if answer is None:
         return UNKNOWN
-    return f"{number(answer['difference'], 4, signed=True)}, {answer['verdict']} ({answer['seeds']})"
+    low, high = answer["low"], answer["high"]
+    bounds = f" ({number(low, 4, signed=True)} to {number(high, 4, signed=True)})" if low is not None else ""
+    return f"{number(answer['difference'], 4, signed=True)}{bounds}, {answer['runs']} runs"

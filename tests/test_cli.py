@@ -521,7 +521,7 @@ def test_convert_takes_any_setting_of_the_residual_once(tmp_path, capsys):
     code, _, _ = run(capsys, *arguments, "--settings", "num_blocks=4", "alpha=learnable")
     assert code == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["residual_settings"] == {"num_blocks": 4, "alpha": "learnable", "read_scale": "sum"}
+    assert config["residual_settings"].items() >= {"num_blocks": 4, "alpha": "learnable", "read_scale": "sum"}.items()
 
 
 def test_families_names_what_converts_and_what_is_refused(capsys):

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnres.app.reading import Candidate, Effect, Encoder, Kept, Reading, Report, Works
+from attnres.app.reading import Cache, Candidate, Effect, Encoder, Reading, Report
 from attnres.app.state import Cut, key_of
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.inspect.attention import TokenAttention, token_attention
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.corpus import Search, search
-from attnres.inspect.edits import KnockOut, intervene, source_names
+from attnres.inspect.edits import Ablate, intervene, source_names
 from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
 from attnres.inspect.inspection import By
@@ -63,7 +63,7 @@ class Opened:
     def _share(self, checkpoint: Checkpoint, context: int) -> None:
         self.checkpoint, self.context = checkpoint, context
         self.whole: Opened = self
-        self.kept, self._works = Kept(), Works()
+        self.cache = Cache()
 
     @cached_property
     def model(self) -> Any:
@@ -77,8 +77,8 @@ class Opened:
 
     def forget(self) -> None:
         """Let go of the weights and of what they made; both are there again when they are needed."""
-        with self.kept.lock:
-            self.kept.clear()
+        with self.cache.lock:
+            self.cache.clear()
             for name in ("model", "residual"):
                 vars(self).pop(name, None)
 
@@ -125,7 +125,7 @@ class Opened:
         return key_of(self.name, self.step, self._content())
 
     def _content(self) -> bytes:
-        """What differs between two models."""
+        """Return the bytes that differ between two models."""
         return json.dumps(self.checkpoint.fields, sort_keys=True).encode() + self.checkpoint.weights.digest()
 
     @cached_property
@@ -147,11 +147,11 @@ class Opened:
         Raises:
             UserError: no text, too long a text, or one of which the tokenizer reads nothing.
         """
-        return self.kept.make(("read", text), lambda: self._read(text))
+        return self.cache.make(("read", text), lambda: self._read(text))
 
     def most_varied(self, text: str) -> int | None:
-        """The read that shows most of a text when its tokens are coloured; None for the output's, or a text that the
-        model cannot read."""
+        """Return the read that shows most of a text when its tokens are coloured; None for the output's, or a text that
+        the model cannot read."""
         try:
             read = self.read(text).most_varied()
         except UserError:
@@ -164,38 +164,41 @@ class Opened:
         Raises:
             UserError: as for `read`, edges that the model does not have, or a read that is left without a source.
         """
-        return self.kept.make(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
+        return self.cache.make(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
 
     def attend(self, text: str) -> TokenAttention:
-        """What the text's tokens attend to; kept.
+        """Return what the text's tokens attend to; kept.
 
         Raises:
             UserError: as for `read`, or a model that shows no weights of its attention.
         """
-        return self.kept.make(("attention", text), lambda: token_attention(self.model, self.encoder.encode(text)[0]))
+        return self.cache.make(("attention", text), lambda: token_attention(self.model, self.encoder.encode(text)[0]))
 
     def scored(self, text: str, token: int) -> Attribution | None:
-        """The scores of the edges of the prediction after `token`, where `score` has kept them."""
-        return self.kept.get(("score", text, token))
+        """Return the scores of the edges of the prediction after `token`, where `score` has kept them."""
+        return self.cache.get(("score", text, token))
 
     def score(self, text: str, token: int, report: Report) -> Attribution:
-        """What each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last: of the
-        likeliest one); kept. `report` is called with edges done and edges in all, and others may use the model then;
-        who asks for what another is measuring waits for that.
+        """Measure what each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last:
+        of the likeliest one); kept. `report` is called with edges done and edges in all, and others may use the model
+        then; who asks for what another is measuring waits for that.
 
         Raises:
             UserError: as for `read`.
         """
         ids, key = self.encoder.encode(text)[0], ("score", text, token)
         batch = max(1, SCORED // (token + 1))
-        with self._works.alone(key, report) as note:
-            progress = self.kept.progress(note, sum(map(len, self.sources)))
-            return self.kept.make(
-                key, lambda: attribute(self.model, ids, position=token, batch_size=batch, progress=progress)
-            )
+        edges = sum(map(len, self.sources))
+        return self.cache.work(
+            key,
+            lambda progress: attribute(self.model, ids, position=token, batch_size=batch, progress=progress),
+            edges,
+            report,
+        )
 
     def graph(self, text: str, token: int, scores: Attribution) -> str:
-        """The scored edges that lead to a prediction as a picture, SVG; empty where none changes it much; kept."""
+        """Draw the scored edges that lead to a prediction as a picture, SVG; empty where none changes it much;
+        kept."""
 
         def draw() -> str:
             from attnres.figures import NotShown, style
@@ -209,25 +212,25 @@ class Opened:
             except NotShown:
                 return ""
 
-        return self.kept.make(("graph", text, token), draw)
+        return self.cache.make(("graph", text, token), draw)
 
     def search(
         self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
     ) -> Search:
-        """The tokens of documents at which `source` is most, or least, of a read. `report` as for `score`.
+        """Find the tokens of documents at which `source` is most, or least, of a read. `report` as for `score`.
 
         Raises:
             UserError: no such edge, or no text.
         """
-        context, on_tokens = min(self.context, WINDOW), self.kept.progress(report, limit)
+        context, on_tokens = min(self.context, WINDOW), self.cache.progress(report, limit)
         options: dict[str, Any] = {"by": by, "least": least, "limit": limit, "batch_size": max(1, SCORED // context)}
-        with self.kept.lock:
+        with self.cache.lock:
             return search(
                 self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
             )
 
     def top(self, reading: Reading, effect: Effect | None, token: int) -> list[Candidate]:
-        """The likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
+        """Return the likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
         before = reading.log_probs[token]
         after = effect.log_probs[token] if effect is not None else None
         count = min(CANDIDATES, len(before))
@@ -252,7 +255,7 @@ class Opened:
         return [self.layout[i] for i in there], matrix
 
     def piece(self, token: int) -> str:
-        """What a token says."""
+        """Return what a token says."""
         return piece(self.tokenizer, token)
 
     # ------------------------------------------------------------------ runs of the model
@@ -283,7 +286,7 @@ class Opened:
         ids = self.encoder.encode(text)[0]
         places = sorted({(cut.read, -1 if cut.token is None else cut.token) for cut in cuts})
         edits = [
-            KnockOut(
+            Ablate(
                 sorted({self.sources[read][cut.source] for cut in cuts if (cut.read, cut.token) == (read, at)}),
                 reads=read,
                 tokens=at,
@@ -337,8 +340,8 @@ class Learned(Opened):
 
 
 def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False) -> list[Opened]:
-    """The models of a command line, each after the steps of its run from the earliest on: checkpoints that it kept, and
-    the residual alone at its other evaluations.
+    """Open the models of a command line, each after the steps of its run from the earliest on: checkpoints that it
+    kept, and the residual alone at its other evaluations.
 
     Raises:
         UserError: no model there, or one whose reads mix no sources by weights.
@@ -362,7 +365,7 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
 
 
 def find_demo(folder: Path) -> list[Path]:
-    """The finished runs of `make demo` with depth reads: Block's and Full's.
+    """Find the finished runs of `make demo` with depth reads: Block's and Full's.
 
     Raises:
         UserError: there is none.

@@ -16,7 +16,7 @@ from attnres.errors import UserError, unknown
 from attnres.models import Checkpoint
 from attnres.residuals import RESIDUALS, residual_class, settings_of, source_file
 from attnres.residuals.registry import ships
-from attnres.run_names import run_name
+from attnres.text import run_name
 from attnres.training.config import OptimConfig, TrainConfig, from_dict
 from attnres.training.environment import has_bf16
 from attnres.training.prepare import PreparedRun, idle, prepare_run, refuse_idle, without_idle

@@ -2,47 +2,35 @@
 
 from typing import TYPE_CHECKING
 
-from attnres.lazy import lazy_names
+from attnres.imports import lazy_names
 
 if TYPE_CHECKING:
     from attnres.inspect.attention import TokenAttention, token_attention
     from attnres.inspect.attribution import Attribution, Patching, attribute, patch
     from attnres.inspect.corpus import Search, search
-    from attnres.inspect.edits import (
-        AddLogit,
-        KnockOut,
-        Patch,
-        Pin,
-        Recency,
-        Steer,
-        Swap,
-        Uniform,
-        intervene,
-        pin_from,
-        source_names,
-    )
-    from attnres.inspect.effects import Effect, effect, predict
+    from attnres.inspect.edits import Ablate, KnockOut, Patch, Reweigh, Steer, intervene, source_names
+    from attnres.inspect.effects import Effect, Vectors, effect, predict, read_vectors
     from attnres.inspect.inspection import Inspection
     from attnres.inspect.inspector import from_trace, inspect_model
     from attnres.inspect.lens import Direct, Lens, direct, logit_lens
     from attnres.inspect.prune import PruneReport, prune_report
     from attnres.inspect.recording import Trace, find_residual, record
+    from attnres.inspect.subject import TextModel
     from attnres.inspect.survey import CorpusEffect, corpus_effect
-    from attnres.inspect.vectors import Vectors, read_vectors
 
 _HOMES = {
     "attention": "TokenAttention token_attention",
     "attribution": "Attribution Patching attribute patch",
     "corpus": "Search search",
-    "edits": "AddLogit KnockOut Patch Pin Recency Steer Swap Uniform intervene pin_from source_names",
-    "effects": "Effect effect predict",
+    "edits": "Ablate KnockOut Patch Reweigh Steer intervene source_names",
+    "effects": "Effect Vectors effect predict read_vectors",
     "inspection": "Inspection",
     "inspector": "from_trace inspect_model",
     "lens": "Direct Lens direct logit_lens",
     "prune": "PruneReport prune_report",
     "recording": "Trace find_residual record",
+    "subject": "TextModel",
     "survey": "CorpusEffect corpus_effect",
-    "vectors": "Vectors read_vectors",
 }
 """Names by the module that defines them. They are imported when asked for: flags need none of it."""
 __getattr__, __dir__ = lazy_names(
@@ -50,7 +38,7 @@ __getattr__, __dir__ = lazy_names(
 )
 
 __all__ = [
-    "AddLogit",
+    "Ablate",
     "Attribution",
     "CorpusEffect",
     "Direct",
@@ -60,15 +48,13 @@ __all__ = [
     "Lens",
     "Patch",
     "Patching",
-    "Pin",
     "PruneReport",
-    "Recency",
+    "Reweigh",
     "Search",
     "Steer",
-    "Swap",
+    "TextModel",
     "TokenAttention",
     "Trace",
-    "Uniform",
     "Vectors",
     "attribute",
     "corpus_effect",
@@ -80,7 +66,6 @@ __all__ = [
     "intervene",
     "logit_lens",
     "patch",
-    "pin_from",
     "predict",
     "prune_report",
     "read_vectors",

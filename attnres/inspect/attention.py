@@ -5,7 +5,7 @@ Of H heads' weights a_h (rows sum to one) there is the mean, which says what the
 maximum, which says whether any head looks there. Neither says how much of the output it makes: values differ in length.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
-from attnres.inspect.effects import Text, prompt_ids
+from attnres.inspect.subject import Text, TextModel, as_model, prompt_ids
 
 ATTENDING = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers, as a config names them, whose attention has weights."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TokenAttention:
+class TokenAttention(notebook.Result):
     """One text's attention.
 
     Attributes:
@@ -38,27 +38,23 @@ class TokenAttention:
     mean: Tensor
     largest: Tensor
 
-    def __repr__(self) -> str:
-        return f"TokenAttention({len(self.layers)} layers, {len(self.tokens)} tokens)"
+    def _about(self) -> str:
+        return f"{len(self.layers)} layers, {len(self.tokens)} tokens"
+
+    def _records(self, position: int = -1) -> Iterator[dict[str, Any]]:
+        at = position_of(position, len(self.tokens))
+        for i, layer in enumerate(self.layers):
+            for t in range(at + 1):
+                weights = {"mean": self.mean[i, at, t].item(), "largest": self.largest[i, at, t].item()}
+                yield {"layer": layer, "position": t, "id": self.tokens[t], **weights}
 
     def frame(self, position: int = -1) -> Any:
-        """A data frame with a row a layer and token that the one at `position` can attend to.
+        """Return a data frame with a row for each layer and token that the one at `position` can attend to.
 
         Raises:
-            UserError: no such position.
+            UserError: no such position, or no pandas.
         """
-        at = position_of(position, len(self.tokens))
-        return notebook.frame(
-            {
-                "layer": layer,
-                "position": t,
-                "id": self.tokens[t],
-                "mean": self.mean[i, at, t].item(),
-                "largest": self.largest[i, at, t].item(),
-            }
-            for i, layer in enumerate(self.layers)
-            for t in range(at + 1)
-        )
+        return notebook.frame(self._records(position))
 
     def _repr_html_(self) -> str:
         rows = []
@@ -76,6 +72,9 @@ def token_attention(model: Any, text: Text) -> TokenAttention:
         UserError: as `predict`; a model whose attention has no weights to show, or does not say of which layers they
             are.
     """
+    model = as_model(model)
+    if isinstance(model, TextModel):
+        raise UserError(f"{model.name} is no model of Transformers, which alone shows the weights of its attention")
     ids = prompt_ids(model, text)
     with evaluating(model), torch.no_grad(), _weights_shown(model), _summed_up(model) as summaries:
         out = model(input_ids=ids, use_cache=False, output_attentions=True)
@@ -93,7 +92,7 @@ def token_attention(model: Any, text: Text) -> TokenAttention:
 
 
 def _summary(weights: Tensor) -> Tensor:
-    """Mean and maximum (1, 2, T, T) of the heads' weights (1, H, T, T)."""
+    """Return mean and maximum (1, 2, T, T) of the heads' weights (1, H, T, T)."""
     return torch.stack([weights.mean(1, dtype=torch.float32), weights.amax(1).float()], 1).cpu()
 
 
@@ -125,7 +124,8 @@ def _summed_up(model: Any) -> Generator[list[Tensor]]:
 
 
 def _layers(config: Any, count: int) -> list[int]:
-    """The numbers of the layers that `count` attention weights are of: Transformers leaves out those without any.
+    """Return the numbers of the layers that `count` attention weights are of: Transformers leaves out those without
+    any.
 
     Raises:
         UserError: the config does not say.

@@ -1,9 +1,7 @@
 """Which (read, source) edges a prediction depends on: by taking each away, and by gradient."""
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.files import write_json
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating
 from attnres.inspect import notebook
-from attnres.inspect.edits import KnockOut, Patch, Watch, intervene, position_of
-from attnres.inspect.effects import Text, Token, prompt_ids, token_id
-from attnres.inspect.inspection import Named
+from attnres.inspect.edits import Ablate, Patch, Watch, intervene, position_of
+from attnres.inspect.effects import read_vectors
 from attnres.inspect.recording import find_residual
-from attnres.inspect.vectors import read_vectors
+from attnres.inspect.subject import Model, Text, Token, as_model, last_log_probs, prompt_ids, token_id
 from attnres.models.replay import Replay
 from attnres.ops import compute_dtype
 from attnres.residuals import Read, Residual, watched_by
@@ -57,7 +53,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, repr=False)
-class Attribution(Named):
+class Attribution(notebook.Named, notebook.Result):
     """Changes of ln p(target) when edges are removed, in nats: negative where the prediction relied on the edge.
 
     Attributes:
@@ -67,6 +63,8 @@ class Attribution(Named):
         knockout: measured changes, rows parallel to `sources`.
         gradient: the same to first order.
         agreement: of the two.
+
+    The data frame has a row an edge: read, source, knockout, gradient.
     """
 
     position: int
@@ -79,8 +77,8 @@ class Attribution(Named):
     agreement: Agreement
 
     def top(self, k: int = TOP, *, by: str = "knockout") -> list[Edge]:
-        """The k edges with the largest changes, `by` "knockout" or "gradient". Reads with one source are left out:
-        without it they have no input at all."""
+        """Return the k edges with the largest changes, `by` "knockout" or "gradient". Reads with one source are left
+        out: without it they have no input at all."""
         if by not in ("knockout", "gradient"):
             raise UserError(f"by is '{by}': expected 'knockout' or 'gradient'")
         edges = [
@@ -91,30 +89,18 @@ class Attribution(Named):
         ]
         return sorted(edges, key=lambda edge: -abs(getattr(edge, by)))[:k]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        values = {name: value for name, value in vars(self).items() if name != "layout"}
-        values["agreement"] = asdict(self.agreement)
-        return values | {"reads": self.reads, "sources": self.sources}
+    def _about(self) -> str:
+        return f"token {self.target} after position {self.position}: {sum(map(len, self.knockout))} edges"
 
-    def __repr__(self) -> str:
-        edges = sum(map(len, self.knockout))
-        return f"Attribution(token {self.target} after position {self.position}: {edges} edges)"
-
-    def frame(self) -> Any:
-        """A data frame with a row an edge: read, source, knockout, gradient."""
-        return notebook.edges_frame(self.reads, self.sources, knockout=self.knockout, gradient=self.gradient)
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return notebook.edges(self.reads, self.sources, knockout=self.knockout, gradient=self.gradient)
 
     def _repr_html_(self) -> str:
         return notebook.heat(f"{self!r}: change of ln p without it, nats", self.layout, self.knockout)
 
-    def save(self, path: str | Path) -> None:
-        """Write as JSON. Raises UserError."""
-        write_json(path, {"format": 1, **self.to_dict()})
-
 
 def attribute(
-    model: nn.Module,
+    model: Model,
     input_ids: Text,
     *,
     position: int = -1,
@@ -123,9 +109,10 @@ def attribute(
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
 ) -> Attribution:
-    """How ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l, i).
+    """Measure how ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l,
+    i).
 
-    Removing is `KnockOut`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
+    Removing is `Ablate`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
     with its own edge removed, from the layer on that makes the read (`Replay`). *Gradient* is the first-order estimate
     of the same,
 
@@ -148,6 +135,7 @@ def attribute(
     Raises:
         UserError: as `effect`; a position or a target that is not there; a residual that mixes by no weights.
     """
+    model = as_model(model)
     ids = prompt_ids(model, input_ids)
     length = ids.shape[1]
     position = position_of(position, length)
@@ -185,7 +173,7 @@ def attribute(
 
 
 def agreement(first: np.ndarray, second: np.ndarray, top: int = TOP) -> Agreement:
-    """How far two lists of changes of the same edges agree."""
+    """Return how far two lists of changes of the same edges agree."""
     k = min(top, len(first))
     best = [set(np.argsort(-np.abs(values), kind="stable")[:k].tolist()) for values in (first, second)]
     return Agreement(len(first), spearman(first, second), len(best[0] & best[1]) / k if k else 0.0, k)
@@ -208,7 +196,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def as_rows(values: Sequence[float], sources: Sequence[Sequence[Any]]) -> list[list[float]]:
-    """One number an edge as a row a read, of its sources."""
+    """Return numbers of edges as a row a read, of its sources."""
     rest = iter(values)
     return [[next(rest) for _ in names] for names in sources]
 
@@ -238,7 +226,7 @@ class _Probe(Watch):
         self.products.append(stacked @ stacked.mT)
 
     def lengthless(self, index: int) -> bool:
-        """Whether the gradient has no part along the read: what follows does not see its length."""
+        """Return whether the gradient has no part along the read: what follows does not see its length."""
         weights, grad, products = self.weights[index], self.grads[index], self.products[index]
         lengths = products.diagonal(dim1=1, dim2=2).sqrt()
         steepest = (grad.abs() / lengths.clamp_min(1e-30)).amax(-1)  # at most |dL/dh|
@@ -248,7 +236,7 @@ class _Probe(Watch):
     def estimate(self, index: int, source: str, everywhere: bool) -> float:
         """d(l, i) of one edge, from one text's weights and their gradients (T, n)."""
         weights, grad = self.weights[index], self.grads[index]
-        edited = KnockOut(source).rewrite(weights, self.layout[index].sources, 0, self.residual.traits.sums_to_one)
+        edited = Ablate(source).reweigh(weights, self.sources[index], self.residual.traits.sums_to_one)
         if self.lengthless(index):
             products = self.products[index]
             edited = edited * (_lengths(weights, products) / _lengths(edited, products).clamp_min(1e-30))[:, None]
@@ -257,12 +245,12 @@ class _Probe(Watch):
 
 
 def _lengths(weights: Tensor, products: Tensor) -> Tensor:
-    """(T,) |sum_i p_i v_i| from weights (T, n) and inner products (T, n, n)."""
+    """Return (T,) |sum_i p_i v_i| from weights (T, n) and inner products (T, n, n)."""
     return torch.einsum("ti,tij,tj->t", weights, products.to(weights), weights).clamp_min(0).sqrt()
 
 
 def _backward(model: nn.Module, residual: Residual, ids: Tensor, target: int | None) -> tuple[_Probe, float, int]:
-    """The gradients of ln p(target), ln p(target), and the target."""
+    """Return the gradients of ln p(target), ln p(target), and the target."""
     if residual.editor is not None:
         raise UserError("this model is being edited: leave the `intervene` block before asking for attributions")
     probe = _Probe(residual)
@@ -284,7 +272,7 @@ def _removed(
     for row, (index, source) in enumerate(edges):
         mask = torch.zeros(shape, dtype=torch.bool)
         mask[row, 0 if everywhere else -1 :] = True
-        edits.append(KnockOut(source, reads=index, tokens=mask))
+        edits.append(Ablate(source, reads=index, tokens=mask))
     with torch.no_grad(), intervene(model, *edits):
         return last_log_probs(model, ids.expand(shape))[:, target].tolist()
 
@@ -292,22 +280,15 @@ def _removed(
 def by_size(
     reads: Sequence[str], sources: Sequence[Sequence[str]], rows: Sequence[Sequence[float]]
 ) -> list[tuple[str, str, float]]:
-    """(read, source, value) of reads with a choice, the largest in absolute value first."""
+    """Return (read, source, value) of reads with a choice, the largest in absolute value first."""
     edges = [
         (read, *edge) for read, names, row in zip(reads, sources, rows) if len(names) > 1 for edge in zip(names, row)
     ]
     return sorted(edges, key=lambda edge: -abs(edge[2]))
 
 
-def last_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
-    """(B, V) after the last token, in at least fp32."""
-    forward: Any = model.forward
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}
-    return log_probs(model(input_ids=ids, use_cache=False, **keep).logits[:, -1])
-
-
 @dataclass(frozen=True, repr=False)
-class Patching(Named):
+class Patching(notebook.Named, notebook.Result):
     """What the corrupted prompt's prediction becomes when one edge's vector is the clean prompt's.
 
     Attributes:
@@ -316,6 +297,8 @@ class Patching(Named):
         clean, corrupted: m of the two prompts.
         layout: the reads and their sources; reads, sources: their names.
         patched: m with each edge patched, rows parallel to `sources`.
+
+    The data frame has a row an edge: read, source, patched, restored.
     """
 
     target: int
@@ -333,20 +316,17 @@ class Patching(Named):
         return [[(value - self.corrupted) / gap for value in row] for row in self.patched]
 
     def top(self, k: int = TOP) -> list[tuple[str, str, float]]:
-        """The k (read, source, restored) that change most."""
+        """Return the k (read, source, restored) that change most."""
         return by_size(self.reads, self.sources, self.restored)[:k]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        values = {name: value for name, value in vars(self).items() if name != "layout"}
-        return values | {"reads": self.reads, "sources": self.sources, "restored": self.restored}
+        return super().to_dict() | {"restored": self.restored}
 
-    def __repr__(self) -> str:
-        return f"Patching(clean {self.clean:.3f}, corrupted {self.corrupted:.3f}, {sum(map(len, self.patched))} edges)"
+    def _about(self) -> str:
+        return f"clean {self.clean:.3f}, corrupted {self.corrupted:.3f}, {sum(map(len, self.patched))} edges"
 
-    def frame(self) -> Any:
-        """A data frame with a row an edge: read, source, patched, restored."""
-        return notebook.edges_frame(self.reads, self.sources, patched=self.patched, restored=self.restored)
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return notebook.edges(self.reads, self.sources, patched=self.patched, restored=self.restored)
 
     def _repr_html_(self) -> str:
         title = f"{self!r}: restored with the clean prompt's vector, 0 nothing, 1 all"
@@ -354,7 +334,7 @@ class Patching(Named):
 
 
 def patch(
-    model: nn.Module,
+    model: Model,
     clean: Text,
     corrupted: Text,
     *,
@@ -377,6 +357,7 @@ def patch(
     Raises:
         UserError: prompts of different lengths, or with the same prediction; tokens that are not there; as `predict`.
     """
+    model = as_model(model)
     ids, other = prompt_ids(model, clean), prompt_ids(model, corrupted)
     if ids.shape != other.shape:
         raise UserError(

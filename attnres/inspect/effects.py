@@ -1,6 +1,6 @@
-"""What an edit does to one text: to the loss of each token, and to the next-token distribution."""
+"""What a model says of one text: its predictions, what an edit does to them, and all vectors that it reads."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -8,30 +8,31 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import Edit, intervene
-from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, stated_context, tokenise
+from attnres.inspect.recording import find_residual
+from attnres.inspect.subject import Model, Text, as_model, prompt_ids
+from attnres.residuals import Read, watched_by
 from attnres.stats import or_none, ratio
 from attnres.text import short, with_error
 
 Edits = Edit | Sequence[Edit]
-Text = str | Tensor | Sequence[int]
-"""One text: in letters, for a model that was loaded with its tokenizer, or its token ids, (T,) or (1, T)."""
-Token = int | str
-"""A token: its id, or its letters."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Prediction:
+class Prediction(notebook.Result):
     """What a model says of one text: `ids` (T,) and the log-probabilities (T, V) of each next token, fp32, CPU."""
 
     ids: Tensor
     log_probs: Tensor
 
-    def __repr__(self) -> str:
+    def _about(self) -> str:
         best = int(self.log_probs[-1].argmax())
-        return f"Prediction({len(self.ids)} tokens, then {best} with {short(self.log_probs[-1, best].exp().item(), 3)})"
+        return f"{len(self.ids)} tokens, then {best} with {short(self.log_probs[-1, best].exp().item(), 3)}"
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return ({"id": i, "loss": loss} for i, loss in zip(self.ids[1:].tolist(), self.losses.tolist()))
 
     @property
     def losses(self) -> Tensor:
@@ -40,7 +41,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, repr=False)
-class Effect:
+class Effect(notebook.Result):
     """One text with and without an edit; losses and differences in nats, differences are after - before.
 
     Attributes:
@@ -51,6 +52,8 @@ class Effect:
         top: the likeliest next tokens after the text, by the larger of both probabilities:
             {"id": ..., "before": p, "after": p'}.
         before: the unedited prediction, for `effect(..., before=)`; not in `to_dict`.
+
+    The data frame has a row a prediction: the token's id, its losses before and after, and the KL before it.
     """
 
     loss_before: list[float]
@@ -61,31 +64,28 @@ class Effect:
     top: list[dict[str, Any]]
     before: Prediction = field(repr=False, compare=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {name: value for name, value in vars(self).items() if name != "before"}
+    HIDDEN = ("before",)
 
-    def __repr__(self) -> str:
+    def _about(self) -> str:
         change = with_error(self.difference, self.error, signed=True)
-        return f"Effect({change} nats per token over {len(self.loss_before)} predictions)"
+        return f"{change} nats per token over {len(self.loss_before)} predictions"
 
-    def frame(self) -> Any:
-        """A data frame with a row a prediction: the token's id, its losses before and after, and the KL before it."""
-        ids = self.before.ids[1:].tolist()
-        rows = zip(ids, self.loss_before, self.loss_after, self.kl)
-        return notebook.frame({"id": i, "before": a, "after": b, "kl": kl} for i, a, b, kl in rows)
+    def _records(self) -> Iterator[dict[str, Any]]:
+        rows = zip(self.before.ids[1:].tolist(), self.loss_before, self.loss_after, self.kl)
+        return ({"id": i, "before": a, "after": b, "kl": kl} for i, a, b, kl in rows)
 
     def _repr_html_(self) -> str:
         rows = [(part["id"], short(part["before"], 3), short(part["after"], 3)) for part in self.top]
         return notebook.table(f"{self!r}; likeliest after the text:", ("token id", "before", "after"), rows)
 
 
-def predict(model: nn.Module, input_ids: Text) -> Prediction:
-    """The model's predictions for one text (T,) or (1, T).
+def predict(model: Model, input_ids: Text) -> Prediction:
+    """Return the model's predictions for one text (T,) or (1, T).
 
     Raises:
         UserError: an empty text, several at once, one longer than the model's context, or ids outside its vocabulary.
     """
+    model = as_model(model)
     ids = prompt_ids(model, input_ids)
     with evaluating(model), torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
@@ -93,14 +93,14 @@ def predict(model: nn.Module, input_ids: Text) -> Prediction:
 
 
 def effect(
-    model: nn.Module,
+    model: Model,
     input_ids: Text,
     edits: Edits,
     *,
     top: int = 10,
     before: Prediction | None = None,
 ) -> Effect:
-    """What `edits` do to the predictions for one text.
+    """Return what `edits` do to the predictions for one text.
 
     Args:
         input_ids: the text, in letters or as ids.
@@ -111,6 +111,7 @@ def effect(
     Raises:
         UserError: as `predict` and `intervene`; or `before` belongs to another text.
     """
+    model = as_model(model)
     ids = prompt_ids(model, input_ids)
     if before is None:
         before = predict(model, ids)
@@ -134,70 +135,90 @@ def effect(
 
 
 def several(edits: Edits) -> Sequence[Edit]:
-    """One edit, or several, as a sequence; what is none is refused where it is made."""
+    """Return one edit, or several, as a sequence; what is none is refused where it is made."""
     many = isinstance(edits, Sequence) and not isinstance(edits, str)
     return edits if many else (cast(Edit, edits),)
 
 
-def tokenizer_of(model: Any) -> Any:
-    """The tokenizer that lies with the model's files (`Checkpoint.load` notes where), read once.
+@dataclass(frozen=True, eq=False, repr=False)
+class Vectors(notebook.Result):
+    """One text's reads.
+
+    Attributes:
+        ids: (T,). layout: the R reads.
+        reads: what each made before its norm, (T, d).
+        weights: (T, sources) of each read. sources: the source vectors of each, (T, d); reads of one source share it.
+        outputs: the embedding and what every sublayer wrote, (T, d).
+        log_probs: (V,) of what follows the text.
+    """
+
+    ids: Tensor
+    layout: Sequence[Read]
+    reads: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    sources: Sequence[Sequence[Tensor]]
+    outputs: Sequence[Tensor]
+    log_probs: Tensor
+
+    def _about(self) -> str:
+        return f"{len(self.layout)} reads, {len(self.ids)} tokens"
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"layout": [read.to_json() for read in self.layout]}
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for read, made in zip(self.layout, self.reads, strict=True):
+            for position, norm in enumerate(made.float().square().mean(-1).sqrt().tolist()):
+                yield {"read": read.name, "position": position, "rms": norm}
+
+    def source(self, read: str, source: str) -> Tensor:
+        """Return (T, d): the vector of a source as a read mixes it, for `Patch`.
+
+        Raises:
+            UserError: there is no such read, or it has no such source.
+        """
+        for one, vectors in zip(self.layout, self.sources, strict=True):
+            names = [part.name for part in one.sources]
+            if one.name == read and source in names:
+                return vectors[names.index(source)]
+        raise UserError(f"no read '{read}' with a source '{source}': see attnres.inspect.source_names")
+
+
+class _Keep:
+    """An observer that keeps one pass."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+        self.reads: dict[int, tuple[Tensor, Tensor | None, list[Tensor]]] = {}
+
+    def on_start(self, embedding: Tensor) -> None:
+        self.outputs, self.reads = [embedding[0]], {}
+
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+        vectors = [value.reshape(h.shape)[0] for value in values] or list(self.outputs)
+        self.reads[index] = h[0], weights, vectors
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        self.outputs.append(output[0])
+
+
+def read_vectors(model: Model, text: Text) -> Vectors:
+    """Run the model on one text and keep all that is read: in memory as much as the text's activations.
 
     Raises:
-        UserError: the model comes from no folder or name that has one.
+        UserError: as `predict`; a residual that mixes by no weights; a model that is being recorded.
     """
-    if getattr(model, "read_tokenizer", None) is None:
-        from transformers import AutoTokenizer
-
-        folder = getattr(model, "tokenizer_folder", None) or getattr(model, "name_or_path", "")
-        try:
-            model.read_tokenizer = AutoTokenizer.from_pretrained(folder)
-        except Exception as error:  # Transformers raises many kinds
-            raise UserError(
-                "text was given in letters, and the model has no tokenizer beside it: give token ids, or load the "
-                "model from its folder"
-            ) from error
-    return model.read_tokenizer
-
-
-def token_id(model: nn.Module, token: Token) -> int:
-    """The id of a token, given by it or by its letters.
-
-    Raises:
-        UserError: letters that are not one token, or that the tokenizer does not know; an id outside the vocabulary.
-    """
-    if isinstance(token, str):
-        ids = tokenise(tokenizer_of(model), token)[0]
-        if len(ids) != 1:
-            raise UserError(f"'{token}' is {len(ids)} tokens: give one, with the space before it if there is one")
-        return int(ids[0])
-    if not 0 <= token < rows_of(model):
-        raise UserError(f"target is {token}: expected a token id from 0 to {rows_of(model) - 1}")
-    return int(token)
-
-
-def prompt_ids(model: nn.Module, input_ids: Text) -> Tensor:
-    """(1, T): one text's ids on the model's device.
-
-    Raises:
-        UserError: an empty text, several at once, one longer than the model's context, ids outside its vocabulary;
-            letters for a model without a tokenizer, or that its tokenizer does not know.
-    """
-    rows, context = rows_of(model), stated_context(getattr(model, "config", None))
-    if isinstance(input_ids, str):
-        input_ids = encode_prompt(tokenizer_of(model), input_ids, rows=rows, context=context)[0]
-    try:
-        ids = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"a text is {type(input_ids).__name__}: expected letters or token ids ({error})") from error
-    if ids.dim() == 2 and ids.shape[0] == 1:
-        ids = ids[0]
-    if ids.dim() != 1:
-        raise UserError(f"ids of shape {tuple(ids.shape)}: expected those of one text, (T,) or (1, T)")
-    if not ids.numel():
-        raise UserError("the text is empty: give at least one token")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise UserError(f"ids are {ids.dtype}: expected whole numbers")
-    check_length(ids.numel(), context, "the model")
-    check_ids(ids, rows)
-    table: Any = model.get_input_embeddings()  # ty: ignore[not-callable]
-    return ids.long().unsqueeze(0).to(table.weight.device)
+    model = as_model(model)
+    ids, residual, keep = prompt_ids(model, text), find_residual(model), _Keep()
+    if residual.observer is not None:
+        raise UserError("this model is being recorded: leave the `record` block first")
+    with evaluating(model), torch.no_grad(), watched_by(residual, observer=keep):
+        logits = model(input_ids=ids, use_cache=False).logits
+    kept = [keep.reads[index] for index in sorted(keep.reads)]
+    weights = [one[1] for one in kept if one[1] is not None]
+    if len(weights) < len(kept):
+        raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there are no sources to show")
+    last = log_probs(logits[0, -1])
+    return Vectors(
+        ids[0], residual.layout(), [one[0] for one in kept], weights, [one[2] for one in kept], keep.outputs, last
+    )

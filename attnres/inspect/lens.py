@@ -5,7 +5,10 @@ output's read is a sum and the head is linear, so that once the norm's scale is 
 a sum over sources: W_y . N(p_i v_i), and what is left (biases, gates).
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,21 +16,22 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
-from attnres.inspect.effects import Text, Token, prompt_ids, token_id
+from attnres.inspect.effects import read_vectors
 from attnres.inspect.recording import find_residual
-from attnres.inspect.vectors import read_vectors
+from attnres.inspect.subject import Model, Text, TextModel, Token, as_model, prompt_ids, token_id
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
+from attnres.residuals.base import with_norm
 from attnres.streams.known_norms import describe_norm
 from attnres.streams.stream import FINISHED, note_progress
 from attnres.text import short
 
 
 @dataclass(frozen=True, repr=False)
-class Lens:
+class Lens(notebook.Result):
     """Every read as a prediction.
 
     Attributes:
@@ -35,6 +39,8 @@ class Lens:
         top: (R, T, k) likeliest ids after each token. probability: theirs.
         target: (R, T) ln p of the text's next token, of the last the model's likeliest.
         divergence: (R, T) sum_x p(x) ln(p(x) / q(x)) in nats, p the model's prediction and q the read's.
+
+    The data frame has a row a read and position: likeliest id, its probability, target and divergence.
     """
 
     reads: list[str]
@@ -44,17 +50,11 @@ class Lens:
     target: list[list[float]]
     divergence: list[list[float]]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    def _about(self) -> str:
+        return f"{len(self.reads)} reads, {len(self.tokens)} tokens"
 
-    def __repr__(self) -> str:
-        return f"Lens({len(self.reads)} reads, {len(self.tokens)} tokens)"
-
-    def frame(self) -> Any:
-        """A data frame with a row a read and position: likeliest id, its probability, ln p of the text's next token and
-        the divergence from the model's prediction."""
-        return notebook.frame(
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return (
             {
                 "read": read,
                 "position": t,
@@ -76,23 +76,24 @@ class Lens:
         return notebook.table(f"{self!r}, after the last token", head, rows)
 
 
-def logit_lens(model: Any, text: Text, *, top: int = 5) -> Lens:
+def logit_lens(model: Model, text: Text, *, top: int = 5) -> Lens:
     """Put every read of a text through the final norm and the head, whatever the head does besides (scales, caps).
 
     Raises:
-        UserError: as `predict`, or a residual that mixes by no weights.
+        UserError: as `predict`; a residual that mixes by no weights; a module whose head is not found.
     """
     if top < 1:
         raise UserError(f"top is {top}: expected at least one token a read")
+    model = as_model(model)
     vectors = read_vectors(model, text)
     top = min(top, len(vectors.log_probs))
-    norm = _final_norm(model)
+    norm, predictions, _ = _end(model, vectors.ids)
     with evaluating(model), torch.no_grad():
-        last = _predictions(model, norm(vectors.reads[-1]))
+        last = predictions(with_norm(vectors.reads[-1], norm))
         following = torch.cat([vectors.ids[1:], last[-1].argmax().view(1)])
         rows: list[tuple[Any, ...]] = []
         for h in vectors.reads:
-            read = _predictions(model, norm(h))
+            read = predictions(with_norm(h, norm))
             best = read.topk(top)
             apart = nn.functional.kl_div(read, last, reduction="none", log_target=True).sum(-1)
             target = read.gather(1, following[:, None])[:, 0]
@@ -102,7 +103,7 @@ def logit_lens(model: Any, text: Text, *, top: int = 5) -> Lens:
 
 
 @dataclass(frozen=True, repr=False)
-class Direct:
+class Direct(notebook.Result):
     """What the sources of the output's read add to a logit.
 
     Attributes:
@@ -111,6 +112,9 @@ class Direct:
         sources: what each source of the output's read adds, by name; of a gated read the part of it that lies along
             their sum. outputs: of single outputs, blocks taken apart and gates counted; None where the read is no such
             sum.
+
+    The data frame has a row an output, or a source where single outputs are not told apart, and one for what is left of
+    the logit.
     """
 
     position: int
@@ -121,20 +125,14 @@ class Direct:
     sources: dict[str, float]
     outputs: dict[str, float] | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-    def __repr__(self) -> str:
+    def _about(self) -> str:
         less = "" if self.against is None else f" less {self.against}"
-        return f"Direct(logit of {self.target}{less} after position {self.position}: {self.logit:.3f})"
+        return f"logit of {self.target}{less} after position {self.position}: {self.logit:.3f}"
 
-    def frame(self) -> Any:
-        """A data frame with a row an output, or a source where single outputs are not told apart, and one for what is
-        left of the logit."""
+    def _records(self) -> Iterator[dict[str, Any]]:
         parts = self.sources if self.outputs is None else self.outputs
         rows = {**parts, "rest": self.logit - sum(parts.values())}
-        return notebook.frame({"part": name, "logit": value} for name, value in rows.items())
+        return ({"part": name, "logit": value} for name, value in rows.items())
 
     def _repr_html_(self) -> str:
         rows = [(name, short(value, signed=True)) for name, value in {**self.sources, "rest": self.rest}.items()]
@@ -143,20 +141,25 @@ class Direct:
 
 
 def direct(
-    model: Any, text: Text, *, position: int = -1, target: Token | None = None, against: Token | None = None
+    model: Model, text: Text, *, position: int = -1, target: Token | None = None, against: Token | None = None
 ) -> Direct:
-    """What each source of the output's read adds to a token's logit after `position`; None is the likeliest token.
+    """Return what each source of the output's read adds to a token's logit after `position`; None is the likeliest
+    token.
 
     Raises:
         UserError: as `predict`; a position or token that is not there; a final norm whose arithmetic is not known.
     """
+    model = as_model(model)
     ids = prompt_ids(model, text)
     position = position_of(position, ids.shape[1])
     vectors = read_vectors(model, ids[:, : position + 1])
-    norm, residual = _final_norm(model), find_residual(model)
-    spec, head = describe_norm(norm, vectors.reads[-1]), model.get_output_embeddings()
+    residual = find_residual(model)
+    norm, _, head = _end(model, vectors.ids)
+    spec = describe_norm(norm, vectors.reads[-1]) if isinstance(norm, nn.Module) else norm
     if not isinstance(spec, Norm):
         raise UserError(f"the final norm is {type(norm).__name__}: its arithmetic is not known here")
+    if not isinstance(getattr(head, "weight", None), Tensor):
+        raise UserError("the head is no linear layer: what sources add to a logit is known of one alone")
     target_id = int(vectors.log_probs.argmax()) if target is None else token_id(model, target)
     rival = None if against is None else token_id(model, against)
     h = vectors.reads[-1][-1].double()
@@ -164,7 +167,7 @@ def direct(
     scale = (centred.square().mean() + spec.eps).rsqrt()
 
     def of(weight: Tensor) -> Tensor:
-        """The row of the target, less that of the rival, in double precision."""
+        """Return the row of the target, less that of the rival, in double precision."""
         return weight[target_id].double() - (0.0 if rival is None else weight[rival].double())
 
     row = of(head.weight)
@@ -196,13 +199,54 @@ def direct(
     )
 
 
-def _final_norm(model: Any) -> nn.Module:
-    base = model.base_model
-    return base.get_submodule(base.family.final_norm)
+def _end(model: Any, ids: Tensor) -> tuple[Any, Callable[[Tensor], Tensor], Any]:
+    """Return the final norm, a function from normed vectors (T, d) to log-probabilities (T, V), and the head.
+
+    Of a `TextModel` the norm is what `finish` is given in a pass, and the head the linear layer that makes the logits
+    of what `finish` returns.
+
+    Raises:
+        UserError: a module that calls no `finish`, or has no such layer.
+    """
+    if not isinstance(model, TextModel):
+        base = model.base_model
+        norm = base.get_submodule(base.family.final_norm)
+        return norm, partial(_predictions, model), model.get_output_embeddings()
+    residual, calls, linears = find_residual(model), list[tuple[Any, Tensor]](), list[tuple[Any, Tensor, Tensor]]()
+    finish = residual.finish
+
+    def keep(state: Any, norm: Any) -> Tensor:
+        calls.append((norm, finish(state, norm)))
+        return calls[-1][1]
+
+    with ExitStack() as stack:
+        vars(residual)["finish"] = keep
+        stack.callback(vars(residual).pop, "finish")
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                handle = module.register_forward_hook(lambda m, args, out: linears.append((m, args[0], out)))
+                stack.callback(handle.remove)
+        stack.enter_context(evaluating(model))
+        stack.enter_context(torch.no_grad())
+        logits = model(ids[None]).logits
+    if not calls:
+        raise UserError(f"{model.name} calls no `finish` of its residual: there is no last read")
+    norm, normed = calls[-1]
+    head = model.head or next((m for m, x, out in reversed(linears) if _same(x, normed) and _same(out, logits)), None)
+    if head is None:
+        raise UserError(
+            f"no linear layer of {model.name} makes its logits of what `finish` returns: give TextModel(module, head=f)"
+        )
+    return norm, lambda h: log_probs(head(h)), head
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _predictions(model: Any, hidden: Tensor) -> Tensor:
-    """(T, V) log-probabilities from normed vectors (T, d): the model's own head, for which its base hands these out."""
+    """Return log-probabilities (T, V) of normed vectors (T, d): the model's own head, for which its base hands these
+    out."""
     base = model.base_model
     before = base.__dict__.get("forward")
     output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden.unsqueeze(0))

@@ -4,12 +4,13 @@ report = prune_report(inspection, threshold=0.01)
 with intervene(model, *report.edits("mean")): ...    # the model without those edges
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from attnres.errors import UserError
-from attnres.inspect.edits import KnockOut
+from attnres.inspect import notebook
+from attnres.inspect.edits import Ablate
 from attnres.inspect.inspection import Inspection
 from attnres.residuals import Traits
 
@@ -54,8 +55,8 @@ class SourceUse:
     below_part: int
 
 
-@dataclass(frozen=True)
-class PruneReport:
+@dataclass(frozen=True, repr=False)
+class PruneReport(notebook.Result):
     """What hardly any weight goes through.
 
     Attributes:
@@ -68,28 +69,34 @@ class PruneReport:
     sources: list[SourceUse]
 
     def below(self, which: Which) -> list[Edge]:
-        """The edges that could go, lightest first."""
+        """Return the edges that could go, lightest first."""
         edges = [edge for edge in self.edges if getattr(edge, which) < self.threshold]
         return sorted(edges, key=lambda edge: getattr(edge, which))
 
     def traffic(self, which: Which) -> float:
-        """Fraction of the vectors that reads with a choice load (one a token and edge) that would no longer be."""
+        """Return the fraction of the vectors that reads with a choice load (one a token and edge) that would no longer
+        be."""
         return len(self.below(which)) / len(self.edges) if self.edges else 0.0
 
     def weight(self, which: Which) -> float:
-        """Fraction of the reads' weight that goes through these edges."""
+        """Return fraction of the reads' weight that goes through these edges."""
         reads = len({edge.read for edge in self.edges})
         return sum(edge.mean for edge in self.below(which)) / reads if reads else 0.0
 
-    def edits(self, which: Which) -> list[KnockOut]:
+    def edits(self, which: Which) -> list[Ablate]:
         """Interventions that take the edges out, all at once; what a read keeps is renormalised."""
         by_read: dict[str, list[str]] = {}
         for edge in self.below(which):
             by_read.setdefault(edge.read, []).append(edge.source)
-        return [KnockOut(tuple(sources), reads=read) for read, sources in by_read.items()]
+        return [Ablate(tuple(sources), reads=read) for read, sources in by_read.items()]
 
-    def record(self) -> dict[str, Any]:
-        """For a JSON file."""
+    def _about(self) -> str:
+        return f"{len(self.below('mean'))} of {len(self.edges)} edges below {self.threshold:g}"
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return map(vars, self.edges)
+
+    def to_dict(self) -> dict[str, Any]:
         parts = {
             which: {
                 "edges": [vars(edge) for edge in self.below(which)],
@@ -117,6 +124,8 @@ def prune_report(inspection: Inspection, threshold: float = 0.01) -> PruneReport
     check_prunable(inspection.model["residual"], inspection.traits, threshold)
     routing = inspection.routing
     assert routing is not None
+    if "high" not in routing or "largest" not in routing:
+        raise UserError("this inspection holds means alone: one of `inspect_model` says how weights spread over tokens")
     edges, uses = [], dict[str, list[Edge]]()
     for index, read in enumerate(inspection.layout):
         if len(read.sources) < 2:

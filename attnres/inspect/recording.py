@@ -1,7 +1,7 @@
 """What a forward (and backward) pass really did: where each read came from, magnitudes and gradients by depth."""
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,12 +16,18 @@ from attnres.ops import compute_dtype
 from attnres.residuals import Residual, Source, watched_by
 
 
-def find_residual(model: nn.Module) -> Residual:
-    """The residual of a model of this package.
+def find_residual(model: Any) -> Residual:
+    """Return the residual of a model: of this package, or a module with one of `make_residual` or `attach`.
+
+    Args:
+        model: a module, or a method of one.
 
     Raises:
-        UserError: it has none.
+        UserError: it is no module, or has none.
     """
+    model = getattr(model, "__self__", model)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{type(model).__name__} is no module of torch: give the one whose residual is looked at")
     for module in model.modules():
         if isinstance(module, Residual):
             return module
@@ -29,11 +35,12 @@ def find_residual(model: nn.Module) -> Residual:
         if residual is not None and any(isinstance(part, Residual) for part in residual.modules()):
             return residual("itself")  # an adapter library may have put a wrapper around it
     raise UserError(
-        f"{type(model).__name__} has no residual of attnres: build or load it with attnres.models, or convert it"
+        f"{type(model).__name__} has no residual of attnres: build or load it with attnres.models, convert it, or give "
+        "it one with make_residual or attach"
     )
 
 
-class Trace:
+class Trace(notebook.Result):
     """Running means over everything recorded; memory does not grow with the number of batches.
 
     Rows of `sources`, `weights`, `source_rms` and `source_cosine` belong to reads and have the read's number of
@@ -51,6 +58,9 @@ class Trace:
         layout: the R reads and what they mix, as data, the output's last (R = L+1 where each sublayer has one). reads:
             their names.
         tokens: tokens recorded so far.
+
+    The data frame has a row a (read, source) edge: weight, contribution, size, rms, cosine with the query; none before
+    the first pass.
     """
 
     def __init__(
@@ -124,6 +134,8 @@ class Trace:
     def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         if _in_backward():
             return
+        if not self.tokens:
+            raise UserError("a read was made before a pass began: call `start` of the residual inside the recording")
         h = h.detach()
         self._input_squares[index] += _sum_of_squares(h)
         if self._keep:
@@ -320,21 +332,24 @@ class Trace:
         return np.stack([np.pad(row, (0, self.num_sublayers + 1 - len(row))) for row in rows])
 
     # -- in a notebook --------------------------------------------------------------------------------------------
-    def __repr__(self) -> str:
-        return f"Trace({self.residual}: {len(self.reads)} reads, {self.tokens:,} tokens)"
+    def _about(self) -> str:
+        return f"{self.residual}: {len(self.reads)} reads, {self.tokens:,} tokens"
 
-    def frame(self) -> Any:
-        """A data frame with a row a (read, source) edge: weight, contribution, size, rms, cosine with the query;
-        without rows before the first pass."""
-        return notebook.edges_frame(
-            self.reads,
-            self.sources,
-            weight=self.weights,
-            contribution=self.contribution,
-            size=self.size,
-            rms=self.source_rms,
-            cosine=self.source_cosine,
-        )
+    def _columns(self) -> dict[str, list[list[float]]]:
+        return {
+            "weight": self.weights,
+            "contribution": self.contribution,
+            "size": self.size,
+            "rms": self.source_rms,
+            "cosine": self.source_cosine,
+        }
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return notebook.edges(self.reads, self.sources, **self._columns())
+
+    def to_dict(self) -> dict[str, Any]:
+        names = {"residual": self.residual, "reads": self.reads, "sources": self.sources}
+        return {"tokens": self.tokens, **names, **self._columns()}
 
     def _repr_html_(self) -> str:
         if not self.tokens or not all(self.sources):
@@ -386,7 +401,7 @@ class Trace:
 
 
 def _mean(row: Any, tokens: int) -> list[float]:
-    return (row / tokens).tolist() if torch.is_tensor(row) else []
+    return (row / tokens).tolist() if torch.is_tensor(row) and tokens else []
 
 
 def _ratio(dots: Tensor, lengths: Tensor) -> Tensor:
@@ -394,7 +409,7 @@ def _ratio(dots: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _in_backward() -> bool:
-    """Whether a checkpointed layer is being run again: what it does was recorded the first time."""
+    """Return whether a checkpointed layer is being run again: what it does was recorded the first time."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -403,7 +418,7 @@ def _sum_of_squares(x: Tensor) -> float:
 
 
 @contextmanager
-def record(model: nn.Module, *, tokens: bool = False, labels: int = 0, contributions: bool = True) -> Generator[Trace]:
+def record(model: Any, *, tokens: bool = False, labels: int = 0, contributions: bool = True) -> Generator[Trace]:
     """Record what `model`'s residual does while the block runs; logits and gradients stay the same, with gradients bit
     for bit. Every position counts as a token, padding too: of texts of several lengths give one after the other.
 

@@ -4,8 +4,8 @@ A query w with key gain g chooses by its direction and its length: how far the d
 is before and after. What a text's reads are made of at a step needs all weights of that step, a checkpoint (`keep_at`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,17 @@ from attnres.errors import UserError
 from attnres.inspect import notebook
 from attnres.inspect.attribution import by_size
 from attnres.inspect.geometry import directions, sharpness
-from attnres.inspect.inspection import By, Inspection, Named, Routing
+from attnres.inspect.inspection import By, Inspection, Routing
 from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.progress import grid, say
 from attnres.residuals import Read, Residual
-from attnres.terminal import grid, say
 from attnres.text import number, short
 from attnres.training.checkpoint import kept
 
 
 @dataclass(frozen=True, repr=False)
-class StepChange(Named):
+class StepChange(notebook.Named, notebook.Result):
     """What changed from one step of a run to a later one.
 
     Attributes:
@@ -34,6 +34,8 @@ class StepChange(Named):
         turned: of each read the cosine of w * g at both steps; None where it has no query, or one of zero length.
         before, after: sharpness of each read, |w g| sqrt(d); None where it has no query.
         tables: of what is learned besides queries (gates, coefficients) the largest change of a number, by name.
+
+    The data frame has a row a read: turned, before, after.
     """
 
     first: int
@@ -44,29 +46,21 @@ class StepChange(Named):
     after: list[float | None]
     tables: dict[str, float]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {name: value for name, value in asdict(self).items() if name != "layout"} | {"reads": self.reads}
+    def _about(self) -> str:
+        return f"step {self.first:,} to {self.last:,}: {len(self.layout)} reads"
 
-    def __repr__(self) -> str:
-        return f"StepChange(step {self.first:,} to {self.last:,}: {len(self.layout)} reads)"
-
-    def frame(self) -> Any:
-        """A data frame with a row a read: turned, before, after."""
+    def _records(self) -> Iterator[dict[str, Any]]:
         rows = zip(self.reads, self.turned, self.before, self.after, strict=True)
-        return notebook.frame({"read": r, "turned": t, "before": b, "after": a} for r, t, b, a in rows)
+        return ({"read": r, "turned": t, "before": b, "after": a} for r, t, b, a in rows)
 
     def _repr_html_(self) -> str:
-        rows = [
-            (read, short(turned), short(before), short(after))
-            for read, turned, before, after in zip(self.reads, self.turned, self.before, self.after, strict=True)
-        ]
         head = ("read", "cosine of its query at both", f"sharpness at {self.first:,}", f"at {self.last:,}")
+        rows = ((read, *map(short, values)) for read, *values in (row.values() for row in self._records()))
         return notebook.table(repr(self), head, rows)
 
 
 def step_change(first: Residual, last: Residual, steps: tuple[int, int]) -> StepChange:
-    """What changed from one state of a residual to another, those of two steps."""
+    """Compare one state of a residual with another, those of two steps."""
     one, two = directions(first), directions(last)
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(two, axis=1)
     cosines = (one * two).sum(1) / lengths
@@ -85,7 +79,8 @@ def step_change(first: Residual, last: Residual, steps: tuple[int, int]) -> Step
 
 
 def between(run: str | Path | Checkpoint, first: int, last: int | None = None) -> StepChange:
-    """What the residual of a run, a folder, learned from step `first` to step `last`; None is the last that was kept.
+    """Return what the residual of a run, a folder, learned from step `first` to step `last`; None is the last that was
+    kept.
 
     Raises:
         UserError: no run there, no snapshots of these steps, or the first is not before the last.
@@ -110,7 +105,7 @@ def between(run: str | Path | Checkpoint, first: int, last: int | None = None) -
 
 
 def _there(kept: Mapping[int, Any]) -> str:
-    """Which steps there are."""
+    """Name the steps that there are."""
     if not kept:
         return "a run that kept some (one of a residual that learns nothing keeps none, nor one that learns matrices)"
     return f"one of its evaluations, {', '.join(f'{step:,}' for step in kept)}"
@@ -121,7 +116,7 @@ EDGES = 10
 
 
 def change_since(checkpoint: Checkpoint, step: int) -> StepChange:
-    """What the residual of a run's model learned since that step.
+    """Return what the residual of a run's model learned since that step.
 
     Raises:
         UserError: no run, or no snapshot of that step.
@@ -183,7 +178,7 @@ def since_table(
 
 
 def not_kept(step: int) -> str:
-    """What is said where a step's residual was kept and nothing else."""
+    """Say why a step's residual was kept and nothing else."""
     return (
         f"what reads were made of at step {step:,} needs all weights of that step, and only the residual's were kept: "
         f"train with --keep-at {step}"

@@ -6,18 +6,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, next_token_losses
+from attnres.head import evaluating, next_token_losses
+from attnres.inspect import notebook
 from attnres.inspect.edits import intervene
-from attnres.inspect.effects import Edits, prompt_ids, several
+from attnres.inspect.effects import Edits, several
 from attnres.inspect.recording import Trace, record
-from attnres.models.encoding import check_ids, encode_document, rows_of
+from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, prompt_ids, vocab_size
+from attnres.models.encoding import check_ids, encode_document
 from attnres.stats import Ratio, RatioSums, ratio
+from attnres.text import with_error
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 BINS = 500
 """Of the histogram of each source's shares: quantiles are right to 1 / BINS."""
@@ -97,14 +100,23 @@ def check_documents(documents: object) -> None:
         raise UserError("documents is one text: expected several, or [text]")
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> Encoded:
-    """The tokens of a text without those in front, labelled -1. Raises UserError as `encode_document`."""
-    ids, offsets = encode_document(tokenizer, text)
+def encode(tokenizer: Any, text: Text) -> Encoded:
+    """Return the tokens of a text without those in front, labelled -1; token ids are taken as they are.
+
+    Raises:
+        UserError: as `encode_document`; letters without a tokenizer.
+    """
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise UserError("text was given in letters without a tokenizer: give one, or token ids")
+        ids, offsets = encode_document(as_tokenizer(tokenizer), text)
+    else:
+        ids, offsets = torch.as_tensor(text).flatten().tolist(), []
     return Encoded(np.asarray(ids, dtype=np.int64), offsets, np.full(len(ids), -1))
 
 
 def survey(
-    model: nn.Module,
+    model: Model,
     documents: Iterable[Encoded],
     *,
     context: int,
@@ -127,8 +139,8 @@ def survey(
     """
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}: expected at least 1")
-    sums = _Sums(labels)
-    device, rows = next(model.parameters()).device, rows_of(model)
+    model, sums = as_model(model), _Sums(labels)
+    device, rows = device_of(model), vocab_size(model)
     with evaluating(model), torch.no_grad(), record(model, tokens=True) as trace:
         for batch in batches(sums.opened(_windows(documents, context - len(before))), batch_size):
             ids = np.stack([np.concatenate([before, window.ids]) for window in batch]).astype(np.int64)
@@ -145,7 +157,8 @@ def survey(
 
 
 def loss_change(before: Survey, after: Survey, place: int = 0) -> Ratio:
-    """How much higher the mean loss of the same documents is in `after`, in nats per token, document by document.
+    """Return how much higher the mean loss of the same documents is in `after`, in nats per token, document by
+    document.
 
     `place`: of `by_document`, 0 for all tokens and k + 1 for those that follow a token of label k.
     """
@@ -153,8 +166,8 @@ def loss_change(before: Survey, after: Survey, place: int = 0) -> Ratio:
     return ratio(losses - before.by_document[:, place, 1], tokens)
 
 
-@dataclass(frozen=True)
-class CorpusEffect:
+@dataclass(frozen=True, repr=False)
+class CorpusEffect(notebook.Result):
     """What edits do to the loss over documents, in nats per token.
 
     Attributes:
@@ -168,9 +181,19 @@ class CorpusEffect:
     change: Ratio
     labels: dict[str, Ratio]
 
+    def _about(self) -> str:
+        return f"{with_error(self.change.mean, self.change.error, signed=True)} nats per token"
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for name, one in {"all": self.change, **self.labels}.items():
+            yield {"label": name, "change": one.mean, "error": one.error, "tokens": int(one.total)}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"before": self.before, "after": self.after, "change": list(self._records())}
+
 
 def corpus_effect(
-    model: nn.Module,
+    model: Model,
     documents: Iterable[Tensor | Sequence[int]],
     edits: Edits,
     *,
@@ -188,7 +211,7 @@ def corpus_effect(
         UserError: no document has two tokens; one is longer than the context or has ids outside the vocabulary; a label
             that has no name; as `intervene` and `survey`.
     """
-    encoded = []
+    model, encoded = as_model(model), []
     for document in documents:
         ids = prompt_ids(model, document)[0].cpu()
         marks = np.full(len(ids), -1) if labels is None else np.asarray(labels(ids))
@@ -214,7 +237,7 @@ def corpus_effect(
 
 
 def _windows(documents: Iterable[Encoded], room: int) -> Iterator[_Window | None]:
-    """Windows of every document, and None where one ends."""
+    """Yield windows of every document, and None where one ends."""
     for number, document in enumerate(documents):
         for start in range(0, len(document.ids), room):
             end = start + room
@@ -223,7 +246,7 @@ def _windows(documents: Iterable[Encoded], room: int) -> Iterator[_Window | None
 
 
 def batches(windows: Iterable[_Some], size: int) -> Iterator[list[_Some]]:
-    """Windows of equal length together, in memory bounded by `WAITING` batches."""
+    """Yield windows of equal length together, in memory bounded by `WAITING` batches."""
     waiting: dict[int, list[_Some]] = {}
     for window in windows:
         group = waiting.setdefault(len(window.ids), [])
@@ -236,13 +259,13 @@ def batches(windows: Iterable[_Some], size: int) -> Iterator[list[_Some]]:
 
 
 def _shares(weights: Tensor) -> Tensor:
-    """|weights| over their sum; zero for a read from which everything was taken."""
+    """Return |weights| over their sum; zero for a read from which everything was taken."""
     size = weights.abs()
     return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
 
 
 def _half(both: Ratio, half: int) -> Ratio:
-    """The first or second half of a ratio's numbers."""
+    """Return the first or second half of a ratio's numbers."""
     return both._replace(mean=np.split(both.mean, 2)[half], error=np.split(both.error, 2)[half])
 
 

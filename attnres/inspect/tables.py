@@ -9,17 +9,16 @@ from rich.table import Table
 
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.config import InspectConfig
-from attnres.inspect.edits import KnockOut, source_names
+from attnres.inspect.edits import Ablate, source_names
 from attnres.inspect.effects import effect
 from attnres.inspect.inspection import FIELD, By, ByLabel, Example, Inspection, Weights, by_in, source_spike
 from attnres.inspect.prune import PruneReport
 from attnres.inspect.survey import Survey, encode, loss_change
 from attnres.models.encoding import piece, spelled, token_in_front
 from attnres.models.open import Checkpoint
-from attnres.progress import counting
+from attnres.progress import counting, grid, say, wide
 from attnres.residuals import Read, depths
 from attnres.stats import or_none
-from attnres.terminal import grid, say, wide
 from attnres.text import counted, short, with_error, with_settings
 
 TOP = 3
@@ -43,25 +42,23 @@ def show(
 ) -> None:
     """Print what was measured: the model, a row a read, a row a kind of token, the example token by token; `by` says
     which numbers of sources are shown."""
-    by = by_in(by, inspection.routing, inspection.kinds, inspection.prompts, inspection.example)
+    by = by_in(by, inspection.routing, inspection.kinds, inspection.example)
     console = wide(console)
     say(console, _heading(inspection))
     for table in _reads(inspection, console.width, by):
         console.print(table)
     for line in _notes(inspection, by):
         say(console, line)
-    ours = "kind of prompt, of those that come with the package"
-    for title, part in (("kind of token", inspection.kinds), (ours, inspection.prompts)):
-        if part is not None and inspection.routing is not None and max(part["documents"]) > 1:
-            console.print()
-            console.print(_labels(title, part, inspection.routing, by))
+    if inspection.kinds is not None and inspection.routing is not None and max(inspection.kinds["documents"]) > 1:
+        console.print()
+        console.print(_labels("kind of token", inspection.kinds, inspection.routing, by))
     if example and inspection.example is not None:
         console.print()
         console.print(_example(inspection.example, inspection.layout, console.width, by))
 
 
 def top(names: Sequence[str], weights: Sequence[float | None], count: int = TOP) -> str:
-    """The largest sources and their numbers: "embedding .41, block 2 .30"."""
+    """Return the largest sources and their numbers: "embedding .41, block 2 .30"."""
     pairs = [(name, weight) for name, weight in zip(names, weights, strict=True) if weight is not None]
     if len(pairs) > 1 and all(abs(weight - pairs[0][1]) < 1e-6 for _, weight in pairs):
         return f"all {len(pairs)} alike, {short(pairs[0][1])} each"
@@ -82,7 +79,7 @@ def _heading(inspection: Inspection) -> str:
 
 
 def _reads(inspection: Inspection, width: int, by: By) -> list[Table]:
-    """A row a read: where it comes from and what it is; two tables where one is wider than the terminal."""
+    """Return a row a read: where it comes from and what it is; two tables where one is wider than the terminal."""
     routing, sharpness = inspection.routing, inspection.sharpness
     where: dict[str, list[str]] = {}
     what: dict[str, list[str]] = {}
@@ -121,7 +118,7 @@ def _table(reads: Sequence[str], columns: dict[str, list[str]]) -> Table:
 
 
 def _notes(inspection: Inspection, by: By) -> list[str]:
-    """What the columns mean, and the largest source."""
+    """Return lines that say what the columns mean, and the largest source."""
     lines = [""]
     if inspection.routing is not None:
         numbers = (
@@ -225,9 +222,9 @@ EDGES = 12
 
 
 def knock_out_table(
-    knock_outs: list[tuple[str, KnockOut]], plain: Survey, survey_again: Callable[..., Survey], console: Console
+    knock_outs: list[tuple[str, Ablate]], plain: Survey, survey_again: Callable[..., Survey], console: Console
 ) -> list[dict[str, Any]]:
-    """Table and record of what the loss is without each source."""
+    """Print the loss without each source; return the records."""
     table = grid("without", right=("loss", "change"))
     table.add_row("–", short(plain.loss.mean, 3), "")
     rows = []
@@ -261,10 +258,10 @@ def next_token_table(
     model: Any,
     text: str,
     context: int,
-    knock_outs: list[tuple[str, KnockOut]],
+    knock_outs: list[tuple[str, Ablate]],
     console: Console,
 ) -> list[list[dict[str, Any]]]:
-    """Table and records of what comes next after the text, with and without each source."""
+    """Print what comes next after the text, with and without each source."""
     ids = last_window(checkpoint, text, context)
     table = grid("without", "likeliest after the text", right=("p before", "p after"))
     before, records = None, []
@@ -283,7 +280,8 @@ def next_token_table(
 def attribution_table(
     checkpoint: Checkpoint, model: Any, ids: list[int], config: InspectConfig, console: Console
 ) -> Attribution:
-    """Table of the edges that the prediction after a text depends on most, and all of them as they were found."""
+    """Print the edges that the prediction after a text depends on most, and all of them as they were
+    found."""
     edges = sum(map(len, source_names(model)))
     with counting("without each edge", edges, "edges", shown=config.progress) as on_edges:
         attribution = attribute(model, ids, batch_size=max(1, config.batch_tokens // len(ids)), progress=on_edges)
@@ -307,7 +305,7 @@ def attribution_table(
 
 
 def last_window(checkpoint: Checkpoint, text: str, context: int) -> list[int]:
-    """The text's end, as much as the model takes."""
+    """Return the ids of the text's end, as many as the model takes."""
     before = token_in_front(checkpoint.tokenizer)
     return [*before, *encode(checkpoint.tokenizer, text).ids[-(context - len(before)) :].tolist()]
 
@@ -319,8 +317,8 @@ def _word(checkpoint: Checkpoint, token: int) -> str:
 def prune_table(
     report: PruneReport, plain: Survey, survey_again: Callable[..., Survey], console: Console
 ) -> dict[str, Any]:
-    """Table and record of what hardly any weight goes through, and the loss without it."""
-    record = report.record()
+    """Print what hardly any weight goes through, and the loss without it."""
+    record = report.to_dict()
     titles = ("edges", "of the\ntraffic", "of the\nweight", "loss\nwithout", "change")
     table = grid(f"share of the read\nbelow {report.threshold:g}", right=titles)
     for column in table.columns:

@@ -18,12 +18,15 @@ from attnres.ops import compute_dtype
 from attnres.residuals import (
     RESIDUALS,
     Residual,
+    changed_settings,
     make_residual,
     residual_class,
+    settings_in_full,
     settings_of,
     source_file,
     source_sha256,
 )
+from attnres.residuals.registry import is_known
 from attnres.residuals.values import ValueResidual
 from attnres.text import with_settings
 
@@ -80,7 +83,18 @@ class ResidualConfigMixin:
             )
             stray = stray_settings(cls, config_dict)
             config_dict = {name: value for name, value in config_dict.items() if name not in stray}
+        if config_dict.get("residual_settings") and is_known(str(config_dict.get("residual"))):
+            chosen = changed_settings(config_dict["residual"], config_dict["residual_settings"])
+            config_dict = {**config_dict, "residual_settings": chosen}
         return super().from_dict(config_dict, **kwargs)  # ty: ignore[missing-attribute]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as config.json has them: every setting of the residual, so that no later default changes
+        what a saved model computes."""
+        values = super().to_dict()  # ty: ignore[missing-attribute]
+        if is_known(self.residual):
+            values["residual_settings"] = settings_in_full(self.residual, self.residual_settings)
+        return values
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return self.empty, (self.stored,), vars(self)
@@ -133,7 +147,8 @@ class ResidualConfigMixin:
         residual_class(self.residual, self.residual_file)
         layers, kinds = cast(int, layer_count(self)), self.family.sublayers
         width = self.layers_config.hidden_size
-        settings = self.residual_settings or {}
+        # in full: a model of a config has the read_scale that its config.json says, and nobody has to be warned of it
+        settings = settings_in_full(self.residual, self.residual_settings)
         residual = make_residual(self.residual, layers * len(kinds), width, sublayers=kinds, **settings)
         if residual.value_kind != "none":
             mix = ValueResidual(residual.value_kind, layers, self.shared_heads, width)

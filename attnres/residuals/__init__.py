@@ -15,10 +15,12 @@ from attnres.residuals.layout import (
 )
 from attnres.residuals.registry import (
     RESIDUALS,
+    changed_settings,
     check_settings,
     make_residual,
     register,
     residual_class,
+    settings_in_full,
     settings_of,
     source_file,
     source_sha256,
@@ -39,6 +41,7 @@ __all__ = [
     "Source",
     "Traits",
     "Ways",
+    "changed_settings",
     "check_settings",
     "columns",
     "depths",
@@ -47,6 +50,7 @@ __all__ = [
     "outputs",
     "register",
     "residual_class",
+    "settings_in_full",
     "settings_of",
     "source_file",
     "source_sha256",

@@ -59,6 +59,9 @@ def describe_norm(module: nn.Module, like: Tensor) -> NormLike:
     out_dtype = autocast_dtype(like.device.type)
     if isinstance(module, nn.LayerNorm) and _forward(module) is nn.LayerNorm.forward:
         return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
+    if isinstance(module, nn.RMSNorm) and _forward(module) is nn.RMSNorm.forward and len(module.normalized_shape) == 1:
+        eps = torch.finfo(like.dtype).eps if module.eps is None else module.eps
+        return Norm(module.weight, None, eps, False, out_dtype)
     eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
     if eps is not None and module.__dict__.get("is_rms_norm", True):
         weight: Any = module._parameters.get("weight")

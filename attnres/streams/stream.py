@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from attnres.errors import UserError
-from attnres.residuals import Residual, Ways
+from attnres.residuals import NormLike, Residual, Ways
 from attnres.residuals.base import as_it_is, verbs
 from attnres.residuals.watch import unwatched
 from attnres.streams.inputs import Inputs
@@ -38,8 +38,9 @@ _ADDITIONS = frozenset(
 
 
 UNREAD = (
-    "sublayer {} wrote before it read: is each of its pre-norms named in its family? A tool that changes a layer's "
-    "output before the layer's hooks run (nnsight) adds to its MLP's output instead"
+    "sublayer {} wrote before it read: one of its pre-norms is not named, or attention and MLP read side by side "
+    "(attnres.attach takes such layers with norms=None). A tool that changes a layer's output before its "
+    "hooks run (nnsight) adds to the MLP's output instead"
 )
 
 REENTRANT_IS_REFUSED = (
@@ -148,11 +149,11 @@ class Stream:
             self._written = state
         return state
 
-    def read(self, norm: nn.Module | None) -> Tensor | Inputs:
+    def read(self, norm: Any) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
         if self.tracked and not torch.is_grad_enabled() and reentrant(self.residual) is not None:
             raise UserError(REENTRANT_IS_REFUSED)
-        spec = as_it_is if norm is None else describe_norm(norm, self.like)
+        spec = self.spec(norm)
         inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
         call = self.residual if self.call is None else self.call
         if self.index == inner.num_sublayers:
@@ -161,6 +162,10 @@ class Stream:
         if inner.value_mix is not None:
             return self._with_values(x, inner)
         return Inputs.of(x) if isinstance(x, Ways) else x
+
+    def spec(self, norm: Any) -> NormLike:
+        """Return what a read ends with: the norm as a value where its arithmetic is known, else a function."""
+        return as_it_is if norm is None else describe_norm(norm, self.like)
 
     def _with_values(self, x: Tensor | Ways, inner: Residual) -> Tensor | Inputs:
         """The input of the coming sublayer, where attentions' values take something from the first layer's."""
@@ -183,7 +188,7 @@ class Stream:
         if self.index != count:
             raise TypeError(
                 f"{self.index} of {count} sublayers have read the stream and written to it: is each of its pre-norms "
-                "named in its family? Depth reads take no pass that leaves layers out (assistant_early_exit)"
+                "named? Depth reads take no pass that leaves layers out (assistant_early_exit)"
             )
         return self.read(norm)
 
@@ -197,7 +202,7 @@ class Stream:
             return dataclasses.replace(self, output=(cast(Tensor, self.output) + output).to(self.dtype))
         inputs, self._inputs = self._inputs, None
         values = self.values if inputs is None else inputs.first
-        after = Stream(self.residual, state, self.index + 1, self.like, output, values, self.call, self.tracked)
+        after = type(self)(self.residual, state, self.index + 1, self.like, output, values, self.call, self.tracked)
         after.inside = True
         return after
 

@@ -32,11 +32,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.files import copy_files, recover_folder, replaced_folder, write_json, writing
+from attnres.files import copy_files, recover_folder, replaced_folder, user_path, write_json, writing
 from attnres.folders import refuse_other
-from attnres.paths import user_path
 from attnres.progress import quiet_transformers
 from attnres.reading import read_json
+from attnres.residuals import settings_in_full
 from attnres.training import finetune
 from attnres.training.config import same_configuration, same_text
 from attnres.training.optim import empty_state, entry_of, load_state_tensors, state_tensors
@@ -341,7 +341,8 @@ def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
     """Refuse the config of a model in `path` that has another residual than the run of `state`: UserError."""
     ours = state["config"]["model"]
     residual, settings = (getattr(config, name, None) for name in ("residual", "residual_settings"))
-    if (residual, settings or {}) != (ours["residual"], ours["settings"]):
+    same = residual == ours["residual"]
+    if not same or settings_in_full(residual, settings) != settings_in_full(residual, ours["settings"]):
         raise UserError(
             f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} "
             f"{ours['settings']}: {DAMAGED}"

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
-from attnres.forward import evaluating
-from attnres.head import called_losses
+from attnres.head import called_losses, evaluating
 from attnres.training import validate
 from attnres.training.checkpoint import saved_buffers
 from attnres.training.config import ParallelConfig

@@ -15,8 +15,8 @@ from torch import nn
 
 from attnres.errors import Interrupted, UserError, foreign
 from attnres.files import copy_files, locked, replaced_folder, write_json
+from attnres.progress import say
 from attnres.stats import or_none, perplexity, standard_error
-from attnres.terminal import say
 from attnres.training import checkpoint, environment, finetune, validate
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.finetune import import_peft
@@ -51,6 +51,10 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     for note in prepared.notes if who.first else ():
         print(f"attnres: {note}", file=sys.stderr)
     dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")
+    if config.stream_dtype == "bf16" and dtype != "bf16":
+        raise UserError(
+            f"stream_dtype is bf16 and dtype {dtype}: a stream in bf16 needs matrix products in bf16, give --dtype bf16"
+        )
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
     prepared = dataclasses.replace(prepared, config=config)
     going_on = f"give the same command with --resume to go on from the last checkpoint in {config.out}"

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnres.errors import UserError
-from attnres.forward import token_losses, whole_sequences
 from attnres.head import (
     Head,
     Soft,
@@ -31,6 +30,8 @@ from attnres.head import (
     is_apart,
     is_small,
     sums_in_parts,
+    token_losses,
+    whole_sequences,
 )
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnres.errors import UserError, unknown
-from attnres.paths import user_path
-from attnres.run_names import run_name
+from attnres.files import user_path
+from attnres.text import run_name
 from attnres.training.config import (
     DataConfig,
     ModelConfig,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnres.errors import UserError, foreign
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.residuals import Residual, make_residual, residual_class
 from attnres.training.config import FinetuneConfig, ModelConfig, TrainConfig, size_or_default
 from attnres.training.environment import tune

@@ -18,14 +18,11 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnres.cache import cache_dir
 from attnres.errors import UserError
-from attnres.files import write_bytes
-from attnres.locks import lock
-from attnres.paths import user_path
+from attnres.files import cache_dir, lock, user_path, write_bytes
 from attnres.residuals import make_residual
 from attnres.residuals.base import as_it_is
-from attnres.run_names import run_name
+from attnres.text import run_name
 from lab.contrast import contrast
 from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting
 
@@ -134,9 +131,7 @@ PUBLISHED = {
     "resnet-56": "6.41 to 7.47",
 }
 """Test error in percent, github.com/samitmohan's repository and blog, which report the best epoch on test images."""
-CAPTION = (
-    "Test error less that of the first network named, in percent of the images; grey: what a verdict has to exceed."
-)
+CAPTION = "Test error less that of the first network named, in percent of the images: left of the line is lower."
 AXIS = "difference of the test error, percent"
 RATE, MOMENTUM, DECAY, BATCH, STEPS = 0.1, 0.9, 1e-4, 128, 64_000
 MULTIPLICATIONS = 41e6

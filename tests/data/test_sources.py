@@ -16,9 +16,8 @@ import pytest
 from corpora import document, write_jsonl
 
 from attnres.data import prepare
-from attnres.data.hub import articles
 from attnres.data.readers import pieces
-from attnres.data.sources import open_source, stdlib_files
+from attnres.data.sources import articles, open_source, stdlib_files
 from attnres.errors import UserError
 
 
@@ -356,7 +355,7 @@ def test_hub_errors_are_sentences(hub: list[tuple], monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="is not hub:NAME"):
         read("hub:a:b:c:d")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'attnres\[data\]'"):
+    with pytest.raises(UserError, match=r"pip install 'attention-residuals\[data\]'"):
         read("hub:fineweb-edu")
 
 

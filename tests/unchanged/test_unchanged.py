@@ -10,18 +10,26 @@ import pytest
 import torch
 import values
 
+import attnres
+from attnres.residuals import settings_of
+
 THEN = json.loads((values.HERE / "values.json").read_text())
 _STUDY = """
     --adopt --allow-different --budget --column --dry-run --executor --help --images --jobs --list --no-allow-different
     --no-dry-run --no-list --no-report --out --preset --report --runs --seeds --slurm --source
 """.split()
-MOVED: dict[str, str] = {
-    f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY
-} | {
-    f"{command} --residual-{name}": "it gained nothing in any comparison"
-    for command in ("train", "compare")
-    for name in ("hold", "warmup")
-}
+MOVED: dict[str, str] = (
+    {f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY}
+    | {
+        f"attnres.inspect.{name}": "one line of Reweigh, in docs/inspect.md"
+        for name in ("AddLogit", "Pin", "Recency", "Swap", "Uniform", "pin_from")
+    }
+    | {
+        f"{command} --residual-{name}": "it gained nothing in any comparison"
+        for command in ("train", "compare")
+        for name in ("hold", "warmup")
+    }
+)
 """A name or "command --flag" that is gone, and why."""
 
 
@@ -34,6 +42,18 @@ def test_ten_training_steps(name):
 @pytest.mark.parametrize("name", values.mechanisms())
 def test_a_saved_model_loads(name):
     torch.testing.assert_close(values.logits(values.HERE / "models" / name), THEN["logits"][name], rtol=1e-7, atol=1e-9)
+
+
+def test_a_saved_model_without_settings_keeps_its_function_and_is_saved_with_all(tmp_path):
+    folder = values.HERE / "models" / "block"
+    assert json.loads((folder / "config.json").read_text())["residual_settings"] == {}
+    model = attnres.load(str(folder))
+    assert model.config.residual_settings == {}  # in memory, and where people see them, those that were chosen
+    model.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())["residual_settings"]
+    assert written == settings_of("block") and written["read_scale"] == "mean" and written["num_blocks"] is None
+    torch.testing.assert_close(values.logits(tmp_path), THEN["logits"]["block"], rtol=1e-7, atol=1e-9)
+    assert attnres.load(str(tmp_path)).config.residual_settings == {}
 
 
 def test_public_names_are_there():

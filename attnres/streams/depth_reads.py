@@ -1,0 +1,143 @@
+"""Depth reads for a loop of one's own: a hidden state that counts its sublayers and refuses misuse."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+from attnres.ops.norms import Norm
+from attnres.residuals import NormLike, make_residual
+from attnres.residuals.base import as_it_is
+from attnres.residuals.mechanisms.one_stream import OneStream
+from attnres.residuals.program import has_hooks
+from attnres.streams.inputs import Inputs
+from attnres.streams.known_norms import describe_norm
+from attnres.streams.stream import Stream
+
+FUSED_NORMS = (nn.RMSNorm, nn.LayerNorm)
+"""Classes of norms whose arithmetic is known: a read computes the norm in the same pass."""
+
+
+class HiddenState(Stream):
+    """The hidden state of one forward pass before sublayer `index`.
+
+    A sublayer reads it once and adds its output: `x = x + attention(x.read(norm))`.
+    """
+
+    def read(self, norm: nn.Module | NormLike | None = None) -> Tensor | Inputs:
+        """Return the input of the coming sublayer, (..., d).
+
+        Args:
+            norm: the norm before the sublayer: a module, a function, a `Norm`, or None for none. A read computes a
+                `Norm`, `nn.RMSNorm` or `nn.LayerNorm` in the same pass.
+
+        Raises:
+            UserError: this state was read already and nothing was added, or every sublayer has written.
+        """
+        # backward runs a checkpointed layer again, and its first run may have ended between read and write
+        recomputes = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+        if self._after_read is not None and not recomputes:
+            raise UserError(
+                f"sublayer {self.index} reads twice and has written nothing between: x = x + f(x.read(norm)) reads once"
+            )
+        if self.index == self._count():
+            raise UserError(f"all {self.index} sublayers have read and written: x.finish(norm) gives the head's input")
+        return super().read(norm)
+
+    def write(self, output: Tensor) -> "HiddenState":
+        """Return the state after the sublayer that read this one put out `output`, (..., d); `x + output` is the same.
+
+        Raises:
+            UserError: nothing has read this state.
+        """
+        if self._after_read is None:
+            raise UserError(
+                f"sublayer {self.index} writes and has not read: x = x + f(x.read(norm)) reads, and keeps the output"
+            )
+        return cast(HiddenState, super().__add__(output))
+
+    def __add__(self, output: Any) -> Any:
+        return super().__add__(output) if isinstance(output, Stream) else self.write(output)
+
+    __radd__ = __add__
+
+    def finish(self, norm: nn.Module | NormLike | None = None) -> Tensor | Inputs:
+        """Return the input of the head, (..., d), with `norm` as in `read`.
+
+        Raises:
+            UserError: some sublayer has not read and written.
+        """
+        if self.index != self._count() or self._after_read is not None:
+            raise UserError(
+                f"{self.index} of {self._count()} sublayers have read and written: finish comes after the last. "
+                "num_sublayers counts attentions and MLPs, not layers"
+            )
+        return super().read(norm)
+
+    def spec(self, norm: nn.Module | NormLike | None) -> NormLike:
+        if norm is None or isinstance(norm, Norm):
+            return as_it_is if norm is None else norm
+        # a subclass or a module with hooks (adapters, FSDP) may compute something else: it is called. So is a norm that
+        # nothing is gained by fusing: the standard residual is then x + f(norm(x)) to the bit
+        is_known = type(norm) in FUSED_NORMS and not has_hooks(cast(nn.Module, norm))
+        is_known = is_known and not isinstance(self.residual("itself"), OneStream)
+        return describe_norm(cast(nn.Module, norm), self.like) if is_known else norm
+
+    def _count(self) -> int:
+        return self.residual("itself").num_sublayers
+
+
+class DepthReads(nn.Module):
+    """Connect the sublayers of your own model: each reads a mix of the embedding and of what earlier ones put out.
+
+        self.depth = attnres.DepthReads(2 * layers, width, "block", num_blocks=8)
+
+        x = self.depth.start(self.embed(ids))
+        for layer in self.layers:
+            x = x + layer.attention(x.read(layer.norm1))
+            x = x + layer.mlp(x.read(layer.norm2))
+        logits = self.head(x.finish(self.norm))
+
+    `residual` has the parameters, and the same verbs as functions, for kernels, pipelines and compiled checkpoints,
+    which take tuples of tensors: `start(embedding)`, `read(state, index, norm)`, `write(state, index, output)`,
+    `finish(state, norm)`.
+
+    Args:
+        num_sublayers: attentions and MLPs together. width: d.
+        residual: a mechanism's name; None and "standard" are x + f(norm(x)), and ignore settings of "block", so that
+            one word switches.
+        sublayers: kinds of a layer's sublayers, in order; attention and MLP unless given.
+        query_lr: learning rate of queries and key gains relative to the one that your optimizer gives every parameter;
+            0.1 unless given, where the mechanism needs it.
+        settings: of the mechanism.
+
+    Raises:
+        UserError: an unknown name or setting, impossible settings, or a value residual: where attentions make their
+            values is not known here.
+    """
+
+    def __init__(
+        self,
+        num_sublayers: int,
+        width: int,
+        residual: str | None = "block",
+        *,
+        sublayers: Sequence[str] | None = None,
+        query_lr: float | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        if settings.get("value_residual", "none") != "none":
+            raise UserError(
+                f"value_residual is '{settings['value_residual']}', and where your attention makes its values is not "
+                "known here: leave it out"
+            )
+        self.residual = make_residual(
+            residual or "standard", num_sublayers, width, sublayers=sublayers, query_lr=query_lr, **settings
+        )
+
+    def start(self, embedding: Tensor) -> HiddenState:
+        """Return the hidden state before the first sublayer, from the token embedding (..., d)."""
+        return cast(HiddenState, HiddenState.plain(self.residual, embedding))
