@@ -6,6 +6,7 @@ excludes 0 or does not, and a published effect or not. NaN is what is not known.
 import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(above: np.ndarray, below: np.ndarray | float = 1.0) -> Ratio:
-    """The ratio of sums over items (n,); items with NaN above or nothing below are left out.
+    """Return the ratio of sums over items (n,); items with NaN above or nothing below are left out.
 
     >>> ratio(np.array([1.0, 2.0, 3.0])).mean
     2.0
@@ -64,7 +65,7 @@ class RatioSums:
         self._ab += above * below[:, None]
 
     def ratio(self, label: int) -> Ratio:
-        """The ratio of one label, mean and error (width,)."""
+        """Return the ratio of one label, mean and error (width,)."""
         aa, ab, bb = self._aa[label], self._ab[label], self._bb[label]
         return _ratio(
             int(self._items[label]), self._a[label], self._b[label], lambda mean: aa - 2 * mean * ab + mean**2 * bb
@@ -107,7 +108,8 @@ def or_none(value: float | None) -> float | None:
 
 
 def plain(value: Any, digits: int = 6) -> Any:
-    """Numbers that JSON has, in lists and dicts: NaN and infinity become None, others are rounded to so many digits."""
+    """Return numbers that JSON has, in lists and dicts: NaN and infinity become None, others are rounded to so many
+    digits."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -121,7 +123,7 @@ def plain(value: Any, digits: int = 6) -> Any:
 
 
 def _beta_share(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (NIST DLMF 8.17.22)."""
+    """Return the regularised incomplete beta function I_x(a, b), by its continued fraction (NIST DLMF 8.17.22)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
@@ -160,15 +162,6 @@ def t_quantile(probability: float, degrees: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if t_tail(middle, degrees) > tail else (low, middle)
     return low
-
-
-def f_tail(ratio: float, first: int, second: int) -> float:
-    """Fisher's F: the probability that two variances of so many degrees of freedom have at least this ratio.
-
-    >>> round(f_tail(4.46, 2, 8), 3)
-    0.05
-    """
-    return _beta_share(second / (second + first * ratio), second / 2, first / 2)
 
 
 def chi2_tail(value: float, degrees: int) -> float:
@@ -250,7 +243,8 @@ class Effect(NamedTuple):
         return t_tail(self.difference / self.error, self.degrees) if self.error else float(self.difference == 0)
 
     def excludes(self, value: float = 0.0) -> bool:
-        """Whether the interval leaves a value out, such as 0 or a published effect; without a noise it leaves none."""
+        """Return whether the interval leaves a value out, such as 0 or a published effect; without a noise it leaves
+        none."""
         return self._replace(difference=self.difference - value).p < self.level
 
 
@@ -276,12 +270,13 @@ class Recipe:
     """All runs of one recipe, loss = mechanism + seed + noise, by least squares.
 
     sigma is the residual's of that fit, with its degrees of freedom: runs that share a seed may share luck, and what
-    they share is in no difference. Where every seed belongs to one mechanism alone, or so many do that nothing is left
-    over, the two cannot be told apart: then sigma is that within mechanisms. How much of a seed's luck counts where
-    mechanisms have other seeds is estimated from the same fits (Henderson's third method), so that runs whose seed no
-    other mechanism has count too: fully where seeds carry nothing. Where variances differ by Bartlett's test at 5 %,
-    a mechanism of several runs has its own, a small one drawn up to the others' (`moderated`: two or three runs that
-    lie close together by luck say little; a large one stays), and a difference its degrees of freedom by Welch.
+    they share is in no difference. Where so many seeds belong to one mechanism alone that this leaves less than half
+    of the degrees of freedom within mechanisms, the two can hardly be told apart: then sigma is that within mechanisms.
+    How much of a seed's luck counts where mechanisms have other seeds is estimated from the same fits (Henderson's
+    third method), so that runs whose seed no other mechanism has count too: fully where seeds carry nothing. Where
+    variances differ by Bartlett's test at 5 %, a mechanism of several runs has its own, a small one drawn up to the
+    others' (`moderated`: two or three runs that lie close together by luck say little; a large one stays), and a
+    difference its degrees of freedom by Welch.
 
     Attributes:
         sigma, degrees: as above; NaN and 0 where nothing is known. seed_sd: of a seed's luck.
@@ -303,7 +298,7 @@ class Recipe:
         left, rank = y - both @ np.linalg.lstsq(both, y)[0], int(np.linalg.matrix_rank(both))
         self.degrees, squares = total - rank, float(left @ left)
         share = 0.0  # variance of a seed's luck over sigma squared
-        if self.degrees:
+        if self.degrees * 2 >= total - groups and self.degrees:
             within = z - m @ np.linalg.lstsq(m, z)[0]
             trace, excess = float((within**2).sum()), float(alone @ alone) - squares
             sigma2 = squares / self.degrees
@@ -334,11 +329,11 @@ class Recipe:
             self._moderated = {name: max(own, towards) for (name, own), towards in pairs}
 
     def sd(self, name: str) -> float:
-        """The standard deviation of a mechanism's own runs, beside seeds' luck; of one run sigma."""
+        """Return the standard deviation of a mechanism's own runs, beside seeds' luck; of one run sigma."""
         return math.sqrt(self._own[name][0]) if name in self._own else self.sigma
 
     def effect(self, name: str, other: str, level: float = ALPHA) -> Effect:
-        """The difference of two mechanisms' means, `name` minus `other`."""
+        """Return the difference of two mechanisms' means, `name` minus `other`."""
         i, j = self.names.index(name), self.names.index(other)
         c = self._covariance
         scale, difference = c[i, i] + c[j, j] - 2 * c[i, j], self.means[name] - self.means[other]
@@ -377,7 +372,7 @@ def moderated(variances: Sequence[float], degrees: Sequence[float]) -> list[tupl
 
 
 def _digamma(x: float) -> float:
-    """The derivative of log gamma, for x > 0: moved up until its asymptotic series is exact to 1e-12."""
+    """Return the derivative of log gamma, for x > 0: moved up until its asymptotic series is exact to 1e-12."""
     below = 0.0
     while x < 12:
         below, x = below + 1 / x, x + 1
@@ -386,7 +381,7 @@ def _digamma(x: float) -> float:
 
 
 def _trigamma(x: float) -> float:
-    """The derivative of `_digamma`, in the same way."""
+    """Return the derivative of `_digamma`, in the same way."""
     below = 0.0
     while x < 12:
         below, x = below + 1 / (x * x), x + 1
@@ -394,10 +389,31 @@ def _trigamma(x: float) -> float:
     return 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y * (1 / 42 - y / 30))) + below
 
 
-def judged(effects: Sequence[Effect], planned: Sequence[bool]) -> list[Effect]:
-    """Effects at their levels: those that were planned beforehand at 5 % each, all others together by Holm."""
+def judged(effects: Sequence[Effect], planned: Sequence[bool], comparisons: int = 0) -> list[Effect]:
+    """Effects at their levels: those that were planned beforehand at 5 % each, all others together by Holm.
+
+    `comparisons`: how many others were to be made, finished or not; those that are missing count as not rejected.
+    """
     found = list(effects)
     rest = [index for index, beforehand in enumerate(planned) if not beforehand]
-    for index, level in zip(rest, holm([found[index].p for index in rest]), strict=True):
+    missing = max(0, comparisons - len(rest))
+    for index, level in zip(rest, holm([*(found[index].p for index in rest), *[math.nan] * missing])):
         found[index] = found[index]._replace(level=level)
     return found
+
+
+def pooled(estimates: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Pool estimates (sigma, degrees of freedom) of one standard deviation; NaN and 0 of none that is known.
+
+    >>> pooled([(1.0, 3), (3.0, 1), (math.nan, 0)])
+    (1.7320508075688772, 4)
+    """
+    known = [(sigma, degrees) for sigma, degrees in estimates if degrees]
+    total = sum(degrees for _, degrees in known)
+    squares = sum(sigma**2 * degrees for sigma, degrees in known)
+    return (math.sqrt(squares / total), total) if total else (math.nan, 0)
+
+
+def widened(sigma: float, degrees: float) -> float:
+    """Return the standard deviation of a normal distribution with the 95 % interval that Student's t has here."""
+    return sigma * t_quantile(0.975, degrees) / NormalDist().inv_cdf(0.975) if degrees > 0 else math.nan

@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnres.comparison.plan import CompareConfig
+from attnres.stats import Recipe
 from attnres.text import label_and_seed
 from attnres.training.config import TrainConfig, from_dict
-from lab.analyses.noise import UNMEASURED, Noise, Spread, spread_of
 
 if TYPE_CHECKING:
     from attnres.figures.chart import Chart
@@ -92,6 +92,20 @@ class Row:
     value: float
 
 
+class KnownNoise(NamedTuple):
+    """What the study of noise has of the recipe at a number of steps.
+
+    Attributes:
+        sigma, degrees: of one run. runs: (label, seed, loss) of the standard model and its control.
+        remark: to be said wherever it is used, "" for nothing.
+    """
+
+    sigma: float
+    degrees: float
+    runs: tuple[tuple[str, int, float], ...] = ()
+    remark: str = ""
+
+
 @dataclass(frozen=True)
 class Measured:
     """Everything that a study's finished runs gave.
@@ -113,69 +127,63 @@ class Measured:
     begun: frozenset[str] = frozenset()
     step_times: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     recipe: frozenset[str] = frozenset()
-    noises: Mapping[int, Noise] = field(default_factory=dict)
+    noises: Mapping[int, KnownNoise] = field(default_factory=dict)
     curve: Mapping[int, float] = field(default_factory=dict)
     of_other_texts: tuple[str, ...] = ()
 
     def complete(self, arm: str) -> bool:
-        """Whether every run of an arm is finished."""
+        """Return whether every run of an arm is finished."""
         return arm in self.planned and set(self.planned[arm]) <= set(self.finished.get(arm, []))
 
     def of(self, arm: str, label: str | None = None, quantity: str = "loss") -> list[Row]:
-        """Rows of an arm, of one label if one is given, in order of seed and step; of what diverged none."""
+        """Return rows of an arm, of one label if one is given, in order of seed and step; of what diverged none."""
         rows = [row for row in self.rows if row.arm == arm and row.quantity == quantity and math.isfinite(row.value)]
         return sorted((row for row in rows if label in (None, row.label)), key=lambda row: (row.seed, row.step))
 
     def labels(self, arm: str) -> list[str]:
-        """Labels of an arm that have finished, in the order in which they were asked for."""
+        """Return labels of an arm that have finished, in the order in which they were asked for."""
         return list(dict.fromkeys(row.label for row in self.rows if row.arm == arm))
 
     def finals(self, arm: str, label: str, quantity: str = "loss") -> dict[int, float]:
-        """The last value of each seed that did not diverge."""
+        """Return the last value of each seed that did not diverge."""
         return {row.seed: row.value for row in self.of(arm, label, quantity)}
 
     def mean(self, arm: str, label: str, quantity: str = "loss") -> float:
-        """Mean over seeds of the last values; NaN without any."""
+        """Return the mean over seeds of the last values; NaN without any."""
         values = list(self.finals(arm, label, quantity).values())
         return sum(values) / len(values) if values else math.nan
 
     def diverged(self, arm: str, label: str, quantity: str | None = None) -> list[int]:
-        """The seeds of which that quantity, or any, did not stay finite."""
+        """Return the seeds of which that quantity, or any, did not stay finite."""
         rows = (row for row in self.rows if (row.arm, row.label) == (arm, label) and quantity in (None, row.quantity))
         return sorted({row.seed for row in rows if not math.isfinite(row.value)})
 
     def asked_for(self, arm: str) -> list[str]:
-        """All labels of an arm, finished or not."""
+        """Return all labels of an arm, finished or not."""
         named = (label_and_seed(name) for name in self.planned.get(arm, []))
         return list(dict.fromkeys(taken[0] for taken in named if taken))
 
     def at_recipe(self, arm: str, quantity: str) -> bool:
-        """Whether that is what the noises and the curve are of."""
+        """Return whether the noises and the curve are of this arm's recipe and of this quantity."""
         return quantity == "loss" and arm in self.recipe
 
-    def noise(self, arm: str, quantity: str = "loss") -> Noise:
-        """The noise that an arm's runs have in common."""
-        return self.spread(arm, quantity).shared
-
-    def spread(self, arm: str, quantity: str = "loss", floor: float = 0.0) -> Spread:
-        """The noise of an arm's runs: that of its own seeds and, where the recipe trains it, that which the study of
-        noise has at as many steps, in which the standard model's runs of this arm are counted already."""
+    def recipe_of(self, arm: str, quantity: str = "loss", floor: float = 0.0) -> Recipe | None:
+        """Fit all runs of an arm and, where the preset's recipe trains it, those that the study of noise has at as many
+        steps; None where nothing has finished. `floor`: sigma is no smaller."""
         labels = self.labels(arm)
         steps = max((self.steps(arm, label) for label in labels), default=0)
-        known = self.noises.get(steps, UNMEASURED) if self.at_recipe(arm, quantity) else UNMEASURED
-        groups = {
-            label: list(self.finals(arm, label, quantity).values())
-            for label in labels
-            if not (known.degrees and label == "standard")
-        }
-        return spread_of(groups, known, floor)
+        known = self.noises[steps].runs if self.at_recipe(arm, quantity) and steps in self.noises else ()
+        runs = [(label, seed, value) for label in labels for seed, value in self.finals(arm, label, quantity).items()]
+        own = {(label, seed, round(value, 6)) for label, seed, value in runs}  # a run that both have is one
+        runs += [one for one in known if (*one[:2], round(one[2], 6)) not in own]
+        return Recipe(runs, floor) if own else None
 
     def flops(self, arm: str, label: str) -> float:
-        """What one run of a label spent."""
+        """Return the FLOPs of one run of a label."""
         return max((row.flops for row in self.of(arm, label)), default=math.nan)
 
     def steps(self, arm: str, label: str) -> int:
-        """The last step of a label's runs."""
+        """Return the last step of a label's runs."""
         return max((row.step for row in self.of(arm, label)), default=0)
 
 
@@ -225,11 +233,11 @@ class Setting:
     allow_different: bool = False
 
     def folder(self, study: str) -> Path:
-        """Where a study of this setting lies."""
+        """Return where a study of this setting lies."""
         return self.out / self.name / study
 
     def config(self, **values: Any) -> TrainConfig:
-        """The preset's run with nested values laid over it."""
+        """Return the preset's run with nested values laid over it."""
         base = from_dict(self.preset.train)
         text = {"source": self.source, "column": self.column}
         changes = {name: value for name, value in text.items() if value is not None}
@@ -238,13 +246,13 @@ class Setting:
         return from_dict(values, base)
 
     def sized(self, size: dict[str, Any], **values: Any) -> TrainConfig:
-        """The preset's run of another size; to another width its rates are carried over (muP)."""
+        """Return the preset's run of another size; to another width its rates are carried over (muP)."""
         width = self.preset.width
         carried = {} if size["hidden_size"] == width else {"optim": {"base_width": width}}
         return self.config(model={"size": size}, **carried, **values)
 
     def is_recipe(self, run: TrainConfig) -> bool:
-        """Whether a run is the preset's but for its steps."""
+        """Return whether a run is the preset's but for its steps."""
         return run == self.config(steps=run.steps)
 
     def arm(
@@ -257,13 +265,14 @@ class Setting:
         timed: bool = False,
         **more: Any,
     ) -> Arm:
-        """An arm of variants, each with every seed; if `timed` their steps are timed in turn before any is trained."""
+        """Return an arm of variants, each with every seed; if `timed` their steps are timed in turn before any is
+        trained."""
         which = range(self.seeds) if seeds is None else seeds
         seconds = self.preset.timing_s if timed else 0
         return Arm(name, CompareConfig(list(variants), list(which), base=of, timing_s=seconds), **more)
 
     def some(self, variants: Sequence[str]) -> list[str]:
-        """As many of a long list of variants as the preset takes, the first ones."""
+        """Return the first variants of a long list, as many as the preset takes."""
         return list(variants)[: self.preset.most]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,8 @@ from attnres.comparison.plan import label_of, parse_variant
 from attnres.residuals import make_residual
 from attnres.text import listed, number
 from attnres.training.config import READ_RATE
-from lab.analyses.halving import at_best
-from lab.contrast import Contrast, contrast
+from lab.analyses import at_best
+from lab.contrast import Contrast, contrast, noise_note
 from lab.design import Arm, Design, Measured, Result, Setting, Table
 
 RECIPE, COARSE, BEST = "recipe", "coarse", "best"
@@ -22,8 +23,9 @@ FLATTERED = 1.0
 
 
 def candidates(setting: Setting, variant: str) -> list[str]:
-    """The ways to train a mechanism: at the recipe's rates, at half of them and at twice, and one with parameters of
-    its own with these at the other of AdamW's rate and a tenth of it, which is the default of queries and gains."""
+    """Return the ways to train a mechanism: at the recipe's rates, at half of them and at twice, and one with
+    parameters of its own with these at the other of AdamW's rate and a tenth of it, which is the default of queries and
+    gains."""
     lr, parsed = setting.config().optim.lr, parse_variant(variant)
     residual = make_residual(parsed.residual, 4, 16, **_small(parsed.settings))
     ways = [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
@@ -41,8 +43,8 @@ def _small(settings: dict) -> dict:
 def tuned_study(
     name: str, question: str, about: str, source: str, published: Mapping[str, str], title: str, best_title: str
 ) -> Design:
-    """A study of variants: all at the recipe's rates with all seeds, then their other rates at one seed, then each at
-    the best of its rates with all seeds. A run that two of these ask for is made once.
+    """Return a study of variants: all at the recipe's rates with all seeds, then their other rates at one seed, then
+    each at the best of its rates with all seeds. A run that two of these ask for is made once.
 
     Args:
         published: variant -> what others have for it, "" for nothing.
@@ -131,7 +133,7 @@ def _held_beside(
     published: Mapping[str, str],
     comparisons: int = 0,
 ) -> _Beside:
-    """Contrasts, the standard model's first, and their tables.
+    """Return the contrasts, the standard model's first, and their tables.
 
     Args:
         ways: how each variant was trained in this arm.
@@ -146,15 +148,26 @@ def _held_beside(
     contrasts, tables = [], []
     for base, members in groups.items():
         labels = [label_of(ways[variant]) for variant in members]
-        one = contrast(measured, arm, label_of(ways[base]), labels, comparisons=comparisons)
+        gaps = {label_of(ways[one]): _published_gap(published[one], published[base]) for one in members}
+        effects = {label: gap for label, gap in gaps.items() if gap is not None}
+        one = contrast(measured, arm, label_of(ways[base]), labels, comparisons=comparisons, published=effects)
         if one.others or base == "standard":
             contrasts.append(one)
             tables.append(one.table(title if base == "standard" else f"{title}, beside {base}", texts))
     return _Beside(contrasts, tables, comparisons)
 
 
+def _published_gap(one: str, base: str) -> float | None:
+    """Return the difference of two published losses, of texts that begin with them; None where one does not."""
+    if both := re.match(r"(\d+\.\d+) where standard has (\d+\.\d+)", one):
+        return round(float(both[1]) - float(both[2]), 6)
+    losses = [re.match(r"\d+\.\d+", text) for text in (one, base)]
+    return round(float(losses[0][0]) - float(losses[1][0]), 6) if losses[0] and losses[1] else None
+
+
 def _by_loss(measured: Measured, variants: Sequence[str]) -> list[str]:
-    """The standard model, then the others by their loss at the recipe's rates, lowest first, unknown ones last."""
+    """Return the standard model, then the others by their loss at the recipe's rates, lowest first, unknown ones
+    last."""
     losses = {variant: measured.mean(RECIPE, label_of(variant)) for variant in variants}
     return sorted(variants, key=lambda one: (one != "standard", math.isnan(losses[one]), losses[one]))
 
@@ -170,7 +183,7 @@ def timed_at_best(measured: Measured, best: Mapping[str, str]) -> Measured:
 
 
 def _search_table(setting: Setting, measured: Measured, variants: Sequence[str]) -> Table:
-    """The loss of each way to train mechanisms of which all ways have finished at the coarse seed."""
+    """Return the loss of each way to train mechanisms of which all ways have finished at the coarse seed."""
     rows = []
     for variant in _by_loss(measured, variants):
         ways = candidates(setting, variant)
@@ -183,13 +196,16 @@ def _search_table(setting: Setting, measured: Measured, variants: Sequence[str])
         "One seed each; of parameters of its own: the whole of AdamW's rate or a tenth, whichever the recipe has not."
     ]
     return Table(
-        "Losses by rate, seed 0", ["variant", *WAYS, "best minus recipe's"], rows, [*notes, measured.noise(RECIPE).note]
+        "Losses by rate, seed 0",
+        ["variant", *WAYS, "best minus recipe's"],
+        rows,
+        [*notes, noise_note(measured.recipe_of(RECIPE))],
     )
 
 
 def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) -> dict[str, str]:
-    """Variant -> its candidate with the lowest loss at the coarse seed; one with a candidate that has not finished is
-    left out."""
+    """Return variant -> its candidate with the lowest loss at the coarse seed; one with a candidate that has not
+    finished is left out."""
     ways = {variant: candidates(setting, variant) for variant in variants}
     mechanism = {one: v for v, those in ways.items() if _all_finished(measured, those) for one in those}
     losses = {one: measured.mean(COARSE, label_of(one)) for one in mechanism}
@@ -197,11 +213,12 @@ def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) 
 
 
 def _is_judged(setting: Setting, measured: Measured, way: str) -> bool:
-    """Whether more than the seed that chose a rate has been trained at it, diverged or not, if more are asked for."""
+    """Return whether more than the seed that chose a rate has been trained at it, diverged or not, if more are asked
+    for."""
     label = label_of(way)
     return len({*measured.finals(BEST, label), *measured.diverged(BEST, label)}) >= min(2, setting.seeds)
 
 
 def _all_finished(measured: Measured, ways: Sequence[str]) -> bool:
-    """Whether each way to train a mechanism has finished at the coarse seed, diverged or not."""
+    """Return whether each way to train a mechanism has finished at the coarse seed, diverged or not."""
     return {label_of(way) for way in ways} <= set(measured.labels(COARSE))

@@ -43,6 +43,8 @@ class Residual(Described, Watched, Cut, Banked, Precise):
     """The mechanism's own `read` keeps less where `recompute_reads` is set; else a read is checkpointed."""
     recompute_reads: bool = False
     """Keep nothing of a read for the backward pass, and make the read again there: less memory, more time."""
+    stream_dtype: torch.dtype | None = None
+    """The dtype of the stream from the embedding on; None is that in which the embedding comes."""
 
     def __init__(self, num_sublayers: int, width: int) -> None:
         super().__init__()

@@ -2,25 +2,26 @@
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
+from attnres.stats import ALPHA
 from attnres.text import number
 from lab.contrast import contrast
 from lab.design import Arm, Design, Measured, Result, Setting
 
 
 def sizes(setting: Setting) -> list[int]:
-    """Divisors of the number of sublayers, but for the whole network as one block."""
+    """Return the divisors of the number of sublayers, but for the whole network as one block."""
     sublayers = 2 * setting.preset.depth
     return [size for size in range(1, sublayers) if sublayers % size == 0]
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """The standard model, and Block at each size; a size of one is Full."""
+    """Ask for the standard model, and Block at each size; a size of one is Full."""
     variants = ["standard", *(f"block:block_size={size}" for size in sizes(setting))]
     return [setting.arm("sizes", variants, of=setting.config())]
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """The loss by block size, and whether any two sizes differ beyond the noise."""
+    """Report the loss by block size, and whether any two sizes differ beyond the noise."""
     one = contrast(measured, "sizes", "standard")
     rows = {other.label: other for other in one.others}
     points = [(size, rows[f"block-block_size{size}"]) for size in sizes(setting) if f"block-block_size{size}" in rows]
@@ -28,14 +29,14 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         return Result("Nothing has finished yet.")
     means = [other.mean for _, other in points]
     best, worst = points[means.index(min(means))], points[means.index(max(means))]
-    noise = one.spread.between(best[1].label, best[1].seeds, worst[1].label, worst[1].seeds)
+    assert one.recipe is not None
     count = len(sizes(setting)) * (len(sizes(setting)) - 1) // 2
-    apart = max(means) - min(means) > noise.threshold(best[1].seeds, worst[1].seeds, max(1, count))
+    # The two that lie furthest apart of all pairs.
+    effect = one.recipe.effect(worst[1].label, best[1].label, ALPHA / max(1, count))
     spread = number(max(means) - min(means), 4)
-    tell = "differ beyond the noise" if apart else "cannot be told apart"
+    tell = "differ beyond the noise" if effect.excludes() else "cannot be told apart"
     verdict = f"{one.sentence()} Sizes 1 to {points[-1][0]} {tell} (they span {spread}); lowest: S = {best[0]}."
-    noises = [one.spread.own.get(other.label, one.noise) for _, other in points]
-    error = [n.sigma / other.seeds**0.5 if n.degrees else 0.0 for n, (_, other) in zip(noises, points, strict=True)]
+    error = [one.recipe.sd(other.label) / other.runs**0.5 if one.recipe.degrees else 0.0 for _, other in points]
     low, high = [m - 2 * e for m, e in zip(means, error)], [m + 2 * e for m, e in zip(means, error)]
     x = [size for size, _ in points]
     lines = [Line("block", x, means, low, high), Line("standard", [x[0], x[-1]], [one.base] * 2, dashed=True)]

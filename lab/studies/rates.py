@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from attnres.comparison.plan import label_of
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, LOSS, TOKENS
+from attnres.stats import Effect, Recipe
 from attnres.text import number
 from attnres.training.config import READ_RATE
-from lab.analyses.halving import beyond, survivors
-from lab.analyses.noise import Noise
-from lab.contrast import contrast
+from lab.analyses import beyond, survivors
+from lab.contrast import contrast, noise_note
 from lab.design import Arm, Design, Measured, Result, Setting, Table
 from lab.presets import shape
 
@@ -72,25 +72,27 @@ class Search:
         """Whether rates on both sides of the best were tried."""
         return min(self.losses) < self.best < max(self.losses)
 
-    def where(self, noise: Noise) -> str:
-        """What is said of the best rate, by the rates next to it; those that diverged count as worse."""
+    def where(self, recipe: Recipe | None) -> str:
+        """Return what is said of the best rate, by the rates next to it; those that diverged count as worse."""
         if not self.turned:
             return f"the {'highest' if self.best == max(self.losses) else 'lowest'} that was tried: it has not turned"
         rates = sorted(self.losses)
         place = rates.index(self.best)
         gaps = [self.losses[rate] - self.losses[self.best] for rate in (rates[place - 1], rates[place + 1])]
-        if all(not gap < noise.threshold(1, 1) for gap in gaps):  # NaN of what diverged
+        sigma, degrees = (math.nan, 0) if recipe is None else (recipe.sigma, recipe.degrees)
+        effects = [Effect(gap, sigma * math.sqrt(2), degrees) for gap in gaps if math.isfinite(gap)]
+        if all(one.excludes() for one in effects):
             return "and lower and higher ones are worse beyond the noise"
         return "and lower and higher ones are worse, not both beyond the noise"
 
 
 def at_rate(setting: Setting, factor: float, residual: str = "standard") -> str:
-    """A residual with all rates at this multiple of the recipe's."""
+    """Return a residual with all rates at this multiple of the recipe's."""
     return residual if factor == 1 else f"{residual}@lr={setting.config().optim.lr * factor:g}"
 
 
 def searched(setting: Setting, measured: Measured, name: str) -> Search:
-    """A search as far as it has come, in the arms `name`, `name`-xFACTOR."""
+    """Return a search as far as it has come, in the arms `name`, `name`-xFACTOR."""
     kind = SEARCHES[name]
     of, ways = setting.config(optim=kind.optim), [at_rate(setting, factor) for factor in MODEL]
     parts = [setting.arm(name, ["standard", *ways] if kind.base == name else ways, [0], of=of)]
@@ -124,7 +126,7 @@ def _own(setting: Setting, factor: float) -> str:
 
 
 def _also(variant: str, change: str) -> str:
-    """A variant that is trained in one more way of its own."""
+    """Return a variant that is trained in one more way of its own."""
     return f"{variant}{',' if '@' in variant else '@'}{change}"
 
 
@@ -183,7 +185,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """The loss by rate, the gap of the best over training, and what the rest changes."""
+    """Report the loss by rate, the gap of the best over training, and what the rest changes."""
     own = {factor: measured.mean("own", label_of(_own(setting, factor))) for factor in sorted(OWN)}
     own = {factor: loss for factor, loss in own.items() if math.isfinite(loss)}
     searches = {name: searched(setting, measured, name) for name in SEARCHES}
@@ -197,7 +199,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         if search.ended and search.finite:
             values[f"best_{name}"], values[f"turned_{name}"] = search.best, search.turned
             kind = SEARCHES[name]
-            where = search.where(measured.noise(kind.judged))
+            where = search.where(measured.recipe_of(kind.judged))
             sentences.append(f"{kind.subject} is best at {search.best:g} times the recipe's rate at one seed, {where}.")
     tables = [_loss_table(measured, losses)]
     for arm, (title, baseline) in {
@@ -231,7 +233,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 
 
 def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]]) -> Table:
-    """The loss at each multiple of a rate: of Block's own parameters', and of the standard model's."""
+    """Return the loss at each multiple of a rate: of Block's own parameters', and of the standard model's."""
     which = {"own": "block, own parameters", "model": "standard, all", "adamw": "standard, AdamW alone"}
     rows = [
         [f"{factor:.3g}", number(loss, 4), which[name]]
@@ -239,26 +241,26 @@ def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]])
         for factor, loss in those.items()
     ]
     head = ["multiple of the recipe's rate", "loss", "which"]
-    notes = [measured.noise("own").note]
+    notes = [noise_note(measured.recipe_of("own"))]
     if losses["adamw"]:
-        notes.append(f"With AdamW alone: {measured.noise(SEARCHES['adamw'].judged).note}")
+        notes.append(f"With AdamW alone: {noise_note(measured.recipe_of(SEARCHES['adamw'].judged))}")
     return Table("Loss by rate, seed 0", head, rows, notes)
 
 
 def _other_losses(measured: Measured) -> list[Table]:
-    """Losses of the arms in which nothing is held against anything, if any has finished."""
+    """Return a table of the arms without a baseline, if any has finished."""
     arms = [arm for arm in measured.planned if (arm.startswith("layers") or arm == "full") and measured.labels(arm)]
     rows = [
         [arm, label, number(measured.mean(arm, label), 4), str(len(measured.finals(arm, label)))]
         for arm in arms
         for label in measured.labels(arm)
     ]
-    notes = [f"Of {arm}. {measured.noise(arm).note}" for arm in arms]
+    notes = [f"Of {arm}. {noise_note(measured.recipe_of(arm))}" for arm in arms]
     return [Table("Depth, Full", ["arm", "variant", "loss", "seeds"], rows, notes)] if rows else []
 
 
 def _by_rate(losses: Mapping[str, Mapping[float, float]]) -> Curves | None:
-    """The loss at the end by rate."""
+    """Draw the loss at the end by rate."""
     if not (losses["own"] and losses["model"]):
         return None
     which = {"own": "block, own parameters", "model": "standard, all parameters", "adamw": "standard, AdamW alone"}
@@ -268,12 +270,12 @@ def _by_rate(losses: Mapping[str, Mapping[float, float]]) -> Curves | None:
 
 
 def _tuned_baseline(measured: Measured, arm: str) -> str:
-    """The standard model at the rate at which both are."""
+    """Return the standard model at the rate at which both are."""
     return next((label for label in measured.asked_for(arm) if label.startswith("standard")), "standard")
 
 
 def _over_training(setting: Setting, measured: Measured) -> Curves | None:
-    """The gap of each own rate to the standard model of the same seed over training."""
+    """Draw the gap of each own rate to the standard model of the same seed over training."""
     base = {row.step: row.value for row in measured.of("own", "standard")}
     lines = []
     for factor in sorted(OWN):
