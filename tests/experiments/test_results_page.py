@@ -16,6 +16,11 @@ def test_the_page_is_that_of_the_files():
     assert len(text.splitlines()) <= MAX_LINES
 
 
+def test_readme_has_the_tables_of_the_files():
+    assert results_page.readme() == results_page.README.read_text("utf-8"), "run python experiments/results_page.py"
+    assert len(results_page.readme().splitlines()) <= 180
+
+
 def test_every_file_that_the_page_names_is_there():
     for word in results_page.page().split("`")[1::2]:
         for name in word.split(", "):
