@@ -4,7 +4,7 @@ read?
     python experiments/contribution.py runs/demo/block-seed0 runs/demo/full-seed0 --source stdlib \
         --out docs/data/contribution
 
-Of each document every edge of reads with a choice is cut at all tokens (`KnockOut`), one after the other, and the
+Of each document every edge of reads with a choice is cut at all tokens (`Ablate`), one after the other, and the
 change of the document's mean loss is ranked against four numbers of the edge, means over the document's tokens:
 
     weight        p_i
@@ -28,8 +28,8 @@ import tyro
 
 from attnres.cli import carry_out
 from attnres.data import open_source
-from attnres.forward import evaluating, next_token_losses
-from attnres.inspect import KnockOut, find_residual, intervene, read_vectors
+from attnres.head import evaluating, next_token_losses
+from attnres.inspect import Ablate, find_residual, intervene, read_vectors
 from attnres.inspect.attribution import spearman
 from attnres.inspect.contribution import to_one
 from attnres.inspect.survey import encode
@@ -77,7 +77,7 @@ def cuts_of(model: Any, ids: torch.Tensor, batch: int) -> list[list[float]]:
             for row, (index, source) in enumerate(part):
                 mask = torch.zeros(len(part), len(ids), dtype=torch.bool)
                 mask[row] = True
-                edits.append(KnockOut(source, reads=index, tokens=mask))
+                edits.append(Ablate(source, reads=index, tokens=mask))
             with intervene(model, *edits):
                 after = next_token_losses(model, ids.expand(len(part), -1)).mean(1)
             changes += (after - before).tolist()

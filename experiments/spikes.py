@@ -35,8 +35,8 @@ from torch import Tensor, nn
 from attnres.data.build import Prepared
 from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.forward import next_token_losses
-from attnres.inspect.edits import KnockOut, intervene
+from attnres.head import next_token_losses
+from attnres.inspect.edits import Ablate, intervene
 from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
 from attnres.inspect.recording import record
 from attnres.models.open import open_checkpoint
@@ -340,7 +340,7 @@ def _knock_outs(
     rows = []
     for reads in (all_reads, [at]):
         for place in PLACES:
-            with intervene(model, KnockOut(EMBEDDING, reads=reads, tokens=masks[place])):
+            with intervene(model, Ablate(EMBEDDING, reads=reads, tokens=masks[place])):
                 change = (next_token_losses(model, ids).cpu() - before).double()
             rows.append([change[group].mean().item() if group.any() else math.nan for group in groups])
     return rows

@@ -18,8 +18,8 @@ from attnres import UserError, cli
 from attnres.app.explorer import Opened
 from attnres.app.page import Page
 from attnres.app.state import View
-from attnres.inspect import Inspection, KnockOut, attribute, effect, intervene, prune_report, record
-from attnres.inspect.edits import Uniform
+from attnres.inspect import Ablate, Inspection, attribute, effect, intervene, prune_report, record
+from attnres.inspect.edits import Reweigh
 from attnres.models import build, export_model, load
 from attnres.residuals import registry
 from attnres.residuals.registry import PLUGINS
@@ -333,12 +333,16 @@ def test_reads_are_recorded_edited_and_attributed(place, name):
         assert trace.routing["weights"][4] == pytest.approx(rows[4]) and 0 < rows.max() < 1
         assert len(trace.source_cosine[4]) == 5
     # Without the embedding at the output, from the weights alone.
-    with torch.no_grad(), intervene(model, KnockOut("embedding", reads="output")):
+    with torch.no_grad(), intervene(model, Ablate("embedding", reads="output")):
         edited = model(input_ids=IDS).logits
-    with torch.no_grad(), intervene(model, Uniform("mlp 0")), record(model) as uniform:
+    with (
+        torch.no_grad(),
+        intervene(model, Reweigh(lambda p, names: p.mean(-1, keepdim=True), "mlp 0")),
+        record(model) as uniform,
+    ):
         model(input_ids=IDS)
     assert not torch.allclose(edited, expected) and len(set(map(float, uniform.weights[1]))) == 1
-    change = effect(model, IDS[0], KnockOut("embedding", reads="output"))
+    change = effect(model, IDS[0], Ablate("embedding", reads="output"))
     ours = torch.nn.functional.cross_entropy(edited[0, :-1], IDS[0, 1:])
     assert sum(change.loss_after) / len(change.loss_after) == pytest.approx(ours.item(), rel=1e-5)
     edges = attribute(model, IDS[0])

@@ -18,7 +18,7 @@ from attnres.errors import UserError
 from attnres.inspect.attention import TokenAttention, token_attention
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.corpus import Search, search
-from attnres.inspect.edits import KnockOut, intervene, source_names
+from attnres.inspect.edits import Ablate, intervene, source_names
 from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
 from attnres.inspect.inspection import By
@@ -283,7 +283,7 @@ class Opened:
         ids = self.encoder.encode(text)[0]
         places = sorted({(cut.read, -1 if cut.token is None else cut.token) for cut in cuts})
         edits = [
-            KnockOut(
+            Ablate(
                 sorted({self.sources[read][cut.source] for cut in cuts if (cut.read, cut.token) == (read, at)}),
                 reads=read,
                 tokens=at,

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from attnres.app.state import MAX_CHARACTERS
 from attnres.errors import UserError
-from attnres.inspect.inspection import By, Named
+from attnres.inspect import notebook
+from attnres.inspect.inspection import By
 from attnres.models.encoding import check_length, encode_prompt
 from attnres.residuals import Read
 
@@ -143,7 +144,7 @@ def dominant(rows: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Reading(Named):
+class Reading(notebook.Named):
     """A text in a model.
 
     Attributes:

@@ -158,11 +158,12 @@ def at_boundaries(inspection: "Inspection", by: By = "contribution") -> Plot:
     return Plot("boundaries", title, caption, figure)
 
 
-def by_label(inspection: "Inspection", part: "ByLabel | None", name: str, what: str, by: By) -> Plot:
-    """One source by label, a panel for each boundary, with standard errors; a line at the mean over all these tokens.
-    The source is the embedding for weights, and for contributions the one in which labels differ most."""
+def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
+    """Draw one source by kind of token, a panel for each boundary, with standard errors; a line at the mean over all
+    these tokens. The source is the embedding for weights, and for contributions the one in which kinds differ most."""
+    part = inspection.kinds
     if part is None:
-        raise NotShown(f"the inspection has no weights by {what}")
+        raise NotShown("the inspection has no weights by kind of token")
     routing = shares(inspection, by)
     _refuse_constant(part, routing.by)
     rows = [row for row in boundaries(routing, most=6) if routing.weighs(row, "embedding")]
@@ -190,13 +191,12 @@ def by_label(inspection: "Inspection", part: "ByLabel | None", name: str, what: 
         ax.set_ylim(len(names) - 0.5, -0.5)
         ax.tick_params(axis="y", length=0)
     figure.supxlabel(axis(routing), fontsize=SMALL + 0.5)
-    over = "prompts" if what == "prompt category" else "documents"
     of = "of the embedding" if routing.by == "weight" else "of the source in which they differ most"
     caption = (
-        f"{what_numbers_are(inspection, routing)} {of}, by {what}, {which_reads(routing)}. "
-        f"Bars: standard error over {over}; line: all of these tokens."
+        f"{what_numbers_are(inspection, routing)} {of}, by kind of token, {which_reads(routing)}. "
+        f"Bars: standard error over documents; line: all of these tokens."
     )
-    return Plot(name, f"{inspection.model['name']}: {TITLES[routing.by]}, by {what}", caption, figure)
+    return Plot("kinds", f"{inspection.model['name']}: {TITLES[routing.by]}, by kind of token", caption, figure)
 
 
 def label_rows(part: "ByLabel", read: int, by: By) -> tuple[np.ndarray, np.ndarray]:
@@ -216,16 +216,6 @@ def _refuse_constant(part: "ByLabel", by: By) -> None:
         raise NotShown("there is one label alone")
     if all(np.allclose(np.array(first, float), np.array(other, float), atol=1e-6, equal_nan=True) for other in others):
         raise NotShown(f"its {by}s are the same for every token")
-
-
-def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """One source by kind of token."""
-    return by_label(inspection, inspection.kinds, "kinds", "kind of token", by)
-
-
-def by_prompt(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """One source by category of prompt."""
-    return by_label(inspection, inspection.prompts, "prompts", "prompt category", by)
 
 
 def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:

@@ -13,7 +13,7 @@ from attnres.figures.comparison import Comparison, Variant
 from attnres.figures.depth import CHOICE, MAGNITUDES, QUANTITIES, by_depth, dynamics, over_steps, source_norms
 from attnres.figures.geometry import keys, learned, queries
 from attnres.figures.losses import difference, final_difference, held_out_loss, learning_rates, train_loss
-from attnres.figures.patterns import at_boundaries, by_kind, by_prompt, label_sources, layers, mixing, patterns
+from attnres.figures.patterns import at_boundaries, by_kind, label_sources, layers, mixing, patterns
 from attnres.figures.plot import COLUMN, NotShown, Plot
 from attnres.figures.tokens import stacked, token_map
 from attnres.inspect.inspection import By
@@ -111,7 +111,6 @@ FIGURES = (
     Figure("dynamics-steps", over_steps, "dynamics", "Training by depth", mean=True),
     Figure("kinds", by_kind, section="What kinds of token read", by=True),
     Figure("kinds-sources", label_sources, section="What kinds of token read", by=True),
-    Figure("prompts", by_prompt, by=True),
     Figure("queries", queries, section="Which reads ask alike"),
     Figure("keys", keys),
     Figure("learned", learned, section="What is learned besides queries"),

@@ -2,25 +2,13 @@
 
 from typing import TYPE_CHECKING
 
-from attnres.lazy import lazy_names
+from attnres.imports import lazy_names
 
 if TYPE_CHECKING:
     from attnres.inspect.attention import TokenAttention, token_attention
     from attnres.inspect.attribution import Attribution, Patching, attribute, patch
     from attnres.inspect.corpus import Search, search
-    from attnres.inspect.edits import (
-        AddLogit,
-        KnockOut,
-        Patch,
-        Pin,
-        Recency,
-        Steer,
-        Swap,
-        Uniform,
-        intervene,
-        pin_from,
-        source_names,
-    )
+    from attnres.inspect.edits import Ablate, KnockOut, Patch, Reweigh, Steer, intervene, source_names
     from attnres.inspect.effects import Effect, effect, predict
     from attnres.inspect.inspection import Inspection
     from attnres.inspect.inspector import from_trace, inspect_model
@@ -34,7 +22,7 @@ _HOMES = {
     "attention": "TokenAttention token_attention",
     "attribution": "Attribution Patching attribute patch",
     "corpus": "Search search",
-    "edits": "AddLogit KnockOut Patch Pin Recency Steer Swap Uniform intervene pin_from source_names",
+    "edits": "Ablate KnockOut Patch Reweigh Steer intervene source_names",
     "effects": "Effect effect predict",
     "inspection": "Inspection",
     "inspector": "from_trace inspect_model",
@@ -50,7 +38,7 @@ __getattr__, __dir__ = lazy_names(
 )
 
 __all__ = [
-    "AddLogit",
+    "Ablate",
     "Attribution",
     "CorpusEffect",
     "Direct",
@@ -60,15 +48,12 @@ __all__ = [
     "Lens",
     "Patch",
     "Patching",
-    "Pin",
     "PruneReport",
-    "Recency",
+    "Reweigh",
     "Search",
     "Steer",
-    "Swap",
     "TokenAttention",
     "Trace",
-    "Uniform",
     "Vectors",
     "attribute",
     "corpus_effect",
@@ -80,7 +65,6 @@ __all__ = [
     "intervene",
     "logit_lens",
     "patch",
-    "pin_from",
     "predict",
     "prune_report",
     "read_vectors",

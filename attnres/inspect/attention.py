@@ -5,7 +5,7 @@ Of H heads' weights a_h (rows sum to one) there is the mean, which says what the
 maximum, which says whether any head looks there. Neither says how much of the output it makes: values differ in length.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
 from attnres.inspect.effects import Text, prompt_ids
@@ -24,7 +24,7 @@ ATTENDING = ("attention", "full_attention", "sliding_attention", "chunked_attent
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TokenAttention:
+class TokenAttention(notebook.Result):
     """One text's attention.
 
     Attributes:
@@ -38,27 +38,23 @@ class TokenAttention:
     mean: Tensor
     largest: Tensor
 
-    def __repr__(self) -> str:
-        return f"TokenAttention({len(self.layers)} layers, {len(self.tokens)} tokens)"
+    def _about(self) -> str:
+        return f"{len(self.layers)} layers, {len(self.tokens)} tokens"
+
+    def _records(self, position: int = -1) -> Iterator[dict[str, Any]]:
+        at = position_of(position, len(self.tokens))
+        for i, layer in enumerate(self.layers):
+            for t in range(at + 1):
+                weights = {"mean": self.mean[i, at, t].item(), "largest": self.largest[i, at, t].item()}
+                yield {"layer": layer, "position": t, "id": self.tokens[t], **weights}
 
     def frame(self, position: int = -1) -> Any:
-        """A data frame with a row a layer and token that the one at `position` can attend to.
+        """Return a data frame with a row for each layer and token that the one at `position` can attend to.
 
         Raises:
-            UserError: no such position.
+            UserError: no such position, or no pandas.
         """
-        at = position_of(position, len(self.tokens))
-        return notebook.frame(
-            {
-                "layer": layer,
-                "position": t,
-                "id": self.tokens[t],
-                "mean": self.mean[i, at, t].item(),
-                "largest": self.largest[i, at, t].item(),
-            }
-            for i, layer in enumerate(self.layers)
-            for t in range(at + 1)
-        )
+        return notebook.frame(self._records(position))
 
     def _repr_html_(self) -> str:
         rows = []

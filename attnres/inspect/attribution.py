@@ -1,9 +1,8 @@
 """Which (read, source) edges a prediction depends on: by taking each away, and by gradient."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.files import write_json
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
-from attnres.inspect.edits import KnockOut, Patch, Watch, intervene, position_of
+from attnres.inspect.edits import Ablate, Patch, Watch, intervene, position_of
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
-from attnres.inspect.inspection import Named
 from attnres.inspect.recording import find_residual
 from attnres.inspect.vectors import read_vectors
 from attnres.models.replay import Replay
@@ -57,7 +54,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, repr=False)
-class Attribution(Named):
+class Attribution(notebook.Named, notebook.Result):
     """Changes of ln p(target) when edges are removed, in nats: negative where the prediction relied on the edge.
 
     Attributes:
@@ -67,6 +64,8 @@ class Attribution(Named):
         knockout: measured changes, rows parallel to `sources`.
         gradient: the same to first order.
         agreement: of the two.
+
+    The data frame has a row an edge: read, source, knockout, gradient.
     """
 
     position: int
@@ -91,26 +90,14 @@ class Attribution(Named):
         ]
         return sorted(edges, key=lambda edge: -abs(getattr(edge, by)))[:k]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        values = {name: value for name, value in vars(self).items() if name != "layout"}
-        values["agreement"] = asdict(self.agreement)
-        return values | {"reads": self.reads, "sources": self.sources}
+    def _about(self) -> str:
+        return f"token {self.target} after position {self.position}: {sum(map(len, self.knockout))} edges"
 
-    def __repr__(self) -> str:
-        edges = sum(map(len, self.knockout))
-        return f"Attribution(token {self.target} after position {self.position}: {edges} edges)"
-
-    def frame(self) -> Any:
-        """A data frame with a row an edge: read, source, knockout, gradient."""
-        return notebook.edges_frame(self.reads, self.sources, knockout=self.knockout, gradient=self.gradient)
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return notebook.edges(self.reads, self.sources, knockout=self.knockout, gradient=self.gradient)
 
     def _repr_html_(self) -> str:
         return notebook.heat(f"{self!r}: change of ln p without it, nats", self.layout, self.knockout)
-
-    def save(self, path: str | Path) -> None:
-        """Write as JSON. Raises UserError."""
-        write_json(path, {"format": 1, **self.to_dict()})
 
 
 def attribute(
@@ -125,7 +112,7 @@ def attribute(
 ) -> Attribution:
     """How ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l, i).
 
-    Removing is `KnockOut`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
+    Removing is `Ablate`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
     with its own edge removed, from the layer on that makes the read (`Replay`). *Gradient* is the first-order estimate
     of the same,
 
@@ -248,7 +235,7 @@ class _Probe(Watch):
     def estimate(self, index: int, source: str, everywhere: bool) -> float:
         """d(l, i) of one edge, from one text's weights and their gradients (T, n)."""
         weights, grad = self.weights[index], self.grads[index]
-        edited = KnockOut(source).rewrite(weights, self.layout[index].sources, 0, self.residual.traits.sums_to_one)
+        edited = Ablate(source).reweigh(weights, self.sources[index], self.residual.traits.sums_to_one)
         if self.lengthless(index):
             products = self.products[index]
             edited = edited * (_lengths(weights, products) / _lengths(edited, products).clamp_min(1e-30))[:, None]
@@ -284,7 +271,7 @@ def _removed(
     for row, (index, source) in enumerate(edges):
         mask = torch.zeros(shape, dtype=torch.bool)
         mask[row, 0 if everywhere else -1 :] = True
-        edits.append(KnockOut(source, reads=index, tokens=mask))
+        edits.append(Ablate(source, reads=index, tokens=mask))
     with torch.no_grad(), intervene(model, *edits):
         return last_log_probs(model, ids.expand(shape))[:, target].tolist()
 
@@ -307,7 +294,7 @@ def last_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class Patching(Named):
+class Patching(notebook.Named, notebook.Result):
     """What the corrupted prompt's prediction becomes when one edge's vector is the clean prompt's.
 
     Attributes:
@@ -316,6 +303,8 @@ class Patching(Named):
         clean, corrupted: m of the two prompts.
         layout: the reads and their sources; reads, sources: their names.
         patched: m with each edge patched, rows parallel to `sources`.
+
+    The data frame has a row an edge: read, source, patched, restored.
     """
 
     target: int
@@ -337,16 +326,13 @@ class Patching(Named):
         return by_size(self.reads, self.sources, self.restored)[:k]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        values = {name: value for name, value in vars(self).items() if name != "layout"}
-        return values | {"reads": self.reads, "sources": self.sources, "restored": self.restored}
+        return super().to_dict() | {"restored": self.restored}
 
-    def __repr__(self) -> str:
-        return f"Patching(clean {self.clean:.3f}, corrupted {self.corrupted:.3f}, {sum(map(len, self.patched))} edges)"
+    def _about(self) -> str:
+        return f"clean {self.clean:.3f}, corrupted {self.corrupted:.3f}, {sum(map(len, self.patched))} edges"
 
-    def frame(self) -> Any:
-        """A data frame with a row an edge: read, source, patched, restored."""
-        return notebook.edges_frame(self.reads, self.sources, patched=self.patched, restored=self.restored)
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return notebook.edges(self.reads, self.sources, patched=self.patched, restored=self.restored)
 
     def _repr_html_(self) -> str:
         title = f"{self!r}: restored with the clean prompt's vector, 0 nothing, 1 all"

@@ -13,7 +13,7 @@ from attnres.device import pick_device
 from attnres.errors import UserError, unknown
 from attnres.files import write_json
 from attnres.folders import refuse_other_file
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.config import SearchConfig
 from attnres.inspect.edits import choose_reads, source_and_read
@@ -22,8 +22,7 @@ from attnres.inspect.recording import find_residual, record
 from attnres.inspect.survey import batches, check_documents, encode
 from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_ids, pieces, rows_of, spelled, token_in_front
-from attnres.progress import counting
-from attnres.terminal import grid, say, wide
+from attnres.progress import counting, grid, say, wide
 from attnres.text import counted, short
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ class Hit:
 
 
 @dataclass(frozen=True, repr=False)
-class Search:
+class Search(notebook.Result):
     """The tokens at which `source` is most (or `least`) of `read`, the first the most extreme.
 
     Attributes:
@@ -73,19 +72,12 @@ class Search:
     documents: int
     hits: list[Hit]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    def _about(self) -> str:
+        which = "least" if self.least else "most"
+        return f"{self.source} in {self.read}: {which} by {self.by} of {self.tokens:,} tokens, mean {short(self.mean)}"
 
-    def __repr__(self) -> str:
-        return (
-            f"Search({self.source} in {self.read}: {'least' if self.least else 'most'} by {self.by} of "
-            f"{self.tokens:,} tokens, mean {short(self.mean)})"
-        )
-
-    def frame(self) -> Any:
-        """A data frame with a row a token."""
-        return notebook.frame(asdict(hit) for hit in self.hits)
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return map(asdict, self.hits)
 
     def _repr_html_(self) -> str:
         rows = [(short(getattr(hit, self.by)), hit.before, hit.token, hit.after) for hit in self.hits]

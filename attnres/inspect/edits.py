@@ -1,8 +1,7 @@
-"""Edits of reads: of their weights (knock a source out, pin, swap, add to a logit), or of the vectors that they mix."""
+"""Edits of reads: of their weights (`Ablate`, `Reweigh`) or of the vectors that they mix (`Patch`, `Steer`)."""
 
-import math
 import re
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError, unknown
-from attnres.inspect.recording import Trace, find_residual
+from attnres.inspect.recording import find_residual
 from attnres.residuals import Editor, Residual, Source, depths, outputs, watched_by
 
 Reads = str | int | Collection[str | int] | None
@@ -23,14 +22,14 @@ Tokens = Tensor | int | Sequence[int] | None
 
 
 def with_choice(sources: Sequence[str], reads: Sequence[int], residual: Residual) -> list[int]:
-    """Those of the reads that have one of the sources and another one too; all of them where none does."""
+    """Return the reads that have one of the sources and another one too; all of them where none does."""
     layout = residual.layout()
     rows = {index: [source.name for source in layout[index].sources] for index in reads}
     return [index for index, row in rows.items() if len(row) > 1 and set(sources) & set(row)] or list(reads)
 
 
 def choose_reads(reads: Reads, names: Sequence[str]) -> list[int]:
-    """The numbers of the reads meant by `reads`, out of those called `names`.
+    """Return the numbers of the reads that `reads` names, out of those called `names`.
 
     Raises:
         UserError: there is no such read, one is given twice, or none at all.
@@ -57,13 +56,13 @@ def choose_reads(reads: Reads, names: Sequence[str]) -> list[int]:
 
 
 def _groups(name: str) -> list[str]:
-    """What a read of that name is one of: "mlp" of "mlp 3"; "attention" and "attention 2" of "attention 2 key"."""
+    """Return the groups of a read: "mlp" of "mlp 3"; "attention" and "attention 2" of "attention 2 key"."""
     parts = name.split(" ")
     return [" ".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def token_mask(tokens: Tokens, shape: Sequence[int], device: torch.device) -> Tensor | None:
-    """(B, T) or (T,) bool: which of a pass's tokens are meant; None is all.
+    """Return which tokens of a pass are edited, (B, T) or (T,) bool; None is all.
 
     Raises:
         UserError: a mask of another shape, or a position that is not in the pass.
@@ -86,12 +85,12 @@ def token_mask(tokens: Tokens, shape: Sequence[int], device: torch.device) -> Te
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a whole number, numpy's included."""
+    """Return whether it is a whole number, numpy's included."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def position_of(position: Any, length: int) -> int:
-    """The number of a token, from 0 on, in a pass of `length`. Raises UserError."""
+    """Return the number of a token, from 0 on, in a pass of `length`. Raises UserError."""
     if not _is_number(position) or not -length <= position < length:
         raise UserError(
             f"position {position!r} in a text of {length} tokens: expected 0 to {length - 1}, or -1, the last"
@@ -100,7 +99,7 @@ def position_of(position: Any, length: int) -> int:
 
 
 def source_names_of(source: str | Sequence[str]) -> Sequence[str]:
-    """One name or several as a sequence. Raises UserError."""
+    """Return one name or several as a sequence. Raises UserError."""
     names = (source,) if isinstance(source, str) else source
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise UserError(f"the source is {source!r}: expected a name such as 'embedding', or several")
@@ -134,63 +133,48 @@ def check_sources(names: Sequence[str], reads: Sequence[int], residual: Residual
         raise unknown("source", name, {name for index in reads for name in rows[index]})
 
 
-LARGEST_DELTA = 80.0
-"""exp of more than this is no fp32 number."""
-
-
-@dataclass(frozen=True, eq=False)
 class Edit:
-    """A change of the weights of some reads at some tokens.
+    """A change of some reads at some tokens; `Ablate`, `Reweigh`, `Patch` and `Steer` are the kinds.
 
     Weights p are those of a read, or the coefficients that a residual implies (standard: ones; see `Residual.implied`).
     Those that do not sum to one (`Traits.sums_to_one`) are never renormalised. Where reads are scaled or held
     back by gates, that happens after the edit.
     """
 
-    @property
-    def of_reads(self) -> Reads:
-        return getattr(self, "reads", None)
-
-    @property
-    def of_tokens(self) -> Tokens:
-        return getattr(self, "tokens", None)
+    reads: Reads
+    tokens: Tokens
 
     @property
     def positional(self) -> bool:
         """Whether it matters which tokens a forward pass holds."""
-        return self.of_tokens is not None
+        return self.tokens is not None
 
     def check(self, reads: Sequence[int], residual: Residual) -> None:
         """Raise a UserError if the edit cannot be made at the reads of these numbers."""
 
-    @property
-    def changes_values(self) -> bool:
-        """Whether it is an edit of vectors, and not of weights."""
-        return False
-
-    def meant(self, reads: Sequence[int], residual: Residual) -> Sequence[int]:
-        """The reads that are edited, of those that `of_reads` chooses."""
+    def choose(self, reads: Sequence[int], residual: Residual) -> Sequence[int]:
+        """Return the reads that are edited, of those that `reads` names."""
         return reads
 
-    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
-        """The edited weights (B, T, n) of the `place`-th of the edit's reads; of all tokens, whatever `tokens` says."""
-        raise NotImplementedError
+    def reweigh(self, weights: Tensor, names: Sequence[str], sums_to_one: bool) -> Tensor:
+        """Return the edited weights (B, T, n) of a read's sources `names`, at all tokens."""
+        return weights
 
-    def exchanges(self, name: str | None) -> bool:
-        """Whether it changes the vector of that source, or (None) what the read made; an edit of vectors says."""
+    def changes(self, source: str | None) -> bool:
+        """Whether it changes the vector of that source, or (None) what the read made."""
         return False
 
-    def exchange(self, vector: Tensor) -> Tensor:
-        """What stands in the place of a vector (B, T, d); an edit of vectors says."""
-        raise NotImplementedError
+    def change(self, vector: Tensor) -> Tensor:
+        """Return what stands in the place of a vector (B, T, d) that it changes."""
+        return vector
 
 
 @dataclass(frozen=True, eq=False)
-class KnockOut(Edit):
-    """Remove sources K from reads: p'_i = 0 for i in K, and p'_j = p_j / sum_{k not in K} p_k elsewhere.
+class Ablate(Edit):
+    """Remove sources K from reads: p'_i = 0 for i in K, and p'_j = p_j / sum_{k not in K} p_k for the others.
 
     Without `renormalise`, and for coefficients that do not sum to one, the others stay as they are. A read of which
-    nothing is left reads zeros; where all reads of a kind are meant (reads="mlp"), those without another source are
+    nothing is left reads zeros; where all reads of a kind are given (reads="mlp"), those without another source are
     left alone. Reads without these sources stay as they are.
 
     Args:
@@ -205,13 +189,13 @@ class KnockOut(Edit):
     def check(self, reads: Sequence[int], residual: Residual) -> None:
         check_sources(source_names_of(self.source), reads, residual)
 
-    def meant(self, reads: Sequence[int], residual: Residual) -> Sequence[int]:
+    def choose(self, reads: Sequence[int], residual: Residual) -> Sequence[int]:
         names = [read.name for read in residual.layout()]
         of_kind = isinstance(self.reads, str) and self.reads not in names
         return with_choice(source_names_of(self.source), reads, residual) if of_kind else reads
 
-    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
-        gone = torch.tensor([source.name in source_names_of(self.source) for source in sources], device=weights.device)
+    def reweigh(self, weights: Tensor, names: Sequence[str], sums_to_one: bool) -> Tensor:
+        gone = torch.tensor([name in source_names_of(self.source) for name in names], device=weights.device)
         if not gone.any():
             return weights
         kept = weights.masked_fill(gone, 0.0)
@@ -221,167 +205,69 @@ class KnockOut(Edit):
         return torch.where(rest > 0, kept / rest.clamp_min(torch.finfo(rest.dtype).tiny), 0.0)
 
 
-@dataclass(frozen=True, eq=False)
-class Uniform(Edit):
-    """All sources the same: p'_i = (sum_j p_j) / n, which for a softmax is 1 / n."""
-
-    reads: Reads = None
-    tokens: Tokens = None
-
-    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
-        return weights.mean(-1, keepdim=True).expand_as(weights)
+KnockOut = Ablate
+"""The earlier name of `Ablate`, for one more version."""
 
 
 @dataclass(frozen=True, eq=False)
-class Recency(Edit):
-    """The last source alone: p'_i = 1 for the newest source (never the null source), 0 for the others."""
+class Reweigh(Edit):
+    """Replace the weights of reads: p' = function(p, names), used as they are.
 
-    reads: Reads = None
-    tokens: Tokens = None
-
-    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
-        last = len(sources) - 1 - (sources[-1].kind == "null")
-        edited = torch.zeros_like(weights)
-        edited[..., last] = 1.0
-        return edited
-
-
-@dataclass(frozen=True, eq=False)
-class Pin(Edit):
-    """Weights from elsewhere: p' = weights, whatever the input.
+    >>> uniform = Reweigh(lambda p, names: p.mean(-1, keepdim=True))
+    >>> pinned = Reweigh(lambda p, names: torch.tensor([0.25, 0.75]), reads="mlp 1")
 
     Args:
-        weights: of each of `reads` in turn, or of the one read: a row of n numbers, or (T, n), or (B, T, n), used as
-            they are. `pin_from` takes them from a recording.
+        function: takes weights (B, T, n) and the names of the n sources; returns weights that broadcast to (B, T, n).
     """
 
-    weights: Any
-    reads: Reads
+    function: Callable[[Tensor, Sequence[str]], Any]
+    reads: Reads = None
     tokens: Tokens = None
 
-    def _rows(self) -> list[Tensor]:
-        rows = [self.weights] if isinstance(self.reads, str | int | Integral) else list(self.weights)
+    def check(self, reads: Sequence[int], residual: Residual) -> None:
+        if not callable(self.function):
+            raise UserError(f"the weights are {self.function!r}: expected a function of weights and names of sources")
+
+    def reweigh(self, weights: Tensor, names: Sequence[str], sums_to_one: bool) -> Tensor:
+        made = self.function(weights, names)
         try:
-            return [torch.as_tensor(row) for row in rows]
+            return torch.as_tensor(made).to(weights).expand_as(weights)
         except (TypeError, ValueError, RuntimeError) as error:
+            shape = tuple(getattr(made, "shape", ())) or type(made).__name__
             raise UserError(
-                f"weights to pin are not numbers ({error}): give a row of weights for each of the reads"
+                f"new weights are {shape}: expected numbers for {tuple(weights.shape)}, of {', '.join(names)}"
             ) from error
-
-    @property
-    def positional(self) -> bool:
-        return self.tokens is not None or any(row.dim() > 1 for row in self._rows())
-
-    def check(self, reads: Sequence[int], residual: Residual) -> None:
-        rows, layout = self._rows(), residual.layout()
-        if len(rows) != len(reads):
-            raise UserError(f"{len(rows)} rows of weights to pin for {len(reads)} reads: give one for each read")
-        for row, index in zip(rows, reads):
-            names = [source.name for source in layout[index].sources]
-            if row.dim() not in (1, 2, 3) or row.shape[-1] != len(names):
-                raise UserError(
-                    f"weights of shape {tuple(row.shape)} to pin at read '{layout[index].name}': expected "
-                    f"{len(names)} a token, of {', '.join(names)}"
-                )
-
-    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
-        row = self._rows()[place].to(weights)
-        try:
-            return row.expand_as(weights)
-        except RuntimeError:
-            raise UserError(
-                f"weights to pin have shape {tuple(row.shape)}, this forward pass needs {tuple(weights.shape)}: pin "
-                "weights of as many tokens, or mean weights, which fit any text"
-            ) from None
-
-
-@dataclass(frozen=True, eq=False)
-class Swap(Edit):
-    """Tokens at positions a and b exchange their weights, in every row of the batch."""
-
-    a: int
-    b: int
-    reads: Reads = None
-
-    @property
-    def positional(self) -> bool:
-        return True
-
-    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
-        length = weights.shape[1]
-        order = torch.arange(length, device=weights.device)
-        a, b = position_of(self.a, length), position_of(self.b, length)
-        order[a], order[b] = b, a
-        return weights[:, order]
-
-
-@dataclass(frozen=True, eq=False)
-class AddLogit(Edit):
-    """Add `delta` to a source's logit: p'_i = p_i e^delta / Z for the source, p'_j = p_j / Z elsewhere, rows summing to
-    one. Of coefficients that do not sum to one it is multiplied by e^delta, the others stay."""
-
-    source: str
-    delta: float
-    reads: Reads = None
-    tokens: Tokens = None
-
-    def check(self, reads: Sequence[int], residual: Residual) -> None:
-        check_sources((self.source,), reads, residual)
-        number = isinstance(self.delta, int | float) and not isinstance(self.delta, bool)
-        if not (number and abs(self.delta) <= LARGEST_DELTA):  # nor NaN
-            raise UserError(f"delta is {self.delta!r}: expected a number from -{LARGEST_DELTA:g} to {LARGEST_DELTA:g}")
-
-    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
-        raised = torch.tensor([source.name == self.source for source in sources], device=weights.device)
-        if not raised.any():
-            return weights
-        if not sums_to_one:
-            return torch.where(raised, weights * math.exp(self.delta), weights)
-        # Only factors of at most one: none can overflow.
-        factor = math.exp(-abs(self.delta))
-        scaled = torch.where(raised if self.delta < 0 else ~raised, weights * factor, weights)
-        total = scaled.sum(-1, keepdim=True)
-        return torch.where(total > 0, scaled / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
 
 
 class _Vectors(Edit):
-    """An edit of vectors: one source's, or what the reads made."""
+    """An edit of vectors: of one source's, or (None) of what the reads made."""
 
-    @property
-    def of_source(self) -> str | None:
-        return getattr(self, "source", None)
-
-    @property
-    def of_vector(self) -> Any:
-        return getattr(self, "vector", None)
-
-    @property
-    def changes_values(self) -> bool:
-        return True
+    source: str | None
+    vector: Any
 
     @property
     def positional(self) -> bool:
-        return self.of_tokens is not None or torch.as_tensor(self.of_vector).dim() > 1
-
-    def exchanges(self, name: str | None) -> bool:
-        return name == self.of_source
+        return self.tokens is not None or torch.as_tensor(self.vector).dim() > 1
 
     def check(self, reads: Sequence[int], residual: Residual) -> None:
-        if self.of_source is not None:
-            check_sources((self.of_source,), reads, residual)
+        if self.source is not None:
+            check_sources((self.source,), reads, residual)
         try:
-            shape = tuple(torch.as_tensor(self.of_vector).shape)
+            shape = tuple(torch.as_tensor(self.vector).shape)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise UserError(f"the vector is {type(self.of_vector).__name__}: expected numbers ({error})") from error
+            raise UserError(f"the vector is {type(self.vector).__name__}: expected numbers ({error})") from error
         if not 1 <= len(shape) <= 3 or shape[-1] != residual.width:
             raise UserError(
                 f"a vector of shape {shape} in a model of width {residual.width}: expected ({residual.width},), or one "
                 f"a token, (T, {residual.width}) or (B, T, {residual.width})"
             )
 
-    def _fitting(self, vector: Tensor) -> Tensor:
-        """This edit's vector as `vector` (B, T, d) is."""
-        vectors = torch.as_tensor(self.of_vector).to(vector)
+    def changes(self, source: str | None) -> bool:
+        return source == self.source
+
+    def _expanded(self, vector: Tensor) -> Tensor:
+        """Return this edit's vector in the shape of `vector` (B, T, d)."""
+        vectors = torch.as_tensor(self.vector).to(vector)
         try:
             return vectors.expand_as(vector)
         except RuntimeError:
@@ -406,8 +292,8 @@ class Patch(_Vectors):
     reads: Reads = None
     tokens: Tokens = None
 
-    def exchange(self, vector: Tensor) -> Tensor:
-        return self._fitting(vector)
+    def change(self, vector: Tensor) -> Tensor:
+        return self._expanded(vector)
 
 
 @dataclass(frozen=True, eq=False)
@@ -424,24 +310,8 @@ class Steer(_Vectors):
     reads: Reads = None
     tokens: Tokens = None
 
-    def exchange(self, vector: Tensor) -> Tensor:
-        return vector + self._fitting(vector)
-
-
-def pin_from(trace: Trace, reads: Reads = None, *, each_token: bool = False) -> Pin:
-    """Pin the weights that a recording saw: their means, which fit any text, or with `each_token` those of each token
-    of its last forward pass (recorded with `tokens=True`), which fit texts of as many tokens.
-
-    Raises:
-        UserError: nothing was recorded, the residual weighs nothing, or `tokens=True` is missing.
-    """
-    numbers = choose_reads(reads, trace.reads)
-    rows = trace.token_weights if each_token else trace.weights
-    if each_token and not rows and trace.tokens:
-        raise UserError("this recording kept no weights of single tokens: record(model, tokens=True), or pin the means")
-    if not trace.tokens or any(not trace.sources[index] for index in numbers):
-        raise UserError(f"this recording of residual '{trace.residual}' holds no weights to pin: run a text first")
-    return Pin([rows[index] for index in numbers], numbers)
+    def change(self, vector: Tensor) -> Tensor:
+        return vector + self._expanded(vector)
 
 
 def source_names(model: nn.Module) -> list[list[str]]:
@@ -467,7 +337,7 @@ def intervene(model: nn.Module, *edits: Edit) -> Generator[None]:
     Recording (`record`) shows the edited weights, gradients flow, and generation works; with a KV cache a pass holds
     the new tokens only, so that edits of some tokens are refused there.
 
-    >>> with intervene(model, KnockOut("embedding", reads="output")):  # doctest: +SKIP
+    >>> with intervene(model, Ablate("embedding", reads="output")):  # doctest: +SKIP
     ...     logits = model(input_ids=ids).logits
 
     With activation checkpointing the backward pass runs the layers again: it must be inside the block, too.
@@ -513,20 +383,18 @@ class _Edits(Watch):
 
     def __init__(self, residual: Residual, edits: Iterable[Edit]) -> None:
         super().__init__(residual)
-        self.rows, names = _rows(residual), [read.name for read in residual.layout()]
-        self.by_read: dict[int, list[tuple[Edit, int]]] = {}
+        self.sources = [[source.name for source in row] for row in _rows(residual)]
+        names = [read.name for read in residual.layout()]
+        self.by_read: dict[int, list[Edit]] = {}
         self.positional, self.cached = False, False
         for edit in edits:
             if not isinstance(edit, Edit):
-                raise UserError(
-                    f"{edit!r} is no edit: expected KnockOut, Uniform, Recency, Pin, Swap, AddLogit, Patch or Steer"
-                )
-            reads = choose_reads(edit.of_reads, names)
+                raise UserError(f"{edit!r} is no edit: expected Ablate, Reweigh, Patch or Steer")
+            reads = choose_reads(edit.reads, names)
             edit.check(reads, residual)
-            reads = edit.meant(reads, residual)
             self.positional |= edit.positional
-            for place, index in enumerate(reads):
-                self.by_read.setdefault(index, []).append((edit, place))
+            for index in edit.choose(reads, residual):
+                self.by_read.setdefault(index, []).append(edit)
 
     def see_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         caches = [one for one in (*args, *kwargs.values()) if hasattr(one, "get_seq_length")]
@@ -544,46 +412,43 @@ class _Edits(Watch):
         if index not in self.by_read:
             return weights
         edited = weights.view(*self.shape, -1)
-        for edit, place in self.by_read[index]:
-            if edit.changes_values:
-                continue
-            new = edit.rewrite(edited, self.rows[index], place, self.residual.traits.sums_to_one)
-            mask = token_mask(edit.of_tokens, self.shape, weights.device)
-            edited = new if mask is None else torch.where(mask.unsqueeze(-1), new, edited)
+        for edit in self.by_read[index]:
+            new = edit.reweigh(edited, self.sources[index], self.residual.traits.sums_to_one)
+            edited = self._at_tokens(edit, new, edited)
         return edited.reshape(weights.shape)
 
     def exchange(self, index: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        for edit, _ in self.by_read.get(index, ()):
-            if edit.changes_values:
-                names = [source.name for source in self.rows[index]]
+        names = self.sources[index]
+        for edit in self.by_read.get(index, ()):
+            if any(map(edit.changes, names)):
                 values = [
-                    self._where(edit, edit.exchange(value), value) if edit.exchanges(name) else value
+                    self._at_tokens(edit, edit.change(value), value) if edit.changes(name) else value
                     for name, value in zip(names, values)
                 ] + list(values[len(names) :])
         return values
 
     def steer(self, index: int, h: Tensor) -> Tensor:
-        for edit, _ in self.by_read.get(index, ()):
-            if edit.changes_values and edit.exchanges(None):
-                h = self._where(edit, edit.exchange(h), h)
+        for edit in self.by_read.get(index, ()):
+            if edit.changes(None):
+                h = self._at_tokens(edit, edit.change(h), h)
         return h
 
-    def _where(self, edit: Edit, new: Tensor, old: Tensor) -> Tensor:
-        """The changed vectors (B, T, d) at the edit's tokens, the others as they were."""
-        mask = token_mask(edit.of_tokens, self.shape, old.device)
+    def _at_tokens(self, edit: Edit, new: Tensor, old: Tensor) -> Tensor:
+        """Return `new` (B, T, ...) at the edit's tokens and `old` at the others."""
+        mask = token_mask(edit.tokens, self.shape, old.device)
         return new.to(old.dtype) if mask is None else torch.where(mask.unsqueeze(-1), new.to(old.dtype), old)
 
 
 def source_and_read(text: str) -> tuple[str, str | None]:
-    """What SOURCE or SOURCE@READ names. Raises UserError."""
+    """Split SOURCE or SOURCE@READ into the names of both, None for no read. Raises UserError."""
     source, at, where = text.partition("@")
     if not source.strip() or (at and not where.strip()):
         raise UserError(f"'{text}' names no edge: expected SOURCE or SOURCE@READ, such as embedding@mlp3")
     return _spaced(source), _spaced(where) if at else None
 
 
-def find_knock_out(source: str, where: str | None, model: Any) -> KnockOut:
-    """At one read; or, of all reads, of those of a sublayer or of a kind of sublayer, at those with a choice.
+def find_ablation(source: str, where: str | None, model: Any) -> Ablate:
+    """Return the ablation of a source at one read; without a read, or with a kind of them, at those with a choice.
 
     Raises:
         UserError: no such read, or none of them has the source.
@@ -593,11 +458,11 @@ def find_knock_out(source: str, where: str | None, model: Any) -> KnockOut:
     reads = choose_reads(where, names)
     if where not in names:  # a read without its only source has no input at all
         reads = with_choice((source,), reads, residual)
-    edit = KnockOut(source, reads=reads)
+    edit = Ablate(source, reads=reads)
     with intervene(model, edit):  # says what is wrong with it
         return edit
 
 
 def _spaced(name: str) -> str:
-    """ "mlp3", "mlp_3", "mlp-3" and "MLP 3" as "mlp 3"; "attention2key" as "attention 2 key"."""
+    """Return "mlp3", "mlp_3", "mlp-3" and "MLP 3" as "mlp 3"; "attention2key" as "attention 2 key"."""
     return re.sub(r"^([a-z]+)[ _-]*(\d+)[ _-]*([a-z]*)$", r"\1 \2 \3", name.strip().lower()).strip()

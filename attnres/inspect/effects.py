@@ -1,6 +1,6 @@
 """What an edit does to one text: to the loss of each token, and to the next-token distribution."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import Edit, intervene
 from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, stated_context, tokenise
@@ -23,15 +23,18 @@ Token = int | str
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Prediction:
+class Prediction(notebook.Result):
     """What a model says of one text: `ids` (T,) and the log-probabilities (T, V) of each next token, fp32, CPU."""
 
     ids: Tensor
     log_probs: Tensor
 
-    def __repr__(self) -> str:
+    def _about(self) -> str:
         best = int(self.log_probs[-1].argmax())
-        return f"Prediction({len(self.ids)} tokens, then {best} with {short(self.log_probs[-1, best].exp().item(), 3)})"
+        return f"{len(self.ids)} tokens, then {best} with {short(self.log_probs[-1, best].exp().item(), 3)}"
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return ({"id": i, "loss": loss} for i, loss in zip(self.ids[1:].tolist(), self.losses.tolist()))
 
     @property
     def losses(self) -> Tensor:
@@ -40,7 +43,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, repr=False)
-class Effect:
+class Effect(notebook.Result):
     """One text with and without an edit; losses and differences in nats, differences are after - before.
 
     Attributes:
@@ -51,6 +54,8 @@ class Effect:
         top: the likeliest next tokens after the text, by the larger of both probabilities:
             {"id": ..., "before": p, "after": p'}.
         before: the unedited prediction, for `effect(..., before=)`; not in `to_dict`.
+
+    The data frame has a row a prediction: the token's id, its losses before and after, and the KL before it.
     """
 
     loss_before: list[float]
@@ -61,19 +66,15 @@ class Effect:
     top: list[dict[str, Any]]
     before: Prediction = field(repr=False, compare=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {name: value for name, value in vars(self).items() if name != "before"}
+    HIDDEN = ("before",)
 
-    def __repr__(self) -> str:
+    def _about(self) -> str:
         change = with_error(self.difference, self.error, signed=True)
-        return f"Effect({change} nats per token over {len(self.loss_before)} predictions)"
+        return f"{change} nats per token over {len(self.loss_before)} predictions"
 
-    def frame(self) -> Any:
-        """A data frame with a row a prediction: the token's id, its losses before and after, and the KL before it."""
-        ids = self.before.ids[1:].tolist()
-        rows = zip(ids, self.loss_before, self.loss_after, self.kl)
-        return notebook.frame({"id": i, "before": a, "after": b, "kl": kl} for i, a, b, kl in rows)
+    def _records(self) -> Iterator[dict[str, Any]]:
+        rows = zip(self.before.ids[1:].tolist(), self.loss_before, self.loss_after, self.kl)
+        return ({"id": i, "before": a, "after": b, "kl": kl} for i, a, b, kl in rows)
 
     def _repr_html_(self) -> str:
         rows = [(part["id"], short(part["before"], 3), short(part["after"], 3)) for part in self.top]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -10,7 +10,6 @@ from typing import (
     Any,
     Literal,
     NotRequired,
-    Protocol,
     Self,
     TypedDict,
     get_args,
@@ -144,7 +143,7 @@ class Table(TypedDict):
 
 
 @dataclass(repr=False)
-class Inspection:
+class Inspection(notebook.Result):
     """One model, seen on some text: as it is in memory, so it is in a file.
 
     Rows that belong to reads are in the order of `reads`. A number that does not exist (the entropy of a read that
@@ -167,11 +166,13 @@ class Inspection:
         source_rms, source_cosine: rows parallel to `routing["sources"]`; key_cosine (n, n) of the output's sources.
         kinds: `names`, `tokens`, `documents`; `weights` and `error`, by kind, read and source: standard errors over
             documents; `contribution` and `contribution_error` likewise.
-        prompts: the same for the prompts that come with the package, by category; errors over prompts.
         example: `text`, `tokens` (strings), `ids`, `kinds`, `losses` (of the next token; the last is None), and
             `weights` and `contribution` by read, token and source.
         losses: `mean` in nats per token, `error` over documents, `tokens` predicted.
-        dynamics: of the run that trained the model, see `measures.dynamics`.
+        dynamics: of the run that trained the model, see `dynamics`.
+
+    The data frame has a row a (read, source) edge: weight, contribution, size, and shares of the weights (`high`,
+    `largest`); none for a residual that weighs nothing.
     """
 
     model: dict[str, Any]
@@ -193,7 +194,6 @@ class Inspection:
     source_cosine: list[list[float]] = field(default_factory=list)
     key_cosine: list[list[float]] = field(default_factory=list)
     kinds: ByLabel | None = None
-    prompts: ByLabel | None = None
     example: Example | None = None
     losses: dict[str, float | None] = field(default_factory=dict)
     dynamics: dict[str, list[Any]] | None = None
@@ -202,18 +202,16 @@ class Inspection:
         for item in dataclasses.fields(self):
             setattr(self, item.name, plain(getattr(self, item.name), DIGITS))
 
-    def __repr__(self) -> str:
+    def _about(self) -> str:
         tokens, loss = self.data.get("tokens"), self.losses.get("mean")
         extent = "" if tokens is None else f", {tokens:,} tokens"
         extent += "" if loss is None else f", loss {loss:.3f}"
-        return f"Inspection({self.model['name']}: {self.model['residual']}, {len(self.reads)} reads{extent})"
+        return f"{self.model['name']}: {self.model['residual']}, {len(self.reads)} reads{extent}"
 
-    def frame(self) -> Any:
-        """A data frame with a row a (read, source) edge: weight, contribution, size, and shares of the weights (`high`,
-        `largest`); without rows for a residual that weighs nothing."""
+    def _records(self) -> Iterator[dict[str, Any]]:
         routing: Any = self.routing or {"reads": [], "sources": [], "weights": []}
         more = {name: routing[name] for name in (*MEASURES, "high", "largest") if name in routing}
-        return notebook.edges_frame(routing["reads"], routing["sources"], weight=routing["weights"], **more)
+        return notebook.edges(routing["reads"], routing["sources"], weight=routing["weights"], **more)
 
     def _repr_html_(self) -> str:
         by, rows = ("contribution", self.routing.get("contribution")) if self.routing else ("", None)
@@ -233,8 +231,7 @@ class Inspection:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON. Raises UserError."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        text = json.dumps({"format": FORMAT, **values}, allow_nan=False, ensure_ascii=False)
+        text = json.dumps({"format": FORMAT, **self.to_dict()}, allow_nan=False, ensure_ascii=False)
         write_text(path, text + "\n")  # on one line: an indented example would be a line a number
 
     @classmethod
@@ -305,11 +302,10 @@ class Inspection:
             and fit([row for row in map(self.routing.get, ("weights", *MEASURES)) if row is not None])
         ):
             wrong.append("routing")
-        for name, part in (("kinds", self.kinds), ("prompts", self.prompts)):
-            if part is not None:
-                even = len({len(part[key]) for key in ("names", "tokens", "documents", "weights")}) == 1
-                tables = [part["weights"], part["error"], part.get("contribution"), part.get("contribution_error")]
-                wrong += [name] * (not even or not all(fit(table) for table in tables if table is not None))
+        if (part := self.kinds) is not None:
+            even = len({len(part[key]) for key in ("names", "tokens", "documents", "weights")}) == 1
+            tables = [part["weights"], part["error"], part.get("contribution"), part.get("contribution_error")]
+            wrong += ["kinds"] * (not even or not all(fit(table) for table in tables if table is not None))
         if self.example is not None:
             tokens = len(self.example["tokens"])
             for values in (self.example["weights"], self.example.get("contribution")):
@@ -403,23 +399,6 @@ def amounts(row: Sequence[float | None], by: By) -> np.ndarray:
     return values if by == "contribution" else np.abs(values) / (np.abs(values).sum() or 1.0)
 
 
-class _HasLayout(Protocol):
-    @property
-    def layout(self) -> Sequence[Read]: ...
-
-
-class Named:
-    """What has numbers for the sources of reads: the names of both, from its `layout`."""
-
-    @property
-    def reads(self: _HasLayout) -> list[str]:
-        return [read.name for read in self.layout]
-
-    @property
-    def sources(self: _HasLayout) -> list[list[str]]:
-        return [[source.name for source in read.sources] for read in self.layout]
-
-
 @dataclass(frozen=True)
 class Routing:
     """For every read of one model a number for each of its sources.
@@ -438,7 +417,7 @@ class Routing:
         of an earlier version, which has no contributions, gives weights."""
         if inspection.routing is None:
             return None
-        by = by_in(by, inspection.routing, inspection.kinds, inspection.prompts, inspection.example)
+        by = by_in(by, inspection.routing, inspection.kinds, inspection.example)
         kept = [r for r, row in enumerate(inspection.routing["weights"]) if row]
         rows = inspection.routing[FIELD[by]]
         return cls([inspection.layout[r] for r in kept], [amounts(rows[r], by).tolist() for r in kept], by)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, next_token_losses
+from attnres.head import evaluating, next_token_losses
 from attnres.inspect import geometry
 from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights, depth_distance, embedding_persistence
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of
@@ -45,7 +45,6 @@ def inspect_model(
     kind: Kind = "auto",
     limit: int | None = None,
     example: str | None = None,
-    prompts: bool = True,
     name: str | None = None,
     source: str = "documents",
     progress: bool = False,
@@ -58,7 +57,6 @@ def inspect_model(
         kind: of the text, which decides the kinds of its tokens; "auto" looks at the first documents.
         limit: stop after so many tokens.
         example: a text whose tokens are shown one by one, cut after `context` tokens.
-        prompts: also run the prompts that come with the package.
         name: of the model, for titles.
         source: name of the text, for titles.
         progress: show a bar on stderr where that is a terminal.
@@ -86,7 +84,6 @@ def inspect_model(
     )
     return dataclasses.replace(
         inspection,
-        prompts=_prompts(model, tokenizer, options) if prompts else None,
         example=None if example is None else show_example(model, tokenizer, example, context=context, kind=reader.kind),
     )
 
@@ -94,7 +91,7 @@ def inspect_model(
 def from_survey(
     model: Any, measured: Survey, *, name: str | None, source: str, context: int, kind: str, kinds: Sequence[str]
 ) -> Inspection:
-    """An inspection, without prompts and example, of what a survey saw; `kinds` are the names of its labels."""
+    """An inspection, without an example, of what a survey saw; `kinds` are the names of its labels."""
     inspection = from_trace(model, measured.trace, name=name, source=source)
     routing, loss = inspection.routing, measured.loss
     if routing is not None:
@@ -218,20 +215,6 @@ class _Reader:
                 yield encoded
             if left == 0:
                 return
-
-
-def _prompts(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", options: dict[str, Any]) -> ByLabel | None:
-    """Weights by the category of the prompts that come with the package."""
-    from attnres.inspect.prompts import prompts
-
-    texts = prompts()
-    names = list(texts)
-    encoded = [
-        one._replace(labels=np.full(len(one.ids), label))
-        for label, name in enumerate(names)
-        for one in (encode(tokenizer, text) for text in texts[name])
-    ]
-    return _by_label(survey(model, encoded, labels=len(names), **options), names)
 
 
 def _routing(trace: Trace) -> Weights | None:

@@ -5,7 +5,8 @@ output's read is a sum and the head is linear, so that once the norm's scale is 
 a sum over sources: W_y . N(p_i v_i), and what is left (biases, gates).
 """
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
@@ -27,7 +28,7 @@ from attnres.text import short
 
 
 @dataclass(frozen=True, repr=False)
-class Lens:
+class Lens(notebook.Result):
     """Every read as a prediction.
 
     Attributes:
@@ -35,6 +36,8 @@ class Lens:
         top: (R, T, k) likeliest ids after each token. probability: theirs.
         target: (R, T) ln p of the text's next token, of the last the model's likeliest.
         divergence: (R, T) sum_x p(x) ln(p(x) / q(x)) in nats, p the model's prediction and q the read's.
+
+    The data frame has a row a read and position: likeliest id, its probability, target and divergence.
     """
 
     reads: list[str]
@@ -44,17 +47,11 @@ class Lens:
     target: list[list[float]]
     divergence: list[list[float]]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    def _about(self) -> str:
+        return f"{len(self.reads)} reads, {len(self.tokens)} tokens"
 
-    def __repr__(self) -> str:
-        return f"Lens({len(self.reads)} reads, {len(self.tokens)} tokens)"
-
-    def frame(self) -> Any:
-        """A data frame with a row a read and position: likeliest id, its probability, ln p of the text's next token and
-        the divergence from the model's prediction."""
-        return notebook.frame(
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return (
             {
                 "read": read,
                 "position": t,
@@ -102,7 +99,7 @@ def logit_lens(model: Any, text: Text, *, top: int = 5) -> Lens:
 
 
 @dataclass(frozen=True, repr=False)
-class Direct:
+class Direct(notebook.Result):
     """What the sources of the output's read add to a logit.
 
     Attributes:
@@ -111,6 +108,9 @@ class Direct:
         sources: what each source of the output's read adds, by name; of a gated read the part of it that lies along
             their sum. outputs: of single outputs, blocks taken apart and gates counted; None where the read is no such
             sum.
+
+    The data frame has a row an output, or a source where single outputs are not told apart, and one for what is left of
+    the logit.
     """
 
     position: int
@@ -121,20 +121,14 @@ class Direct:
     sources: dict[str, float]
     outputs: dict[str, float] | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-    def __repr__(self) -> str:
+    def _about(self) -> str:
         less = "" if self.against is None else f" less {self.against}"
-        return f"Direct(logit of {self.target}{less} after position {self.position}: {self.logit:.3f})"
+        return f"logit of {self.target}{less} after position {self.position}: {self.logit:.3f}"
 
-    def frame(self) -> Any:
-        """A data frame with a row an output, or a source where single outputs are not told apart, and one for what is
-        left of the logit."""
+    def _records(self) -> Iterator[dict[str, Any]]:
         parts = self.sources if self.outputs is None else self.outputs
         rows = {**parts, "rest": self.logit - sum(parts.values())}
-        return notebook.frame({"part": name, "logit": value} for name, value in rows.items())
+        return ({"part": name, "logit": value} for name, value in rows.items())
 
     def _repr_html_(self) -> str:
         rows = [(name, short(value, signed=True)) for name, value in {**self.sources, "rest": self.rest}.items()]

@@ -15,7 +15,7 @@ from attnres.files import write_json
 from attnres.folders import refuse_other
 from attnres.inspect.attribution import Attribution
 from attnres.inspect.config import InspectConfig
-from attnres.inspect.edits import KnockOut, find_knock_out, intervene, source_and_read
+from attnres.inspect.edits import Ablate, find_ablation, intervene, source_and_read
 from attnres.inspect.inspection import Inspection, dynamics
 from attnres.inspect.inspector import inspect_model
 from attnres.inspect.prune import check_prunable, prune_report
@@ -32,9 +32,8 @@ from attnres.inspect.tables import (
 from attnres.inspect.texts import LookText, batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import token_in_front
 from attnres.models.open import Checkpoint
-from attnres.progress import counting
+from attnres.progress import counting, say, wide
 from attnres.residuals import traits_of
-from attnres.terminal import say, wide
 from attnres.training.records import read_metrics
 
 
@@ -70,7 +69,7 @@ class _Subject:
             batch_size=self.batch_size,
         )
 
-    def survey(self, tokens: int, what: str, *edits: KnockOut) -> Survey:
+    def survey(self, tokens: int, what: str, *edits: Ablate) -> Survey:
         """Losses on the text with edits of the reads; a bar that is full after `tokens` says `what` is measured."""
         documents = _encoded(self.checkpoint, self.text, self.config.limit)
         edited = intervene(self.model, *edits) if edits else nullcontext()
@@ -119,7 +118,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     out = _Out(None if config.out is None else refuse_other(config.out, "inspection"))
 
     model = _load(config, checkpoint)
-    knock_outs = [(request, find_knock_out(source, read, model)) for request, source, read in edges]
+    knock_outs = [(request, find_ablation(source, read, model)) for request, source, read in edges]
     batch_size = batch_size_of(config.batch_tokens, checkpoint, context)
     subject = _Subject(config, console, checkpoint, model, text, context, batch_size)
 
@@ -165,7 +164,7 @@ def _inspect(subject: _Subject, out: _Out) -> Inspection:
     return inspection
 
 
-def _remove(subject: _Subject, inspection: Inspection, knock_outs: list[tuple[str, KnockOut]], out: _Out) -> None:
+def _remove(subject: _Subject, inspection: Inspection, knock_outs: list[tuple[str, Ablate]], out: _Out) -> None:
     """Print and write what the loss is without edges that hardly count (--prune), and without each that was named."""
     config, text = subject.config, subject.text
     if not (config.prune or knock_outs):

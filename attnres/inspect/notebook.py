@@ -1,12 +1,16 @@
-"""What is measured as a notebook shows it: tables in HTML, and as data frames with names."""
+"""Results as JSON, as data frames with names, and as a notebook shows them: tables in HTML."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields, is_dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from attnres.errors import UserError
+from attnres.files import write_json
 from attnres.inspect.colours import ink_on, place_of_size, signed_colour
 from attnres.residuals import Read, columns
 from attnres.text import short
@@ -18,13 +22,80 @@ FLOOR = 0.02
 """The least that a scale of changes runs to, nats or a share: what is smaller stays pale."""
 
 
+class _HasLayout(Protocol):
+    @property
+    def layout(self) -> Sequence[Read]: ...
+
+
+class Named:
+    """A result with numbers for the sources of reads: has the names of both, from its `layout`."""
+
+    @property
+    def reads(self: _HasLayout) -> list[str]:
+        return [read.name for read in self.layout]
+
+    @property
+    def sources(self: _HasLayout) -> list[list[str]]:
+        return [[source.name for source in read.sources] for read in self.layout]
+
+
+class Result:
+    """What a function of `attnres.inspect` measured: a short line, a data frame, a table in a notebook, JSON.
+
+    A subclass is a dataclass, or has a `to_dict` of its own, and says `_about`, `_records` and mostly `_repr_html_`.
+    """
+
+    HIDDEN: ClassVar[tuple[str, ...]] = ("layout",)
+    """Fields that JSON does not have; of a layout it has the names of reads and sources."""
+
+    def _about(self) -> str:
+        """Return what stands in the brackets of `repr`."""
+        raise NotImplementedError
+
+    def _records(self) -> Iterable[dict[str, Any]]:
+        """Yield the rows of the data frame, as names and values."""
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        """Return the HTML that a notebook shows: the rows of the data frame."""
+        rows = list(self._records())
+        cells = ([short(v, 3) if isinstance(v, float) else v for v in row.values()] for row in rows)
+        return table(repr(self), list(rows[0]) if rows else [], cells)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._about()})"
+
+    def frame(self) -> "DataFrame":
+        """Return a data frame. Raises UserError without pandas."""
+        return frame(self._records())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        names = {"reads": self.reads, "sources": self.sources} if isinstance(self, Named) else {}
+        values = {one.name: getattr(self, one.name) for one in fields(self)}  # ty: ignore[invalid-argument-type]
+        return {name: _plain(value) for name, value in values.items() if name not in self.HIDDEN} | names
+
+    def save(self, path: str | Path) -> None:
+        """Write `to_dict` as JSON. Raises UserError."""
+        write_json(path, {"format": 1, **self.to_dict()})
+
+
+def _plain(value: Any) -> Any:
+    """Return a field as JSON has it."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
 def end_of_scale(values: Any, least: float = FLOOR) -> float:
-    """Where a scale of these numbers ends: at the largest size, `least` at least. What is NaN does not count."""
+    """Return where a scale of these numbers ends: at the largest size, `least` at least. What is NaN does not count."""
     return float(np.fmax.reduce(np.abs(values), axis=None, initial=least))
 
 
 def frame(rows: Iterable[dict[str, Any]]) -> "DataFrame":
-    """Rows as a data frame.
+    """Return rows as a data frame.
 
     Raises:
         UserError: pandas is not installed.
@@ -36,34 +107,32 @@ def frame(rows: Iterable[dict[str, Any]]) -> "DataFrame":
     return pandas.DataFrame(list(rows))
 
 
-def edges_frame(
+def edges(
     reads: Sequence[str], sources: Sequence[Sequence[str]], **values: Sequence[Sequence[float]]
-) -> "DataFrame":
-    """One row a (read, source) edge, with a column for each of the named values; those without rows are left out."""
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each (read, source) edge, with a column for each of the named values that has rows."""
     counts = [len(names) for names in sources]
     shown = {name: rows for name, rows in values.items() if [len(row) for row in rows] == counts}
-    return frame(
-        {"read": read, "source": source, **{name: rows[r][s] for name, rows in shown.items()}}
-        for r, (read, names) in enumerate(zip(reads, sources, strict=True))
-        for s, source in enumerate(names)
-    )
+    for r, (read, names) in enumerate(zip(reads, sources, strict=True)):
+        for s, source in enumerate(names):
+            yield {"read": read, "source": source, **{name: rows[r][s] for name, rows in shown.items()}}
 
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """An HTML table, all text escaped."""
+    """Return an HTML table, all text escaped."""
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><caption>{escape(title)}</caption><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def parts(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]]) -> str:
-    """`heat` of parts of reads, whose scale ends at 1 or, since contributions may exceed it, at the largest."""
+    """Return `heat` of parts of reads, whose scale ends at 1 or, since contributions may exceed it, at the largest."""
     return heat(title, layout, values, least=1.0)
 
 
 def heat(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]], least: float = FLOOR) -> str:
-    """An HTML table of reads and sources, blue above zero and orange below, over the root of the size, on a scale to
-    the largest value, `least` at least."""
+    """Return an HTML table of reads and sources, blue above zero and orange below, over the root of the size, on a
+    scale to the largest value, `least` at least."""
     top = end_of_scale([value for row in values for value in row], least)
     across = columns(read.sources for read in layout)
     lines = []

@@ -4,12 +4,13 @@ report = prune_report(inspection, threshold=0.01)
 with intervene(model, *report.edits("mean")): ...    # the model without those edges
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from attnres.errors import UserError
-from attnres.inspect.edits import KnockOut
+from attnres.inspect import notebook
+from attnres.inspect.edits import Ablate
 from attnres.inspect.inspection import Inspection
 from attnres.residuals import Traits
 
@@ -54,8 +55,8 @@ class SourceUse:
     below_part: int
 
 
-@dataclass(frozen=True)
-class PruneReport:
+@dataclass(frozen=True, repr=False)
+class PruneReport(notebook.Result):
     """What hardly any weight goes through.
 
     Attributes:
@@ -81,15 +82,20 @@ class PruneReport:
         reads = len({edge.read for edge in self.edges})
         return sum(edge.mean for edge in self.below(which)) / reads if reads else 0.0
 
-    def edits(self, which: Which) -> list[KnockOut]:
+    def edits(self, which: Which) -> list[Ablate]:
         """Interventions that take the edges out, all at once; what a read keeps is renormalised."""
         by_read: dict[str, list[str]] = {}
         for edge in self.below(which):
             by_read.setdefault(edge.read, []).append(edge.source)
-        return [KnockOut(tuple(sources), reads=read) for read, sources in by_read.items()]
+        return [Ablate(tuple(sources), reads=read) for read, sources in by_read.items()]
 
-    def record(self) -> dict[str, Any]:
-        """For a JSON file."""
+    def _about(self) -> str:
+        return f"{len(self.below('mean'))} of {len(self.edges)} edges below {self.threshold:g}"
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return map(vars, self.edges)
+
+    def to_dict(self) -> dict[str, Any]:
         parts = {
             which: {
                 "edges": [vars(edge) for edge in self.below(which)],

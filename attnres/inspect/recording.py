@@ -1,7 +1,7 @@
 """What a forward (and backward) pass really did: where each read came from, magnitudes and gradients by depth."""
 
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -33,7 +33,7 @@ def find_residual(model: nn.Module) -> Residual:
     )
 
 
-class Trace:
+class Trace(notebook.Result):
     """Running means over everything recorded; memory does not grow with the number of batches.
 
     Rows of `sources`, `weights`, `source_rms` and `source_cosine` belong to reads and have the read's number of
@@ -51,6 +51,9 @@ class Trace:
         layout: the R reads and what they mix, as data, the output's last (R = L+1 where each sublayer has one). reads:
             their names.
         tokens: tokens recorded so far.
+
+    The data frame has a row a (read, source) edge: weight, contribution, size, rms, cosine with the query; none before
+    the first pass.
     """
 
     def __init__(
@@ -320,21 +323,24 @@ class Trace:
         return np.stack([np.pad(row, (0, self.num_sublayers + 1 - len(row))) for row in rows])
 
     # -- in a notebook --------------------------------------------------------------------------------------------
-    def __repr__(self) -> str:
-        return f"Trace({self.residual}: {len(self.reads)} reads, {self.tokens:,} tokens)"
+    def _about(self) -> str:
+        return f"{self.residual}: {len(self.reads)} reads, {self.tokens:,} tokens"
 
-    def frame(self) -> Any:
-        """A data frame with a row a (read, source) edge: weight, contribution, size, rms, cosine with the query;
-        without rows before the first pass."""
-        return notebook.edges_frame(
-            self.reads,
-            self.sources,
-            weight=self.weights,
-            contribution=self.contribution,
-            size=self.size,
-            rms=self.source_rms,
-            cosine=self.source_cosine,
-        )
+    def _columns(self) -> dict[str, list[list[float]]]:
+        return {
+            "weight": self.weights,
+            "contribution": self.contribution,
+            "size": self.size,
+            "rms": self.source_rms,
+            "cosine": self.source_cosine,
+        }
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return notebook.edges(self.reads, self.sources, **self._columns())
+
+    def to_dict(self) -> dict[str, Any]:
+        names = {"residual": self.residual, "reads": self.reads, "sources": self.sources}
+        return {"tokens": self.tokens, **names, **self._columns()}
 
     def _repr_html_(self) -> str:
         if not self.tokens or not all(self.sources):

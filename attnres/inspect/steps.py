@@ -4,8 +4,8 @@ A query w with key gain g chooses by its direction and its length: how far the d
 is before and after. What a text's reads are made of at a step needs all weights of that step, a checkpoint (`keep_at`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,17 @@ from attnres.errors import UserError
 from attnres.inspect import notebook
 from attnres.inspect.attribution import by_size
 from attnres.inspect.geometry import directions, sharpness
-from attnres.inspect.inspection import By, Inspection, Named, Routing
+from attnres.inspect.inspection import By, Inspection, Routing
 from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.progress import grid, say
 from attnres.residuals import Read, Residual
-from attnres.terminal import grid, say
 from attnres.text import number, short
 from attnres.training.checkpoint import kept
 
 
 @dataclass(frozen=True, repr=False)
-class StepChange(Named):
+class StepChange(notebook.Named, notebook.Result):
     """What changed from one step of a run to a later one.
 
     Attributes:
@@ -34,6 +34,8 @@ class StepChange(Named):
         turned: of each read the cosine of w * g at both steps; None where it has no query, or one of zero length.
         before, after: sharpness of each read, |w g| sqrt(d); None where it has no query.
         tables: of what is learned besides queries (gates, coefficients) the largest change of a number, by name.
+
+    The data frame has a row a read: turned, before, after.
     """
 
     first: int
@@ -44,24 +46,16 @@ class StepChange(Named):
     after: list[float | None]
     tables: dict[str, float]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {name: value for name, value in asdict(self).items() if name != "layout"} | {"reads": self.reads}
+    def _about(self) -> str:
+        return f"step {self.first:,} to {self.last:,}: {len(self.layout)} reads"
 
-    def __repr__(self) -> str:
-        return f"StepChange(step {self.first:,} to {self.last:,}: {len(self.layout)} reads)"
-
-    def frame(self) -> Any:
-        """A data frame with a row a read: turned, before, after."""
+    def _records(self) -> Iterator[dict[str, Any]]:
         rows = zip(self.reads, self.turned, self.before, self.after, strict=True)
-        return notebook.frame({"read": r, "turned": t, "before": b, "after": a} for r, t, b, a in rows)
+        return ({"read": r, "turned": t, "before": b, "after": a} for r, t, b, a in rows)
 
     def _repr_html_(self) -> str:
-        rows = [
-            (read, short(turned), short(before), short(after))
-            for read, turned, before, after in zip(self.reads, self.turned, self.before, self.after, strict=True)
-        ]
         head = ("read", "cosine of its query at both", f"sharpness at {self.first:,}", f"at {self.last:,}")
+        rows = ((read, *map(short, values)) for read, *values in (row.values() for row in self._records()))
         return notebook.table(repr(self), head, rows)
 
 

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, next_token_losses
+from attnres.head import evaluating, next_token_losses
+from attnres.inspect import notebook
 from attnres.inspect.edits import intervene
 from attnres.inspect.effects import Edits, prompt_ids, several
 from attnres.inspect.recording import Trace, record
 from attnres.models.encoding import check_ids, encode_document, rows_of
 from attnres.stats import Ratio, RatioSums, ratio
+from attnres.text import with_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,8 +155,8 @@ def loss_change(before: Survey, after: Survey, place: int = 0) -> Ratio:
     return ratio(losses - before.by_document[:, place, 1], tokens)
 
 
-@dataclass(frozen=True)
-class CorpusEffect:
+@dataclass(frozen=True, repr=False)
+class CorpusEffect(notebook.Result):
     """What edits do to the loss over documents, in nats per token.
 
     Attributes:
@@ -167,6 +169,16 @@ class CorpusEffect:
     after: float
     change: Ratio
     labels: dict[str, Ratio]
+
+    def _about(self) -> str:
+        return f"{with_error(self.change.mean, self.change.error, signed=True)} nats per token"
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for name, one in {"all": self.change, **self.labels}.items():
+            yield {"label": name, "change": one.mean, "error": one.error, "tokens": int(one.total)}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"before": self.before, "after": self.after, "change": list(self._records())}
 
 
 def corpus_effect(

@@ -9,17 +9,16 @@ from rich.table import Table
 
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.config import InspectConfig
-from attnres.inspect.edits import KnockOut, source_names
+from attnres.inspect.edits import Ablate, source_names
 from attnres.inspect.effects import effect
 from attnres.inspect.inspection import FIELD, By, ByLabel, Example, Inspection, Weights, by_in, source_spike
 from attnres.inspect.prune import PruneReport
 from attnres.inspect.survey import Survey, encode, loss_change
 from attnres.models.encoding import piece, spelled, token_in_front
 from attnres.models.open import Checkpoint
-from attnres.progress import counting
+from attnres.progress import counting, grid, say, wide
 from attnres.residuals import Read, depths
 from attnres.stats import or_none
-from attnres.terminal import grid, say, wide
 from attnres.text import counted, short, with_error, with_settings
 
 TOP = 3
@@ -43,18 +42,16 @@ def show(
 ) -> None:
     """Print what was measured: the model, a row a read, a row a kind of token, the example token by token; `by` says
     which numbers of sources are shown."""
-    by = by_in(by, inspection.routing, inspection.kinds, inspection.prompts, inspection.example)
+    by = by_in(by, inspection.routing, inspection.kinds, inspection.example)
     console = wide(console)
     say(console, _heading(inspection))
     for table in _reads(inspection, console.width, by):
         console.print(table)
     for line in _notes(inspection, by):
         say(console, line)
-    ours = "kind of prompt, of those that come with the package"
-    for title, part in (("kind of token", inspection.kinds), (ours, inspection.prompts)):
-        if part is not None and inspection.routing is not None and max(part["documents"]) > 1:
-            console.print()
-            console.print(_labels(title, part, inspection.routing, by))
+    if inspection.kinds is not None and inspection.routing is not None and max(inspection.kinds["documents"]) > 1:
+        console.print()
+        console.print(_labels("kind of token", inspection.kinds, inspection.routing, by))
     if example and inspection.example is not None:
         console.print()
         console.print(_example(inspection.example, inspection.layout, console.width, by))
@@ -225,7 +222,7 @@ EDGES = 12
 
 
 def knock_out_table(
-    knock_outs: list[tuple[str, KnockOut]], plain: Survey, survey_again: Callable[..., Survey], console: Console
+    knock_outs: list[tuple[str, Ablate]], plain: Survey, survey_again: Callable[..., Survey], console: Console
 ) -> list[dict[str, Any]]:
     """Table and record of what the loss is without each source."""
     table = grid("without", right=("loss", "change"))
@@ -261,7 +258,7 @@ def next_token_table(
     model: Any,
     text: str,
     context: int,
-    knock_outs: list[tuple[str, KnockOut]],
+    knock_outs: list[tuple[str, Ablate]],
     console: Console,
 ) -> list[list[dict[str, Any]]]:
     """Table and records of what comes next after the text, with and without each source."""
@@ -320,7 +317,7 @@ def prune_table(
     report: PruneReport, plain: Survey, survey_again: Callable[..., Survey], console: Console
 ) -> dict[str, Any]:
     """Table and record of what hardly any weight goes through, and the loss without it."""
-    record = report.record()
+    record = report.to_dict()
     titles = ("edges", "of the\ntraffic", "of the\nweight", "loss\nwithout", "change")
     table = grid(f"share of the read\nbelow {report.threshold:g}", right=titles)
     for column in table.columns:

@@ -1,20 +1,22 @@
 """The vectors that a pass reads: what each read made, from which sources, with which weights."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
+from attnres.inspect import notebook
 from attnres.inspect.effects import Text, prompt_ids
 from attnres.inspect.recording import find_residual
 from attnres.residuals import Read, watched_by
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Vectors:
+class Vectors(notebook.Result):
     """One text's reads.
 
     Attributes:
@@ -33,8 +35,16 @@ class Vectors:
     outputs: Sequence[Tensor]
     log_probs: Tensor
 
-    def __repr__(self) -> str:
-        return f"Vectors({len(self.layout)} reads, {len(self.ids)} tokens)"
+    def _about(self) -> str:
+        return f"{len(self.layout)} reads, {len(self.ids)} tokens"
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"layout": [read.to_json() for read in self.layout]}
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for read, made in zip(self.layout, self.reads, strict=True):
+            for position, norm in enumerate(made.float().square().mean(-1).sqrt().tolist()):
+                yield {"read": read.name, "position": position, "rms": norm}
 
     def source(self, read: str, source: str) -> Tensor:
         """(T, d): the vector of a source as a read mixes it, for `Patch`.

@@ -24,7 +24,7 @@ from attnres.app.reading import KEPT, _bytes
 from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
 from attnres.inspect import attribute, token_attention
-from attnres.inspect.edits import KnockOut
+from attnres.inspect.edits import Ablate
 from attnres.inspect.effects import effect
 from attnres.inspect.texts import LookText
 from attnres.models.model_files import tensors_of, write_snapshot
@@ -57,11 +57,11 @@ def test_a_knock_out_is_that_of_the_library(folders, model):
     last = len(opened.reads) - 1
     knocked = opened.knock_out(TEXT, (Cut(0, last, 0), Cut(0, 2, 1)))
     names = [opened.sources[last][0], opened.sources[2][1]]
-    edits = [KnockOut(names[0], reads=last), KnockOut(names[1], reads=2)]
+    edits = [Ablate(names[0], reads=last), Ablate(names[1], reads=2)]
     change = effect(opened.model, torch.tensor([opened.read(TEXT).ids]), edits)
     np.testing.assert_allclose(knocked.losses, change.loss_after, rtol=1e-5)
     once = opened.knock_out(TEXT, (Cut(0, last, 0, 4), Cut(0, last, 0, 999)))  # no such token: nothing is cut there
-    change = effect(opened.model, torch.tensor([opened.read(TEXT).ids]), KnockOut(names[0], reads=last, tokens=4))
+    change = effect(opened.model, torch.tensor([opened.read(TEXT).ids]), Ablate(names[0], reads=last, tokens=4))
     np.testing.assert_allclose(once.losses, change.loss_after, rtol=1e-5)
 
 

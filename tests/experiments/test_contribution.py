@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import SIZE
 
-from attnres.inspect import KnockOut, effect, record
+from attnres.inspect import Ablate, effect, record
 from attnres.models import build
 
 IDS = torch.randint(0, 50, (12,), generator=torch.Generator().manual_seed(0))
@@ -29,7 +29,7 @@ def test_numbers_are_those_of_the_recording_and_cuts_those_of_the_edit(model):
         np.testing.assert_allclose(row["size"], sizes, rtol=1e-4)
         assert (row["turned"] > -1e-9).all()
     place = trace.sources[3].index("block 1")
-    expected = effect(model, IDS, KnockOut("block 1", reads="mlp 1")).difference
+    expected = effect(model, IDS, Ablate("block 1", reads="mlp 1")).difference
     assert cuts[3][place] == pytest.approx(expected, abs=1e-5)
     assert set(contribution.correlate(numbers, cuts)) == set(contribution.MEASURES)
 

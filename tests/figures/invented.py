@@ -90,7 +90,6 @@ def inspection(residual: str = "block", layers: int = 4, **changes: Any) -> Insp
         "source_cosine": [],
         "key_cosine": np.eye(len(sources[-1])).tolist() if softmax else [],
         "kinds": labels,
-        "prompts": labels | {"names": ["factual", "code", "narrative"]},
         "example": {
             "text": "".join(TOKENS),
             "tokens": TOKENS,

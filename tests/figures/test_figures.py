@@ -46,7 +46,7 @@ from attnres.residuals import RESIDUALS, traits_of
 from attnres.residuals.mechanisms.muddformer import WAYS
 
 ALONE = [
-    *("patterns", "boundaries", "layers", "kinds", "kinds-sources", "prompts", "queries", "keys", "learned"),
+    *("patterns", "boundaries", "layers", "kinds", "kinds-sources", "queries", "keys", "learned"),
     *("tokens", "token-map"),
 ]
 BESIDE = ["mixing", "depth", "magnitudes", "source-norms"]
@@ -280,7 +280,7 @@ def test_files_are_whole_and_the_same_each_time(tmp_path):
 
 
 def test_all_figures_of_a_model_are_written(tmp_path):
-    bare = {"kinds": None, "prompts": None, "example": None, "query_cosine": None}
+    bare = {"kinds": None, "example": None, "query_cosine": None}
     written = write_figures(inspection("block", 1, **bare), tmp_path, ("svg",))
     assert {path.stem for path in written} == {
         *("patterns", "boundaries", "mixing", "layers", "depth", "magnitudes", "source-norms", "keys")

@@ -1,7 +1,6 @@
 """Knock-outs of all edges are those made one by one, and the gradient's estimate is their first order."""
 
 import json
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from tiny import SIZE
 
 from attnres import UserError
 from attnres.inspect.attribution import agreement, attribute, spearman
-from attnres.inspect.edits import Edit, KnockOut, intervene, source_names
+from attnres.inspect.edits import Ablate, Reweigh, intervene, source_names
 from attnres.inspect.recording import record
 from attnres.models import build
 
@@ -37,20 +36,14 @@ def log_probability(model, ids, target, *edits):
         return model(input_ids=ids[None], use_cache=False).logits[0, -1].double().log_softmax(-1)[target].item()
 
 
-@dataclass(frozen=True, eq=False)
-class Part(Edit):
-    """A share of a knock-out, the edited read at a length that is given: p + share (scale p' - p), scale (T, 1)."""
+def part(model, whole, share, scale):
+    """Return a share of an ablation, the edited read at a given length: p + share (scale p' - p), scale (T, 1)."""
+    softmax = model.residual.traits.sums_to_one
 
-    whole: KnockOut
-    share: float
-    scale: torch.Tensor
+    def weights(p, names):
+        return p + share * (scale * whole.reweigh(p, names, softmax) - p)
 
-    @property
-    def of_reads(self):
-        return self.whole.reads
-
-    def rewrite(self, weights, sources, place, softmax):
-        return weights + self.share * (self.scale * self.whole.rewrite(weights, sources, place, softmax) - weights)
+    return Reweigh(weights, reads=whole.reads)
 
 
 def lengths(model, ids, index, *edits):
@@ -69,13 +62,13 @@ def test_the_gradient_is_the_first_order_of_the_knock_out(residual):
     share = 3e-3  # Transformers' own norms and softmax are fp32 here
     for index in (1, 3, 4, 6):
         for source, estimate in zip(names[index], attribution.gradient[index]):
-            whole = KnockOut(source, reads=index)
+            whole = Ablate(source, reads=index)
             # On both sides of zero: what is of second order cancels.
             scale = torch.ones(len(ids), 1)
             if (residual != "boundary" or index == 6) and len(names[index]) > 1:  # a norm alone follows
                 scale[:, 0] = lengths(model, ids, index) / lengths(model, ids, index, whole)
-            more = log_probability(model, ids, attribution.target, Part(whole, share, scale))
-            less = log_probability(model, ids, attribution.target, Part(whole, -share, scale))
+            more = log_probability(model, ids, attribution.target, part(model, whole, share, scale))
+            less = log_probability(model, ids, attribution.target, part(model, whole, -share, scale))
             assert estimate == pytest.approx((more - less) / (2 * share), rel=2e-3, abs=3e-4)
 
 
@@ -87,7 +80,7 @@ def test_knock_outs_in_batches_are_those_made_one_by_one(residual):
     assert attribution.log_probability == pytest.approx(plain, abs=1e-6)
     for index, (names, row) in enumerate(zip(attribution.sources, attribution.knockout)):
         for source, change in zip(names, row):
-            edited = log_probability(model, ids, attribution.target, KnockOut(source, reads=index))
+            edited = log_probability(model, ids, attribution.target, Ablate(source, reads=index))
             assert change == pytest.approx(edited - plain, abs=1e-5)
 
 
@@ -95,7 +88,7 @@ def test_edges_at_the_predicted_position_alone():
     model, ids = make("full"), text()
     attribution = attribute(model, ids, everywhere=False)
     plain = log_probability(model, ids, attribution.target)
-    edited = log_probability(model, ids, attribution.target, KnockOut("mlp 0", reads=4, tokens=[-1]))
+    edited = log_probability(model, ids, attribution.target, Ablate("mlp 0", reads=4, tokens=[-1]))
     assert attribution.knockout[4][2] == pytest.approx(edited - plain, abs=1e-5)
     everywhere = attribute(model, ids)
     # After the last attention no token reads another: there both are the same.

@@ -12,12 +12,12 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from attnres import UserError
-from attnres.inspect.edits import KnockOut, Uniform, intervene
+from attnres.inspect.edits import Ablate, Reweigh, intervene
 from attnres.inspect.effects import effect, predict, token_id
 from attnres.inspect.survey import corpus_effect
 from attnres.models import build
 
-EDIT = KnockOut("mlp 0", reads=["mlp 1", "output"])
+EDIT = Ablate("mlp 0", reads=["mlp 1", "output"])
 
 
 def make(residual="full"):
@@ -89,7 +89,7 @@ def test_dropout_plays_no_part_and_training_mode_comes_back():
 
 
 def test_one_token_has_a_distribution_and_no_loss():
-    change = effect(make(), [3], Uniform())
+    change = effect(make(), [3], Reweigh(lambda p, names: p))
     assert (change.loss_before, change.difference, change.error) == ([], None, None)
     assert len(change.kl) == 1 and len(change.top) == 10
 

@@ -7,6 +7,7 @@ import pytest
 from attnres import cli
 from attnres.figures import draw
 from attnres.figures import patterns as drawings
+from attnres.figures.tokens import stacked
 from attnres.figures.write import Drawn
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.inspector import inspect_model
@@ -22,7 +23,7 @@ def run(capsys, monkeypatch):
     def draw_model(seen, by):
         drawn = Drawn()
         drawn.add("patterns", lambda: drawings.patterns(seen, by))
-        drawn.add("prompts", lambda: drawings.by_prompt(seen, by))
+        drawn.add("tokens", lambda: stacked(seen, by))
         return drawn
 
     monkeypatch.setattr(draw, "draw_model", draw_model)
@@ -42,9 +43,9 @@ def run(capsys, monkeypatch):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, make_model, tokenizer, documents):
-    """The file of an inspection without prompts."""
+    """The file of an inspection without an example."""
     path = tmp_path_factory.mktemp("saved") / "inspection.json"
-    inspect_model(make_model(), tokenizer, documents, context=20, prompts=False, name="saved").save(path)
+    inspect_model(make_model(), tokenizer, documents, context=20, name="saved").save(path)
     return path
 
 
@@ -57,8 +58,8 @@ def test_a_model_and_a_file_are_drawn_and_set_side_by_side(run, folder_of, saved
     code, out, err = run(folder_of("block"), saved, tmp_path / "out", "--text", TEXT)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert lines[0] == "block: patterns, prompts"
-    assert lines[1:3] == ["saved: patterns", "  without prompts: the inspection has no weights by prompt category"]
+    assert lines[0] == "block: patterns, tokens"
+    assert lines[1:3] == ["saved: patterns", "  without tokens: the inspection has no example text"]
     assert lines[3] == "side by side: compare-mixing, compare-depth, compare-magnitudes, compare-source-norms"
     assert lines[4].startswith("10 files in")
     files = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}

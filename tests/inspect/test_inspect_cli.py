@@ -10,14 +10,14 @@ from rich.table import Table
 
 from attnres import cli
 from attnres.data.build import prepare
-from attnres.data.decode import decoded
+from attnres.data.shards import decoded
 from attnres.errors import UserError
 from attnres.inspect.config import InspectConfig
-from attnres.inspect.edits import find_knock_out, source_and_read
+from attnres.inspect.edits import find_ablation, source_and_read
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.look import look
 from attnres.inspect.recording import find_residual
-from attnres.terminal import wide
+from attnres.progress import wide
 
 TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."
 
@@ -93,7 +93,7 @@ def test_figures_and_files_are_written(run, folder_of, tmp_path, monkeypatch):
 def reads_that_lose(model, pair):
     """Names of the reads that an edit, which numbers them, takes a source from."""
     names = [read.name for read in find_residual(model).layout()]
-    return [names[index] for index in find_knock_out(*source_and_read(pair), model).reads]
+    return [names[index] for index in find_ablation(*source_and_read(pair), model).reads]
 
 
 @pytest.mark.parametrize("pair", ["embedding@attention", "EMBEDDING @ Attention"])
@@ -110,7 +110,7 @@ def test_reads_of_one_sublayer_are_named_together_and_apart(make_model):
     together = reads_that_lose(model, "layer 0@Attention-2")
     assert together == [f"attention 2 {way}" for way in ("query", "key", "value", "stream")]
     with pytest.raises(UserError, match="unknown read 'attention 2 keys': did you mean 'attention 2 key'"):
-        find_knock_out(*source_and_read("embedding@attention 2 keys"), model)
+        find_ablation(*source_and_read("embedding@attention 2 keys"), model)
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(run, folder_of, tmp_path):

@@ -18,7 +18,7 @@ from attnres.residuals import RESIDUALS, make_residual
 
 
 def look(model, tokenizer, documents, **options):
-    return inspect_model(model, tokenizer, documents, **{"context": 16, "prompts": False, **options})
+    return inspect_model(model, tokenizer, documents, **{"context": 16, **options})
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +140,6 @@ def test_a_beginning_of_text_token_is_in_front_of_every_window_and_counts_for_no
 
 def test_a_limit_stops_after_so_many_tokens(model, tokenizer, documents):
     assert look(model, tokenizer, documents, limit=37).data["tokens"] == 37
-
-
-def test_prompts_come_with_the_package(model, tokenizer, documents):
-    inspection = look(model, tokenizer, documents, prompts=True)
-    assert set(inspection.prompts["names"]) >= {"factual", "narrative", "code", "reasoning"}
-    assert min(inspection.prompts["tokens"]) > 0
 
 
 def test_running_twice_changes_no_loss(model, tokenizer, documents):

@@ -1,5 +1,6 @@
 """What a notebook shows: short lines, whole HTML with nothing of the text's own code in it, data frames with names."""
 
+import json
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -9,7 +10,7 @@ import torch
 
 from attnres import UserError
 from attnres.inspect import (
-    KnockOut,
+    Ablate,
     attribute,
     direct,
     effect,
@@ -43,14 +44,12 @@ def shown(model, tokenizer):
     count = min(ids.shape[1], len(other))
     return {
         "trace": trace,
-        "effect": effect(model, TEXT, KnockOut("embedding", reads="mlp")),
+        "effect": effect(model, TEXT, Ablate("embedding", reads="mlp")),
         "attribution": attribute(model, TEXT),
         "patching": patch(model, ids[:, :count], other[:count]),
         "lens": logit_lens(model, TEXT),
         "direct": direct(model, TEXT),
-        "inspection": inspect_model(
-            model, tokenizer, [TEXT + "<script>"], context=16, prompts=False, name="<script>", example=TEXT
-        ),
+        "inspection": inspect_model(model, tokenizer, [TEXT + "<script>"], context=16, name="<script>", example=TEXT),
     }
 
 
@@ -61,6 +60,15 @@ def test_each_is_a_short_line_and_a_table(shown):
         assert not list(tree.iter("script")), name
         assert list(tree.iter("td")), name
         assert len(repr(one)) < 200 and "\n" not in repr(one), name
+
+
+def test_each_is_saved_as_json(shown, model, tmp_path):
+    shown = shown | {"prediction": predict(model, TEXT), "vectors": read_vectors(model, TEXT)}
+    for name, one in shown.items():
+        one.save(tmp_path / "one.json")
+        values = json.loads((tmp_path / "one.json").read_text())
+        assert values.pop("format") == 1
+        assert values == json.loads(json.dumps(one.to_dict())) and len(values) > 1, name
 
 
 def test_what_is_no_number_is_a_dash_on_nothings_colour():
@@ -97,7 +105,7 @@ def test_frames_have_a_row_an_edge_with_its_names(shown):
 
 def test_letters_are_read_by_the_models_own_tokenizer(model, make_model, tokenizer):
     ids = tokenizer(TEXT)["input_ids"]
-    change = KnockOut("embedding", reads="output")
+    change = Ablate("embedding", reads="output")
     assert effect(model, TEXT, change).loss_after == effect(model, ids, change).loss_after
     target = tokenizer.convert_ids_to_tokens(ids[-1]).replace("Ġ", " ")
     assert attribute(model, TEXT, position=-2, target=target).target == ids[-1]
@@ -108,7 +116,7 @@ def test_letters_are_read_by_the_models_own_tokenizer(model, make_model, tokeniz
     with pytest.raises(UserError, match="'embedding' is no edit"):
         effect(model, TEXT, "embedding")
     with pytest.raises(UserError, match="the source is 3: expected a name"):
-        effect(model, TEXT, KnockOut(3))
+        effect(model, TEXT, Ablate(3))
     with pytest.raises(UserError, match="top is 0"):
         logit_lens(model, TEXT, top=0)
     with pytest.raises(UserError, match="a text is dict: expected letters or token ids"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnres import UserError
-from attnres.inspect import KnockOut, Patch, Pin, Steer, intervene, patch, read_vectors
+from attnres.inspect import Ablate, Patch, Reweigh, Steer, intervene, patch, read_vectors
 
 TEXT = "The quick brown fox jumps"
 OTHER = "The lazy brown dog jumps"
@@ -33,7 +33,7 @@ def test_a_source_patched_with_itself_changes_nothing_and_with_zeros_is_knocked_
         same = logits(model, ids, Patch(name, sources[-1], reads=read.name))
         torch.testing.assert_close(same, logits(model, ids), rtol=1e-4, atol=1e-5)
         gone = logits(model, ids, Patch(name, torch.zeros(model.config.hidden_size), reads=read.name))
-        expected = logits(model, ids, KnockOut(name, reads=read.name, renormalise=False))
+        expected = logits(model, ids, Ablate(name, reads=read.name, renormalise=False))
         torch.testing.assert_close(gone, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -46,7 +46,7 @@ def test_the_output_with_all_of_another_prompts_sources_and_weights_predicts_as_
     vectors = read_vectors(model, clean)
     names = [source.name for source in vectors.layout[-1].sources]
     edits = [Patch(name, vector, reads="output") for name, vector in zip(names, vectors.sources[-1])]
-    edits.append(Pin(vectors.weights[-1], reads="output"))
+    edits.append(Reweigh(lambda p, names: vectors.weights[-1], reads="output"))
     torch.testing.assert_close(logits(model, corrupted, *edits), logits(model, clean), rtol=1e-4, atol=1e-4)
 
 
@@ -106,7 +106,7 @@ def test_reads_of_a_kind_are_named_by_it(models, tokenizer):
     """As on the command line: those without another source than the one that goes are left alone."""
     model, ids = models["block"], ids_of(tokenizer)
     names = [read.name for read in model.residual.layout() if read.kind == "attention" and len(read.sources) > 1]
-    expected = logits(model, ids, KnockOut("embedding", reads=names))
-    assert torch.equal(logits(model, ids, KnockOut("embedding", reads="attention")), expected)
+    expected = logits(model, ids, Ablate("embedding", reads=names))
+    assert torch.equal(logits(model, ids, Ablate("embedding", reads="attention")), expected)
     with pytest.raises(UserError, match="unknown read 'mpl'"):
-        logits(model, ids, KnockOut("embedding", reads="mpl"))
+        logits(model, ids, Ablate("embedding", reads="mpl"))

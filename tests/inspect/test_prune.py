@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from attnres.errors import UserError
-from attnres.inspect.edits import Pin, intervene
+from attnres.inspect.edits import Reweigh, intervene
 from attnres.inspect.inspector import inspect_model
 from attnres.inspect.prune import prune_report
 from attnres.inspect.survey import encode, loss_change, survey
 
 
 def look(model, tokenizer, documents):
-    return inspect_model(model, tokenizer, documents, context=16, prompts=False)
+    return inspect_model(model, tokenizer, documents, context=16)
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def model(make_model):
 
 def test_an_edge_that_is_hardly_read_is_found_and_others_are_not(model, tokenizer, documents):
     row = [0.499, 0.002, 0.499]
-    with intervene(model, Pin(row, reads="attention 1")):
+    with intervene(model, Reweigh(lambda p, names: row, reads="attention 1")):
         report = prune_report(look(model, tokenizer, documents), 0.01)
     edges = report.below("mean")
     assert [(edge.read, edge.source) for edge in edges] == [("attention 1", "attention 0")]
@@ -39,8 +39,8 @@ def test_a_source_read_by_one_token_in_a_hundred_is_light_on_average_only(model,
     length = len(encode(tokenizer, text).ids)
     rows = torch.tensor([[0.999, 0.001]]).repeat(length, 1)
     rows[2] = torch.tensor([0.5, 0.5])
-    with intervene(model, Pin([rows], reads=["mlp 0"])):
-        inspection = inspect_model(model, tokenizer, [text], context=32, prompts=False)
+    with intervene(model, Reweigh(lambda p, names: rows, reads="mlp 0")):
+        inspection = inspect_model(model, tokenizer, [text], context=32)
     report = prune_report(inspection, threshold=0.1)
     edge = next(edge for edge in report.edges if (edge.read, edge.source) == ("mlp 0", "attention 0"))
     assert edge in report.below("mean") and edge not in report.below("high")
@@ -84,7 +84,7 @@ def test_removing_what_has_no_weight_changes_no_loss(make_model, tokenizer, docu
 def test_the_record_is_json(model, tokenizer, documents):
     import json
 
-    record = prune_report(look(model, tokenizer, documents), 0.2).record()
+    record = prune_report(look(model, tokenizer, documents), 0.2).to_dict()
     assert json.loads(json.dumps(record, allow_nan=False)) == record
 
 

@@ -8,7 +8,7 @@ from tiny import SIZE, stir
 from torch import nn
 
 from attnres import RESIDUALS, Norm, UserError, depth_read_reference, make_residual
-from attnres.inspect import KnockOut, intervene, record
+from attnres.inspect import Ablate, intervene, record
 from attnres.models import build
 from attnres.ops import plain_torch
 from attnres.residuals import Editor
@@ -497,6 +497,6 @@ def test_a_model_that_calls_the_verbs_itself_is_recorded_and_edited(residual):
         assert sum(row) == pytest.approx(len(row) if residual == "standard" else 1.0, rel=1e-5)
         assert sum(contribution) == pytest.approx(1.0, rel=1e-4) and 0 < rms <= 1
     assert len(trace.grad_rms) == depth and all(0 < one < 10 for one in trace.grad_rms)
-    with intervene(model, KnockOut("embedding", reads=[2])):
+    with intervene(model, Ablate("embedding", reads=[2])):
         assert not torch.allclose(model(x), plain, atol=1e-3)
     assert torch.equal(model(x), plain)

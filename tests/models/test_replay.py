@@ -6,7 +6,7 @@ from sample_mechanisms import crossed
 from test_families import IDS, families, stirred
 from tiny import SIZE
 
-from attnres.inspect import KnockOut, intervene, read_vectors
+from attnres.inspect import Ablate, intervene, read_vectors
 from attnres.models import build
 from attnres.models.replay import Replay
 
@@ -27,7 +27,7 @@ def check(model, ids, reads):
     for read in reads:
         mask = torch.zeros(2, ids.shape[1], dtype=torch.bool)
         mask[1] = True
-        edit = KnockOut(layout[read].sources[-1].name, reads=read, tokens=mask)
+        edit = Ablate(layout[read].sources[-1].name, reads=read, tokens=mask)
         whole = logits(model, ids.expand(2, -1), edit)
         assert len(set(calls)) == len(hooks)
         calls.clear()

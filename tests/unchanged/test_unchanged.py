@@ -20,6 +20,9 @@ _STUDY = """
 """.split()
 MOVED: dict[str, str] = {
     f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY
+} | {
+    f"attnres.inspect.{name}": "one line of Reweigh, in docs/inspect.md"
+    for name in ("AddLogit", "Pin", "Recency", "Swap", "Uniform", "pin_from")
 }
 """A name or "command --flag" that is gone, and why."""
 
