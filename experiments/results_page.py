@@ -117,8 +117,20 @@ def evidence() -> list[str]:
     tuned = Recipe(fine_tuned()).effect("block-num_blocks4", "standard")
     saved = {size: f"{min(found):.2f} to {max(found):.2f}, growing with the budget" for size, found in budgets.items()}
     rows = [
-        ("194 M to 528 M ([paper](https://arxiv.org/abs/2603.15031))", "39 B to 119 B", "1 each", "−0.020 to −0.026", "1.25"),
-        ("42 M", "49 M", "2", cell(Recipe(finals("one_gpu")).effect("block", "standard")), f"{first:.2f} to {last:.2f}"),
+        (
+            "194 M to 528 M ([paper](https://arxiv.org/abs/2603.15031))",
+            "39 B to 119 B",
+            "1 each",
+            "−0.020 to −0.026",
+            "1.25",
+        ),
+        (
+            "42 M",
+            "49 M",
+            "2",
+            cell(Recipe(finals("one_gpu")).effect("block", "standard")),
+            f"{first:.2f} to {last:.2f}",
+        ),
         ("2.9 M", "10 M", "3", cell(Recipe(nano).effect("block", "standard")), saved["nano"]),
         ("0.9 M", "4 M", "6", cell(Recipe(micro()).effect("block", "standard")), saved["micro"]),
         ("2.9 M, pretrained, converted, trained on", "1 M", "3", cell(tuned), "–"),

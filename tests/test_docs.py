@@ -64,7 +64,9 @@ def test_the_code_of_readme_runs(folder: Path, capsys: pytest.CaptureFixture[str
     for names, block in zip(spaces, blocks(page), strict=True):
         run(page, names, block)
     printed = capsys.readouterr().out
-    assert float(printed.split()[0]) < 1e-5 and "logits" in printed  # attached and converted models compute what they did
+    assert (
+        float(printed.split()[0]) < 1e-5 and "logits" in printed
+    )  # attached and converted models compute what they did
 
 
 def test_the_transformer_of_the_tutorial_is_what_it_says(folder: Path) -> None:
