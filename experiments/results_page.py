@@ -1,10 +1,9 @@
-"""The page of results, docs/results/index.md, and README's two tables, written from the result files: no figure is typed.
+"""Write the page of results, docs/results/index.md, and README's two tables from the result files.
 
 python experiments/results_page.py
 """
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +140,10 @@ def evidence() -> list[str]:
 
 def cost() -> list[str]:
     """README's table of cost."""
-    read = lambda name: json.loads((BENCHMARKS / name).read_text("utf-8"))
+
+    def read(name: str) -> dict:
+        return json.loads((BENCHMARKS / name).read_text("utf-8"))
+
     cpu, small, graphs = read("step_cpu_plain.json"), read("step_cpu_nano.json"), read("decode_graphs_cuda.json")
     gpu, compiled = (read(f"step_100m{name}_cuda.json")["sizes"]["100m"]["bf16"] for name in ("", "_compiled"))
     block = "block (8 blocks)"
@@ -162,10 +164,9 @@ def readme() -> str:
     """README with today's tables between its marks."""
     text = README.read_text("utf-8")
     for name, lines in (("evidence", evidence()), ("cost", cost())):
-        table = "\n".join(["", "", *lines, "", ""])
-        pattern = rf"(<!-- {name}: made by [^>]+ -->).*?(<!-- end -->)"
-        text, found = re.subn(pattern, lambda match: match[1] + table + match[2], text, flags=re.DOTALL)
-        assert found == 1, name
+        mark = f"<!-- {name}: made by `python experiments/results_page.py` -->"
+        before, rest = text.split(mark)
+        text = "\n".join([before + mark, "", *lines, "", "<!-- end -->" + rest.split("<!-- end -->", 1)[1]])
     return text
 
 
