@@ -87,7 +87,8 @@ def frozen(model: nn.Module) -> None:
 
 
 def short(model: nn.Module) -> None:
-    residual_of(model).to(torch.bfloat16)
+    for parameter in residual_of(model).parameters():
+        parameter.data = parameter.data.bfloat16()  # `.to` keeps them in fp32
 
 
 def sharp(model: nn.Module) -> None:
