@@ -18,7 +18,7 @@ def test_the_page_is_that_of_the_files():
 
 def test_readme_has_the_tables_of_the_files():
     assert results_page.readme() == results_page.README.read_text("utf-8"), "run python experiments/results_page.py"
-    assert len(results_page.readme().splitlines()) <= 180
+    assert len(results_page.readme().splitlines()) <= 150
 
 
 def test_every_file_that_the_page_names_is_there():
