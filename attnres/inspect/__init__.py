@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from attnres.inspect.corpus import Search, search
     from attnres.inspect.doctor import Finding, examine
     from attnres.inspect.edits import Ablate, KnockOut, Patch, Reweigh, Steer, intervene, source_names
-    from attnres.inspect.effects import Effect, effect, predict
+    from attnres.inspect.effects import Effect, Vectors, effect, predict, read_vectors
     from attnres.inspect.inspection import Inspection
     from attnres.inspect.inspector import from_trace, inspect_model
     from attnres.inspect.lens import Direct, Lens, direct, logit_lens
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from attnres.inspect.recording import Trace, find_residual, record
     from attnres.inspect.subject import TextModel
     from attnres.inspect.survey import CorpusEffect, corpus_effect
-    from attnres.inspect.vectors import Vectors, read_vectors
 
 _HOMES = {
     "attention": "TokenAttention token_attention",
@@ -26,7 +25,7 @@ _HOMES = {
     "corpus": "Search search",
     "doctor": "Finding examine",
     "edits": "Ablate KnockOut Patch Reweigh Steer intervene source_names",
-    "effects": "Effect effect predict",
+    "effects": "Effect Vectors effect predict read_vectors",
     "inspection": "Inspection",
     "inspector": "from_trace inspect_model",
     "lens": "Direct Lens direct logit_lens",
@@ -34,7 +33,6 @@ _HOMES = {
     "recording": "Trace find_residual record",
     "subject": "TextModel",
     "survey": "CorpusEffect corpus_effect",
-    "vectors": "Vectors read_vectors",
 }
 """Names by the module that defines them. They are imported when asked for: flags need none of it."""
 __getattr__, __dir__ = lazy_names(
