@@ -63,7 +63,7 @@ def _digest(value: Any) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """A value as any other that is equal to it: 1 as 1.0, a tuple as a list."""
+    """Return a value as any other that is equal to it: 1 as 1.0, a tuple as a list."""
     if isinstance(value, list | tuple):
         return [_hashable(part) for part in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -160,7 +160,7 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
 
 
 def _claim(out: Path, plan: Plan) -> dict[str, dict[str, Any]]:
-    """Summaries of the runs that are finished; refuses other configurations."""
+    """Return the summaries of the finished runs. Raises UserError for other configurations."""
     summaries = {name: claim(out / name, to_dict(run), resume=True) for name, run in plan.runs.items()}
     return {name: summary for name, summary in summaries.items() if summary is not None}
 
@@ -186,13 +186,14 @@ def _prepare(out: Path, plan: Plan, say: Console) -> tuple[int, dict[str, Any]]:
 
 
 def _before(out: Path) -> Compared:
-    """What compare.json says, if this continues a comparison."""
+    """Return what compare.json says, if this continues a comparison."""
     path = out / "compare.json"
     return checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
 
 
 def _kernels(before: Compared, plan: Plan) -> str | None:
-    """Which build of the C kernels all runs read with, None for plain torch: as before if this continues a comparison.
+    """Return which build of the C kernels all runs read with, None for plain torch: as before if this continues a
+    comparison.
 
     Raises:
         UserError: that build is not to be had, and different ones are not allowed.
@@ -211,7 +212,7 @@ def _kernels(before: Compared, plan: Plan) -> str | None:
 
 
 def _share(before: Compared, jobs_option: int | None, plan: Plan, vocabulary: int, runs: int) -> tuple[int, int]:
-    """How many runs train at once and with how many threads each: as before if this continues a comparison. With
+    """Return how many runs train at once and with how many threads each: as before if this continues a comparison. With
     another number of runs at once new ones get their share of the threads, and those that were begun keep theirs: more
     threads than cores wait for each other at a multiple of the time."""
     jobs = jobs_option or before.get("jobs") or _jobs(plan, vocabulary, runs)
@@ -220,9 +221,9 @@ def _share(before: Compared, jobs_option: int | None, plan: Plan, vocabulary: in
 
 
 def _jobs(plan: Plan, vocabulary: int, runs: int) -> int:
-    """Of so many runs, how many at once where nothing is asked for: on a CPU one a core (two small models on a thread
-    each train faster than one on two threads), as many as fit in memory and at most four; on GPUs one each, on a GPU
-    that is named one."""
+    """Return how many of so many runs go at once where nothing is asked for: on a CPU one a core (two small models on a
+    thread each train faster than one on two threads), as many as fit in memory and at most four; on GPUs one each, on a
+    GPU that is named one."""
     if not plan.first.device.startswith("cpu"):
         return 1 if ":" in plan.first.device else max(1, torch.cuda.device_count())
     jobs = min(cores(), 4, runs)
@@ -310,7 +311,8 @@ def _same_model(a: Variant, b: Variant) -> bool:
 
 
 def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
-    """Whether so many models with gradients and AdamW's state (16 bytes a parameter) take half the free memory."""
+    """Return whether so many models with gradients and AdamW's state (16 bytes a parameter) take half the free
+    memory."""
     from attnres.models import build
 
     run = plan.first

@@ -58,7 +58,7 @@ class Variant:
 
 
 def label_of(variant: str) -> str:
-    """How runs of a variant are called."""
+    """Return the label of a variant."""
     return parse_variant(variant).label
 
 
@@ -86,7 +86,7 @@ def parse_variant(text: str) -> Variant:
 
 
 def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterable[str]) -> dict[str, Any]:
-    """The values in `NAME=VALUE,...` by name; none where nothing was given."""
+    """Return the values in `NAME=VALUE,...` by name; none where nothing was given."""
     values: dict[str, Any] = {}
     for part in [] if settings is None else settings.split(","):
         name, equals, value = part.partition("=")
@@ -134,7 +134,7 @@ def _rate(value: str | float, where: str) -> float:
 
 
 def setting_value(text: str) -> int | float | bool | str:
-    """A setting as the plainest type that its text has: 6, 0.5, true, mean."""
+    """Return a setting as the plainest type that its text has: 6, 0.5, true, mean."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -175,8 +175,8 @@ class Plan:
 
 
 def make_plan(config: CompareConfig, here: bool = True) -> Plan:
-    """Every run's full configuration, checked: a mistake in the last variant shows before the first is trained. Runs of
-    other machines, not `here`, keep the device that was asked for; where it is "auto" each finds its own."""
+    """Return every run's full configuration, checked: a mistake in the last variant shows before the first is trained.
+    Runs of other machines, not `here`, keep the device that was asked for; where it is "auto" each finds its own."""
     base = fitted(config.base)[0]
     if not config.seeds or len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0:
         raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
@@ -235,12 +235,12 @@ def make_plan(config: CompareConfig, here: bool = True) -> Plan:
 
 
 def _trained(variant: Variant, base: TrainConfig) -> TrainConfig:
-    """The base configuration with what a variant trains in a way of its own."""
+    """Return the base configuration with what a variant trains in a way of its own."""
     return from_dict(_training(variant), base)
 
 
 def _training(variant: Variant) -> dict[str, dict[str, Any]]:
-    """What a variant trains in a way of its own, as values to lay over the base configuration."""
+    """Return what a variant trains in a way of its own, as values to lay over the base configuration."""
     values: dict[str, dict[str, Any]] = {}
     for name, value in variant.training.items():
         values.setdefault(TRAINING[name], {})[name] = value

@@ -109,8 +109,8 @@ def training_steps(
     loss: str = "auto",
     gradient_checkpointing: str = "none",
 ) -> dict[str, "TrainingStep"]:
-    """Label -> a training step of that variant, of a model of its own and the same random tokens. Arguments are those
-    of `step_times`."""
+    """Return a training step of each variant by label, of a model of its own and the same random tokens. Arguments are
+    those of `step_times`."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator).to(on)
     config = TrainConfig(accumulation=accumulation, batch_size=batch_size)

@@ -53,7 +53,7 @@ def _without_seed(name: str) -> str:
 
 
 def _rate(runs: Sequence[Ended]) -> float:
-    """Seconds for a unit of size; 0 where all steps had been made before."""
+    """Return the seconds for a unit of size; 0 where all steps had been made before."""
     size = math.fsum(run.size for run in runs)
     return math.fsum(run.seconds for run in runs) / size if size else 0.0
 
