@@ -342,7 +342,7 @@ def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
     ours = state["config"]["model"]
     residual, settings = (getattr(config, name, None) for name in ("residual", "residual_settings"))
     same = residual == ours["residual"]
-    if not same or settings_in_full(residual, settings) != settings_in_full(residual, ours["settings"]):
+    if not same or settings_in_full(ours["residual"], settings) != settings_in_full(ours["residual"], ours["settings"]):
         raise UserError(
             f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} "
             f"{ours['settings']}: {DAMAGED}"
