@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from attnres.errors import UserError
 from attnres.files import cache_dir, lock, user_path, write_bytes
 from attnres.residuals import make_residual
-from attnres.residuals.base import as_it_is
+from attnres.residuals.state import as_it_is
 from attnres.text import run_name
 from lab.contrast import contrast
 from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting
