@@ -164,7 +164,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
             setting.some(
                 [
                     best[0],
-                    *(_also(best[0], f"residual_{knob}") for knob in ("warmup=0.05", "hold=0.05", "decay=0.01")),
+                    _also(best[0], "residual_decay=0.01"),
                     f"block:read_temperature=4{rate}",
                 ]
             ),
@@ -293,8 +293,8 @@ STUDY = Design(
     "rates",
     "Which learning rates make an advantage that lasts?",
     "Block with its queries and gains at 1 to 1/100 of the rate, the standard model at rates up or down until it "
-    "turns, both at that one's best, the best with all seeds; the same with AdamW alone; warm-up, hold, decay and "
-    "temperature of the queries; deeper models. "
+    "turns, both at that one's best, the best with all seeds; the same with AdamW alone; decay and temperature "
+    "of the queries; deeper models. "
     "--adopt takes the runs of recipes/lasting_rates.yaml and of docs/data/lasting_runs.",
     "Nobody has published a rate of the queries' own; the paper gives one rate a size, open-attention-residuals decays "
     "queries with the weights.",

@@ -152,7 +152,7 @@ def test_rates_hold_each_arm_against_what_it_is_named_for():
 
     measured = simulated(design, setting, loss)
     values = design.analyse(setting, measured).values
-    assert values["knobs"]["baseline"] == "block" and len(values["knobs"]["variants"]) == 4
+    assert values["knobs"]["baseline"] == "block" and len(values["knobs"]["variants"]) == 2
     assert values["best"]["baseline"] == "standard"
     assert values["tuned"]["baseline"] == "standard-lr0.008"
     assert values["tuned-adamw"]["baseline"] == "standard-lr0.001" and len(values["adamw"]) == 5
