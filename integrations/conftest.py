@@ -1,0 +1,94 @@
+"""Where the code bases are found, and the table of docs/integrations.md that their tests fill in."""
+
+import os
+import re
+import sys
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "integrations.md"
+COLUMNS = (
+    "code base",
+    "how",
+    "off-switch",
+    "zero queries: outputs, gradients",
+    "its optimizer",
+    "compile",
+    "checkpointing",
+    "cache",
+    "resume",
+    "record, intervene",
+    "last run",
+)
+"""Of the table; a test notes what it measured by the column's name."""
+
+sys.path.append(str(ROOT / "build" / "integrations"))  # `make integrations` installs there; the environment goes first
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-table", action="store_true", help="write what was measured into docs/integrations.md")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore")  # those of other people's code are theirs
+    config.stash[ROWS] = {}
+
+
+ROWS = pytest.StashKey[dict[str, dict[str, str]]]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if ROOT / "integrations" in item.path.parents:
+            item.add_marker(pytest.mark.integrations)
+
+
+@pytest.fixture
+def note(request: pytest.FixtureRequest):
+    """`note("compile", "fullgraph")` fills a column of the row of the test's code base."""
+    row = request.config.stash[ROWS].setdefault(request.path.parent.name, {})
+
+    def write(column: str, text: object) -> None:
+        assert column in COLUMNS, column
+        row[column] = str(text)
+
+    return write
+
+
+@pytest.fixture
+def checkout():
+    """`checkout("nanoGPT")` is the folder of that name in PEERS_PATH; without it the test is skipped."""
+
+    def folder(name: str) -> Path:
+        path = Path(os.environ.get("PEERS_PATH", "nowhere")) / name
+        if not path.is_dir():
+            pytest.skip(f"PEERS_PATH names no folder with a checkout {name}")
+        return path
+
+    return folder
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Put the rows that were measured in place of the rows of the same code bases; others stay."""
+    rows = session.config.stash[ROWS]
+    if not session.config.getoption("--write-table") or session.testsfailed or not rows:
+        return
+    text = PAGE.read_text(encoding="utf-8")
+    known = {match[1]: match[0] for match in re.finditer(r"(?m)^\| \[[^\]]+\]\([^)]*integrations/(\w+)\).*\n", text)}
+    for name, row in rows.items():
+        row["last run"] = str(date.today())
+        title, version = (ROOT / "integrations" / name / "README.md").read_text(encoding="utf-8").split("\n", 3)[::2][:2]
+        link = f"[{title.removeprefix('# ')}]({SOURCE}/{name})"
+        cells = [f"{link} {version.removeprefix('Tried with ').rstrip('.')}", *(row.get(key, "-") for key in COLUMNS[1:])]
+        known[name] = f"| {' | '.join(cells)} |\n"
+    head = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
+    table = head + "".join(known[name] for name in sorted(known))
+    start, end = "<!-- measured: make integrations -->\n", "<!-- end -->"
+    before, rest = text.split(start)
+    PAGE.write_text(f"{before}{start}{table}{end}{rest.split(end)[1]}", encoding="utf-8")
+
+
+SOURCE = "https://github.com/attnres/attnres/tree/main/integrations"
