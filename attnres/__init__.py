@@ -1,14 +1,13 @@
 """Attention Residuals: transformers whose sublayers read a learned softmax over earlier outputs.
 
 `import attnres` is quick: each name below, and each subpackage, is imported when it is first asked for, and
-`attnres.models` when Transformers' Auto classes are asked for a model of ours. Reads and residuals need torch alone;
-models need Transformers.
+`attnres.models` when Transformers' Auto classes are asked for a model of ours. Reads, residuals and `attach` need torch
+alone; models need Transformers.
 """
 
 from typing import TYPE_CHECKING
 
-from attnres.imports import find_our_types, when_imported
-from attnres.lazy import lazy_names
+from attnres.imports import find_our_types, lazy_names, when_imported
 
 __version__ = "0.1.0"
 
@@ -23,7 +22,10 @@ HOMES = {
     "Residual": "attnres.residuals",
     "make_residual": "attnres.residuals",
     "register": "attnres.residuals",
-    "attach": "attnres.models",
+    "attach": "attnres.streams.attach",
+    "detach": "attnres.streams.attach",
+    "disabled": "attnres.streams.attach",
+    "load_plain": "attnres.streams.attach",
     "build": "attnres.models",
     "convert": "attnres.models",
     "load": "attnres.models",
@@ -48,9 +50,10 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.evals.generate import generate
     from attnres.inspect import intervene, record
     from attnres.inspect.inspector import inspect_model
-    from attnres.models import attach, build, convert, load
+    from attnres.models import build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
     from attnres.residuals import RESIDUALS, Residual, make_residual, register
+    from attnres.streams.attach import attach, detach, disabled, load_plain
     from attnres.streams.depth_reads import DepthReads
     from attnres.training.config import TrainConfig
     from attnres.training.loop import train
@@ -74,10 +77,13 @@ __all__ = [
     "convert",
     "depth_read",
     "depth_read_reference",
+    "detach",
+    "disabled",
     "generate",
     "inspect_model",
     "intervene",
     "load",
+    "load_plain",
     "make_residual",
     "record",
     "register",

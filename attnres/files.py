@@ -1,4 +1,6 @@
-"""Files that are whole or not there: everything is written beside its place and renamed into it.
+"""Paths as a user names them, locks between processes, and files that are written whole or not at all.
+
+Everything is written beside its place and renamed into it.
 
 A full disk, a missing permission or a killed process leaves what was there before; the first two come out as a
 UserError, with the half-written file removed.
@@ -11,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -18,8 +21,94 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from attnres.errors import UserError
-from attnres.locks import Taken, is_same_file, lock
+from attnres.errors import UserError, first_line
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+
+def user_path(name: str | Path) -> Path:
+    """The path that a user named, with its `~`.
+
+    Raises:
+        UserError: no name, nobody's `~`, or a name that no file can have.
+    """
+    if isinstance(name, str) and not name.strip():
+        raise UserError("an empty name was given: expected the path of a file or folder")
+    try:
+        path = Path(name).expanduser()
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except RuntimeError:
+        raise UserError(f"'{name}' begins with a home folder that cannot be told: write the whole path") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        shown = str(name).encode("utf-8", "replace").decode()
+        raise UserError(f"'{shown}' cannot be looked up ({reason}): give the path of a file or folder") from None
+    return path
+
+
+def refuse_special(path: Path) -> None:
+    """Refuse with a UserError what is there and is neither a file nor a folder: a pipe would be waited for for ever."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kinds = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+        kind = next((name for is_kind, name in kinds if is_kind(mode)), "a device")
+        raise UserError(f"{path} is {kind}: expected a file; write what comes out of it into one first")
+
+
+class Taken(Exception):
+    """Another process holds the lock."""
+
+
+@contextmanager
+def lock(path: Path, *, wait: bool) -> Generator[int]:
+    """Hold the lock on a file, which is made where it is missing and removed at the end; gives its descriptor.
+
+    Args:
+        wait: for another process that holds it.
+
+    Raises:
+        Taken: another process holds it, without `wait`.
+        OSError: the file cannot be made, or its file system or this system has no locks.
+    """
+    if fcntl is None:
+        raise OSError("attnres locks files as Linux and macOS do, which this system does not")
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            if is_same_file(handle, path):  # not removed by the one that held it before
+                break
+            os.close(handle)
+        except BlockingIOError:
+            os.close(handle)
+            raise Taken(path) from None
+        except OSError:
+            os.close(handle)
+            raise
+    try:
+        yield handle
+    finally:
+        with suppress(OSError):
+            if is_same_file(handle, path):
+                path.unlink()
+        os.close(handle)
+
+
+def is_same_file(handle: int, path: Path) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except OSError:
+        return False
+
 
 LOCK = ".lock"
 _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
@@ -224,3 +313,22 @@ def _sync(folder: Path) -> None:
             file.chmod(mode)
             with file.open("rb+") as handle:
                 os.fsync(handle.fileno())
+
+
+def cache_dir() -> Path:
+    """`$ATTNRES_CACHE`, or `attnres` under `$XDG_CACHE_HOME` or `~/.cache`. Not created here.
+
+    Raises:
+        UserError: nothing says where: a user without a name and a home.
+    """
+    override = os.environ.get("ATTNRES_CACHE")
+    if override:
+        return user_path(override)
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(base or Path.home() / ".cache") / "attnres"
+    except RuntimeError:
+        raise UserError(
+            "this user has no home folder to keep data and kernels in: name a folder for them in the environment "
+            "variable ATTNRES_CACHE"
+        ) from None

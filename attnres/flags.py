@@ -12,7 +12,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from attnres.errors import UserError
-from attnres.paths import user_path
+from attnres.files import user_path
 from attnres.reading import parse_yaml, read_config
 from attnres.text import listed
 from attnres.training.config import Setting

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from attnres.errors import UserError
-from attnres.files import LOCK, in_the_way, is_half_written
-from attnres.paths import refuse_special, user_path
+from attnres.files import LOCK, in_the_way, is_half_written, refuse_special, user_path
 from attnres.reading import read_json
 
 Kind = Literal["comparison", "prepared data", "run", "model", "inspection", "figures", "report", "study", "other"]

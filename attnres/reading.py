@@ -17,7 +17,7 @@ from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
 from attnres.errors import UserError, first_line
-from attnres.paths import refuse_special
+from attnres.files import refuse_special
 
 MAX_DEPTH = 64
 """How deep lists and mappings may stand in one another."""

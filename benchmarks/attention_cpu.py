@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnres.device import in_turn, seconds_of, spread
 from attnres.files import write_json
 from attnres.models import build
-from attnres.timing import in_turn, seconds_of, spread
 from attnres.training.environment import describe, keep_freed_memory
 from attnres.training.objective import Objective
 

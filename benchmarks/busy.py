@@ -30,9 +30,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from attnres.comparison.speed import TrainingStep, training_steps
+from attnres.device import in_turn, seconds_of, spread
 from attnres.files import write_json
 from attnres.models.step_cost import peak_flops, step_flops
-from attnres.timing import in_turn, seconds_of, spread
 from attnres.training import graphs
 from attnres.training.config import OptimConfig
 from attnres.training.environment import peak_memory, reset_peak_memory

@@ -18,10 +18,10 @@ import torch
 from harness import DTYPES
 
 from attnres import UserError, convert
-from attnres.evals.speed import decode_rate
+from attnres.device import Spread, in_turn, spread
+from attnres.evals.speaker import decode_rate
 from attnres.models import SIZES, build_plain
 from attnres.models.open import open_checkpoint
-from attnres.timing import Spread, in_turn, spread
 from attnres.training.environment import tune
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -19,11 +19,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
+from attnres.device import in_turn, spread
 from attnres.figures.style import MUTED, save, style
 from attnres.files import write_json
 from attnres.ops.dispatch import KERNELS
 from attnres.progress import Bar, Bars
-from attnres.timing import in_turn, spread
 from attnres.training.environment import describe, keep_freed_memory, peak_memory, reset_peak_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -80,7 +80,7 @@ def interleaved(
     rounds: int = 200,
     before: Callable[[str], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each candidate in each round, taken in turn: see `attnres.timing.in_turn`. `before(label)` is called,
+    """Seconds of each candidate in each round, taken in turn: see `attnres.device.in_turn`. `before(label)` is called,
     untimed, before each call."""
     timer = Timer(device)
 

@@ -20,10 +20,10 @@ from unittest import mock
 import harness
 import torch
 
+from attnres.device import in_turn, spread
 from attnres.files import write_json
 from attnres.models import build, build_plain
 from attnres.ops.dispatch import KERNELS
-from attnres.timing import in_turn, spread
 
 SIZE = {
     "family": "qwen3",

@@ -17,8 +17,8 @@ from typing import Any
 import harness
 import torch
 
+from attnres.device import in_turn, seconds_of, spread
 from attnres.models import build
-from attnres.timing import in_turn, seconds_of, spread
 from attnres.training.config import OptimConfig
 from attnres.training.environment import peak_memory, reset_peak_memory
 from attnres.training.objective import Objective, loss_kind

@@ -24,6 +24,7 @@ import harness
 
 from attnres.commands.compare import Compare
 from attnres.comparison.speed import step_times
+from attnres.device import spread
 from attnres.figures.write import write_figures
 from attnres.files import write_json
 from attnres.inspect import Inspection
@@ -33,7 +34,6 @@ from attnres.report.runs import load_study
 from attnres.report.sections import slug
 from attnres.residuals import RESIDUALS
 from attnres.residuals.registry import ships
-from attnres.timing import spread
 from attnres.training.config import DataConfig, ModelConfig, TrainConfig, to_dict
 from attnres.training.records import read_metrics
 

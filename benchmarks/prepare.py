@@ -18,8 +18,8 @@ import harness
 import torch
 
 from attnres.data import prepare
+from attnres.device import in_turn, seconds_of, spread
 from attnres.files import write_json
-from attnres.timing import in_turn, seconds_of, spread
 
 CPU = torch.device("cpu")
 

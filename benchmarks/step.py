@@ -27,12 +27,12 @@ from naive import block_name, register_naive
 from peers import PEERS
 
 from attnres.comparison.speed import step_times
+from attnres.device import in_turn, seconds_of, spread
 from attnres.files import write_json
 from attnres.models import build, build_plain
 from attnres.models.build import SIZES as NAMED
 from attnres.ops import cpu
 from attnres.progress import Bar
-from attnres.timing import in_turn, seconds_of, spread
 from attnres.training.environment import peak_memory, reset_peak_memory, tune
 
 Variants = dict[str, tuple[str | None, dict[str, Any]]]

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 import harness
 import torch
 
-from attnres.timing import in_turn
+from attnres.device import in_turn
 from attnres.training import TrainConfig, from_dict
 
 ROWS = {"Trainer, plain": None, "attnres, standard": "standard", "attnres, block": "block"}

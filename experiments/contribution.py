@@ -28,7 +28,7 @@ import tyro
 
 from attnres.cli import carry_out
 from attnres.data import open_source
-from attnres.forward import evaluating, next_token_losses
+from attnres.head import evaluating, next_token_losses
 from attnres.inspect import Ablate, find_residual, intervene, read_vectors
 from attnres.inspect.attribution import spearman
 from attnres.inspect.contribution import to_one

@@ -19,7 +19,7 @@ from torch import nn
 from attnres.cli import carry_out
 from attnres.errors import UserError
 from attnres.files import write_text
-from attnres.forward import evaluating, next_token_losses
+from attnres.head import evaluating, next_token_losses
 from attnres.models.open import open_checkpoint
 from attnres.reading import read_json
 from attnres.text import csv_text

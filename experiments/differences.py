@@ -17,7 +17,7 @@ from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, STEP
 from attnres.figures.style import style
 from attnres.reading import read_json
-from attnres.run_names import label_and_seed
+from attnres.text import label_and_seed
 
 
 def differences(folder: Path, since: int) -> list[Line]:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from attnres.data.build import Prepared
 from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.forward import next_token_losses
+from attnres.head import next_token_losses
 from attnres.inspect.edits import Ablate, intervene
 from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
 from attnres.inspect.recording import record

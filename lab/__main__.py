@@ -11,9 +11,9 @@ import tyro
 
 from attnres.cli import carry_out, without_debug
 from attnres.errors import UserError, unknown
+from attnres.files import user_path
 from attnres.flags import Settings, parse
 from attnres.folders import kind_of
-from attnres.paths import user_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +85,7 @@ def run(arguments: list[str]) -> None:
     if options.dry_run:  # before torch is imported: that alone can take longer than a user waits for a first word
         from rich.console import Console
 
-        from attnres.terminal import say
+        from attnres.progress import say
 
         what = "the runs that are left, then the time of a few steps of each model"
         say(Console(stderr=True), f"estimating {' '.join(options.name)}: {what}")
@@ -210,7 +210,7 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> N
 def _conduct(designs: "list[Design]", setting: "Setting", execution: "ExecutionOptions", adopted: list[Path]) -> None:
     from rich.console import Console
 
-    from attnres.terminal import say, wide
+    from attnres.progress import say, wide
     from lab.conduct import conduct
 
     out = wide(Console(highlight=False))
@@ -225,7 +225,7 @@ def _conduct(designs: "list[Design]", setting: "Setting", execution: "ExecutionO
 
 
 def _print(tables: "Sequence[Table]", out: "Console") -> None:
-    from attnres.terminal import grid
+    from attnres.progress import grid
 
     for table in tables:
         shown = grid(table.head[0], right=tuple(table.head[1:]))
@@ -238,7 +238,7 @@ def _print(tables: "Sequence[Table]", out: "Console") -> None:
 def _list(designs: "list[Design]") -> None:
     from rich.console import Console
 
-    from attnres.terminal import grid, wide
+    from attnres.progress import grid, wide
     from lab.presets import PRESETS
 
     table, sizes = grid("study", "what it asks"), grid("preset", "what it is")

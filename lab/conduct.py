@@ -26,10 +26,8 @@ from attnres.device import cores
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
-from attnres.progress import Bars
-from attnres.run_names import label_and_seed
-from attnres.terminal import grid, say, wide
-from attnres.text import listed
+from attnres.progress import Bars, grid, say, wide
+from attnres.text import label_and_seed, listed
 from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept
 from attnres.training.config import TrainConfig, to_dict

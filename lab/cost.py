@@ -14,7 +14,7 @@ from attnres.comparison.plan import parse_variants
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.residuals.operations import operations
-from attnres.run_names import label_and_seed
+from attnres.text import label_and_seed
 from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig, size_or_default, tokenizer_or_default
 from lab.design import Arm

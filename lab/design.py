@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnres.comparison.plan import CompareConfig
-from attnres.run_names import label_and_seed
+from attnres.text import label_and_seed
 from attnres.training.config import TrainConfig, from_dict
 from lab.analyses.noise import UNMEASURED, Noise, Spread, spread_of
 

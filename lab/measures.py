@@ -21,9 +21,8 @@ from attnres.files import write_json
 from attnres.reading import read_json
 from attnres.report.runs import load_run
 from attnres.residuals.registry import ships
-from attnres.run_names import label_and_seed
 from attnres.stats import plain
-from attnres.text import csv_text
+from attnres.text import csv_text, label_and_seed
 from attnres.training.records import ADVICE, TIMES, Finished, Timing
 from attnres.training.run_folder import DIVERGED
 from attnres.typed import checked

@@ -21,12 +21,11 @@ from attnres.figures.draw import write_drawn
 from attnres.figures.write import Drawn, check_formats
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other
+from attnres.progress import say
 from attnres.reading import read_json
 from attnres.report.page import figure_cards, framed
-from attnres.run_names import run_name
 from attnres.stats import plain
-from attnres.terminal import say
-from attnres.text import UNKNOWN, listed, number
+from attnres.text import UNKNOWN, listed, number, run_name
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
 from lab.analyses.noise import Noise

@@ -30,7 +30,7 @@ from attnres.data.sources import title_of
 from attnres.errors import UserError
 from attnres.files import LOCK, is_half_written, locked, replaced_folder, write_json, write_text
 from attnres.reading import parse_json, read_json, read_text
-from attnres.run_names import label_and_seed
+from attnres.text import label_and_seed
 from attnres.training.checkpoint import kept, reconfigure
 from attnres.training.config import TrainConfig, deciding, to_dict, unused
 from attnres.training.records import (

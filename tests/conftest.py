@@ -7,7 +7,7 @@ import hypothesis
 import pytest
 import torch
 
-from attnres.locks import lock
+from attnres.files import lock
 from attnres.ops import cpu
 from attnres.residuals import registry
 

@@ -11,8 +11,17 @@ import pytest
 from safetensors import SafetensorError
 
 from attnres.errors import UserError
-from attnres.files import copy_files, locked, recover_folder, replaced_folder, write_bytes, write_json, write_text
-from attnres.locks import Taken, lock
+from attnres.files import (
+    Taken,
+    copy_files,
+    lock,
+    locked,
+    recover_folder,
+    replaced_folder,
+    write_bytes,
+    write_json,
+    write_text,
+)
 from attnres.reading import read_json
 
 

@@ -49,9 +49,17 @@ def test_importing_the_package_alone_registers_it_with_transformers(tmp_path):
     assert said.startswith("a model with depth reads is loaded into the plain LlamaConfig: its residual is left out")
 
 
-def test_reads_and_residuals_need_torch_alone():
-    code = f"attnres.depth_read, attnres.make_residual; print([name for name in {HEAVY[2:]} if name in sys.modules])"
-    assert run(f"import sys, attnres; {code}") == "[]"
+ATTACHED = """
+import attnres, sys, torch
+from torch import nn
+layer = nn.TransformerEncoderLayer(8, 2, 8, norm_first=True, batch_first=True)
+encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False)
+attnres.depth_read, attnres.attach(encoder, "block", example=torch.randn(1, 2, 8))
+"""
+
+
+def test_reads_residuals_and_attach_need_torch_alone():
+    assert run(f"{ATTACHED}print([name for name in {HEAVY[2:]} if name in sys.modules])") == "[]"
 
 
 @pytest.mark.parametrize("name", attnres.__all__)

@@ -13,8 +13,8 @@ import attnres
 ROOT = Path(attnres.__file__).parent
 
 ORDER = """
-    errors locks loss_kernel paths savings
-    cache device files folders forward head hub imports lazy progress reading run_names stats terminal text timing typed
+    errors loss_kernel savings
+    device files folders head hub imports progress reading stats text typed
     ops
     residuals
     streams

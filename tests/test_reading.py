@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from attnres.errors import UserError
-from attnres.paths import user_path
+from attnres.files import user_path
 from attnres.reading import MAX_DEPTH, parse_json, parse_yaml, read_config, read_json, read_text
 
 

@@ -48,7 +48,7 @@ def collect() -> dict[str, Any]:
     import torch
 
     import attnres
-    from attnres.cache import cache_dir
+    from attnres.files import cache_dir
     from attnres.ops import explain
     from attnres.training.environment import has_bf16, processor, version
 

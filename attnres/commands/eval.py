@@ -24,8 +24,7 @@ def run(arguments: list[str]) -> None:
     if options.out is not None and Path(options.out).suffix != ".json":
         raise UserError(f"--out is '{options.out}': expected the name of a .json file")
 
-    from attnres.evals.run import evaluate, refuse_out
-    from attnres.evals.table import show
+    from attnres.evals.run import evaluate, refuse_out, show
 
     if options.out is not None:
         refuse_out(options.out)

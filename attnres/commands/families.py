@@ -17,7 +17,7 @@ def run(arguments: list[str]) -> None:
     from rich.table import Table
 
     from attnres.models import families_table
-    from attnres.terminal import wide
+    from attnres.progress import wide
 
     table = Table("family", "model types", "converts", "", title="Decoders that depth reads go into")
     for row in families_table():

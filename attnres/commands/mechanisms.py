@@ -46,7 +46,7 @@ def run(arguments: list[str]) -> None:
 
     from rich.table import Table
 
-    from attnres.terminal import wide
+    from attnres.progress import wide
 
     title = f"Residual mechanisms (parameters at L={SUBLAYERS} sublayers, d={WIDTH})"
     table = Table("mechanism", "rule", "start", "parameters", "linear", "= standard at start", title=title)

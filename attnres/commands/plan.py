@@ -168,7 +168,7 @@ def _print_table(rows: "list[Planned]", residual: str, standard: "Planned | None
     """Print a line a layout, and the first of them with the standard residual."""
     from rich.table import Table
 
-    from attnres.terminal import wide
+    from attnres.progress import wide
     from attnres.text import duration, memory
 
     heads = ("residual", "dp x shard x pp x tp", "schedule", "memory", "states", "whole", "activations", "sources")

@@ -7,8 +7,8 @@ from typing import Annotated
 import tyro
 
 from attnres.errors import UserError, unknown
+from attnres.files import user_path
 from attnres.flags import parse
-from attnres.paths import user_path
 
 
 @dataclass

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from attnres import terminal
 from attnres.comparison.children import Child
 from attnres.comparison.plan import CompareConfig, Plan, Variant, make_plan
 from attnres.comparison.speed import step_times
@@ -25,6 +24,7 @@ from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.ops import cpu
+from attnres.progress import say as print_line
 from attnres.reading import read_json
 from attnres.report.page import show, write_report
 from attnres.report.runs import Study, load_study
@@ -125,7 +125,7 @@ def opened(
             if name not in finished
         ]
         if children and here and (warning := emulated(torch.device(plan.first.device), plan.first.dtype)):
-            terminal.say(say, warning)
+            print_line(say, warning)
         walls = {name: float(summary.get("wall_s") or 0) for name, summary in finished.items()}
         yield Work(out, plan, children, walls, jobs, vocabulary)
 

@@ -15,7 +15,7 @@ from attnres.device import pick_device
 from attnres.errors import UserError, unknown
 from attnres.residuals import RESIDUALS, residual_class, settings_of, source_file
 from attnres.residuals.registry import ships
-from attnres.run_names import run_name
+from attnres.text import run_name
 from attnres.training.check import check, fitted, idle, without_idle
 from attnres.training.config import OptimConfig, TrainConfig, from_dict, resolve
 from attnres.training.environment import has_bf16

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnres.device import device_name, in_turn, seconds_of, spread
 from attnres.models.bases import checkpoint_activations
-from attnres.timing import device_name, in_turn, seconds_of, spread
 from attnres.training.config import OptimConfig, TrainConfig
 from attnres.training.environment import tune
 from attnres.training.layout import Whole

@@ -12,10 +12,8 @@ from rich.table import Table
 
 from attnres.comparison.children import Child, Runner, run_children
 from attnres.comparison.plan import Plan
-from attnres.progress import STEPS, Bar, Bars
-from attnres.run_names import label_and_seed, run_name
-from attnres.terminal import grid
-from attnres.text import duration, number
+from attnres.progress import STEPS, Bar, Bars, grid
+from attnres.text import duration, label_and_seed, number, run_name
 from attnres.training.records import growing
 
 

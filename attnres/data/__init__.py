@@ -7,7 +7,7 @@ inputs, targets = batches.at(step)
 
 from typing import TYPE_CHECKING
 
-from attnres.lazy import lazy_names
+from attnres.imports import lazy_names
 
 if TYPE_CHECKING:
     from attnres.data.batches import Batches, held_out_windows

@@ -13,12 +13,9 @@ from rich.console import Console
 from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
-from attnres.cache import cache_dir
-from attnres.data.encode import Encoder, hash_of
-from attnres.data.parts import encoded_in_parts
+from attnres.data.encode import Encoder, encoded_in_parts, hash_of, spooled
 from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, prepared_folder, read_header
 from attnres.data.sources import Rows, Source, open_source
-from attnres.data.spool import spooled
 from attnres.data.tokenizer import (
     bpe_size,
     file_sha256,
@@ -28,12 +25,9 @@ from attnres.data.tokenizer import (
     vocabulary_size,
 )
 from attnres.errors import UserError
-from attnres.files import replaced_folder, write_json, writing
+from attnres.files import cache_dir, lock, replaced_folder, user_path, write_json, writing
 from attnres.folders import kind_of, refuse_other
-from attnres.locks import lock
-from attnres.paths import user_path
-from attnres.progress import Bars
-from attnres.terminal import say
+from attnres.progress import Bars, say
 from attnres.text import memory
 
 MOST_WORKERS = 1024

@@ -1,13 +1,40 @@
-"""Documents to ids, and which of them are held out."""
+"""Documents to ids: which are held out, slow text read once to the disk, and parts tokenised by several processes.
+
+What lies in the folder beside the data that are prepared, for a call that was cut short to go on from:
+
+    documents.jsonl  the documents that were read of a slow source, a JSON string a line
+    read.json        how many bytes of it count, and where in the source to go on
+    tokenizer.json   what the processes tokenise with
+    NNNNNN.npz       a part of about `PART` characters with a hash of its text and tokenizer
+
+Documents are dealt out in parts in order, whatever the number of processes; read in order the parts are what one
+process would have made.
+"""
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import io
+import json
+import multiprocessing
+import os
+import threading
+import zipfile
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from attnres.errors import foreign
+from attnres.data.sources import Source
+from attnres.errors import UserError, foreign
+from attnres.files import write_bytes, write_json, writing
+from attnres.reading import read_json
+from attnres.typed import Count, checked
 
 
 class Encoded(NamedTuple):
@@ -64,3 +91,191 @@ class Encoder:
 def hash_of(data: bytes) -> int:
     """Return the hash of a document's UTF-8 text, below 2^64."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+AHEAD = 1 << 20
+"""Characters that are read between two notes of how far."""
+
+
+class Read(TypedDict):
+    """How far a source has been read.
+
+    Attributes:
+        size: bytes of documents.jsonl. text: of the documents in it. ended: there are no more.
+        place: where to go on, for sources that can go on from there; None for those that are read from the start.
+    """
+
+    size: Count
+    text: Count
+    ended: bool
+    place: dict[str, Any] | None
+
+
+def spooled(source: Source, folder: Path, advance: Callable[[float], None] = lambda size: None) -> Source:
+    """Return the same source, read into a folder where `source.spool` asks for it, else as it is.
+
+    The folder is left as it is, for who was killed or lost the connection to go on from.
+
+    Args:
+        advance: called with how many more bytes of text there are.
+
+    Raises:
+        UserError: the source cannot be read, or the disk is full.
+    """
+    if not source.spool:
+        return source
+    file, note = folder / "documents.jsonl", folder / "read.json"
+    past = Read(size=0, text=0, ended=False, place=None)
+    if note.is_file():
+        past = checked(read_json(note), Read, note, f"remove {folder}")
+    if not file.is_file() or file.stat().st_size < past["size"]:
+        past = Read(size=0, text=0, ended=False, place=None)
+    advance(past["text"])
+    if not past["ended"]:
+        _read_on(source, file, note, past, advance)
+
+    def read() -> Iterator[str]:
+        with open(file, encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+
+    return replace(source, read=read, read_from=None)
+
+
+def _read_on(source: Source, file: Path, note: Path, past: Read, advance: Callable[[float], None]) -> None:
+    """Read a source to its end, from where it was left."""
+    if source.read_from is None:
+        past, documents, where = Read(size=0, text=0, ended=False, place=None), source.read(), None
+    else:
+        documents, where = source.read_from(past["place"])
+    size, text, ahead = past["size"], past["text"], 0
+    with writing(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        with open(file, "r+b") as lines:
+            lines.truncate(size)  # what a killed process left behind
+            lines.seek(size)
+            for document in documents:
+                line = json.dumps(document).encode() + b"\n"
+                lines.write(line)
+                length = len(document.encode())
+                size, text, ahead = size + len(line), text + length, ahead + length
+                if where is not None and ahead >= AHEAD:
+                    _note(lines, note, Read(size=size, text=text, ended=False, place=where()))
+                    advance(ahead)
+                    ahead = 0
+            advance(ahead)
+            _note(lines, note, Read(size=size, text=text, ended=True, place=None))
+
+
+def _note(lines: Any, note: Path, read: Read) -> None:
+    """Write how far the source was read, once that is on the disk."""
+    lines.flush()
+    os.fsync(lines.fileno())
+    write_json(note, read)
+
+
+PART = 1 << 23
+
+
+class Work(NamedTuple):
+    """A part to be tokenised.
+
+    Attributes:
+        file: where it goes; `sign` is a hash of its text and of what it is tokenised with.
+    """
+
+    file: Path
+    sign: str
+    texts: list[str]
+
+
+def encoded_in_parts(documents: Iterable[str], encoder: Encoder, folder: Path, workers: int) -> Iterator[Encoded]:
+    """Give the documents encoded, in order, by so many processes; parts that are in `folder` are not made again.
+
+    The folder is left as it is, for who was killed or had no more room to go on from.
+
+    Raises:
+        UserError: a part cannot be written, the tokenizer cannot read a text, or a process was killed.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.json").write_text(encoder.tokenizer.to_str(), encoding="utf-8")
+    context = multiprocessing.get_context("spawn")
+    start = (folder / "tokenizer.json", encoder.eos, encoder.threshold)
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=start) as pool:
+        ahead: deque[tuple[Work, Future[None] | None]] = deque()
+        try:
+            for work in _dealt_out(documents, encoder, folder):
+                there = _read(work) is not None
+                ahead.append((work, None if there else pool.submit(_make, work)))
+                if len(ahead) > 2 * workers:
+                    yield _result(*ahead.popleft())
+            while ahead:
+                yield _result(*ahead.popleft())
+        except BrokenProcessPool:
+            raise UserError(
+                f"a process that tokenises was killed, maybe for want of memory: give the same command again, which "
+                f"goes on from the parts in {folder}, with fewer workers"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _dealt_out(documents: Iterable[str], encoder: Encoder, folder: Path) -> Iterator[Work]:
+    made_by = hashlib.sha256(encoder.sign.encode())
+    for number, texts in enumerate(encoder.batches(documents, PART)):
+        sign = made_by.copy()
+        for text in texts:
+            data = text.encode()
+            sign.update(len(data).to_bytes(8, "big") + data)
+        yield Work(folder / f"{number:06d}.npz", sign.hexdigest(), texts)
+
+
+def _result(work: Work, making: Future[None] | None) -> Encoded:
+    if making is not None:
+        making.result()
+    encoded = _read(work)
+    if encoded is None:
+        raise UserError(f"{work.file} was changed while the data were prepared: give the same command again")
+    return encoded
+
+
+def _read(work: Work) -> Encoded | None:
+    """Return a part that is there and of this text; None for none, or a damaged one."""
+    with suppress(OSError, ValueError, KeyError, zipfile.BadZipFile), work.file.open("rb") as file:
+        part = np.load(file, allow_pickle=False)
+        if str(part["sign"]) == work.sign:
+            ids = np.split(part["ids"], part["ends"][:-1].astype(np.int64))
+            return Encoded(ids, part["held"].tolist(), int(part["size"]))
+    return None
+
+
+# ------------------------------------------------------------------ in a process of its own
+
+_encoder: Encoder | None = None
+
+
+def _begin(tokenizer: Path, eos: int, threshold: int) -> None:
+    """Make ready to tokenise with one thread, and end when the parent does, however that ends."""
+    global _encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    _encoder = Encoder(Tokenizer.from_file(str(tokenizer)), eos, threshold)
+
+
+def _make(work: Work) -> None:
+    """Tokenise a part and write it."""
+    assert _encoder is not None
+    encoded = _encoder.encode(work.texts)
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        sign=np.array(work.sign),
+        ids=np.concatenate(encoded.ids),
+        ends=np.cumsum([len(ids) for ids in encoded.ids], dtype=np.uint64),
+        held=np.array(encoded.held),
+        size=np.array(encoded.size),
+    )
+    write_bytes(work.file, buffer.getvalue())

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnres.errors import UserError, first_line
-from attnres.paths import refuse_special
+from attnres.files import refuse_special
 from attnres.reading import MAX_BYTES, parse_json, refuse_no_text
 
 if TYPE_CHECKING:

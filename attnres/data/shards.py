@@ -10,14 +10,17 @@ Documents follow each other, each closed by the end-of-text id.
 """
 
 import zlib
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
 from attnres.data.sources import NO_PATHS
+from attnres.data.tokenizer import file_sha256, load_tokenizer
 from attnres.errors import UserError
-from attnres.paths import user_path
+from attnres.files import user_path
 from attnres.reading import read_json
 from attnres.typed import Count, Least, checked
 
@@ -196,8 +199,6 @@ def open_tokens(
     Raises:
         UserError: no such folder or split, files missing, truncated, changed, or of another tokenizer.
     """
-    from attnres.data.tokenizer import file_sha256
-
     folder = Path(folder)
     header = read_header(folder)
     if split not in header["splits"]:
@@ -292,3 +293,16 @@ def _too_large(folder: Path, what: str, id: int, vocab_size: int) -> UserError:
     return UserError(
         f"{folder} ({what}) holds token id {id}, outside its vocabulary of {vocab_size}: prepare the data again"
     )
+
+
+def decoded(folder: Path) -> Iterator[str]:
+    """Yield the documents of a prepared folder, the held-out ones first; without the ids that close them.
+
+    Raises:
+        UserError: its files are missing, truncated, changed, or of another tokenizer.
+    """
+    tokenizer = load_tokenizer(folder)
+    for split in reversed(SPLITS):
+        tokens = open_tokens(folder, split)
+        for start, stop in pairwise([*tokens.document_starts().tolist(), len(tokens)]):
+            yield tokenizer.decode(tokens[start : stop - 1].tolist())

@@ -1,5 +1,5 @@
-"""Where text comes from: the standard library of the running Python, local files, the Hugging Face hub, data sets in
-memory, and mixtures of these."""
+"""Where text comes from: the standard library of the running Python, local files, the Hugging Face hub, two synthetic
+tasks, data sets in memory, and mixtures of these."""
 
 import glob
 import hashlib
@@ -7,20 +7,22 @@ import itertools
 import json
 import math
 import os
+import random
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from attnres.data.folder import choose, matching, walk
-from attnres.data.hub import joins, read_hub, read_hub_from, resolve, revision_of
 from attnres.data.readers import KINDS, SUFFIXES, field_of, read_documents, suffix_of, text_bytes
-from attnres.data.tasks import documents
-from attnres.errors import UserError
-from attnres.paths import refuse_special, user_path
+from attnres.errors import UserError, unknown
+from attnres.files import cache_dir, refuse_special, user_path, write_text
+from attnres.hub import dataset_rows, streamed_rows
 from attnres.text import whole_characters
 
 # Not the library itself, or (the last) its own build: paths and flags of one machine.
@@ -77,9 +79,9 @@ def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | N
     Args:
         spec: `stdlib`; the path of a file of text (`readers.SUFFIXES`), of a folder, of which `folder.choose` takes
             files, or a pattern of paths (`data/**/*.txt`); `hub:NAME[:CONFIG[:SPLIT]]`; `task:NAME[:COUNT]` of
-            `attnres.data.tasks`; `mix:SOURCE,SOURCE,...`, all of each in turn, or `mix:SOURCE=WEIGHT,...`, documents of
-            each so that their texts are as long as the weights say, until one is used up. Or a `datasets.Dataset`, or
-            other rows that can be gone through several times; they are gone through once here.
+            `TASKS`; `mix:SOURCE,SOURCE,...`, all of each in turn, or `mix:SOURCE=WEIGHT,...`, documents of each so that
+            their texts are as long as the weights say, until one is used up. Or a `datasets.Dataset`, or other rows
+            that can be gone through several times; they are gone through once here.
         column: the JSON field or the column that holds the text.
         limit: at most this many characters, the last document cut short.
 
@@ -116,18 +118,18 @@ def _unlimited(spec: str, column: str) -> Source:
     if spec.startswith("mix:"):
         return _mixture(spec, column)
     if spec.startswith("hub:"):
-        repository, *_ = where = resolve(spec)
+        repository, *_ = where = resolve_hub(spec)
         revision = revision_of(repository)
         return Source(
             spec,
             json.dumps([*where, revision]),
             None,
             lambda: read_hub(spec, column, revision),
-            None if joins(repository) else lambda place: read_hub_from(spec, column, revision, place),
+            None if _joins(repository) else lambda place: read_hub_from(spec, column, revision, place),
             spool=True,
         )
     if spec.startswith("task:"):
-        read = documents(spec)
+        read = task_documents(spec)
         return Source(spec, f"{spec} {_digest(itertools.islice(read(), _SAMPLE))[0]}", None, read)
     if spec == "stdlib":
         return _files("stdlib", stdlib_files(), column, sys.version)
@@ -284,3 +286,178 @@ class _Documents:
                 yield text
             if self.left == 0:
                 return
+
+
+HUB = {
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "openwebtext": ("Skylion007/openwebtext", None),
+    "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
+}
+"""Short name -> repository and configuration."""
+_CONFIGURATION = dict(HUB.values())  # of a repository given by its full name: not all of FineWeb-Edu, unasked
+_TITLE = re.compile(r"^ = [^=].*[^=] = \n?$")
+
+
+def resolve_hub(spec: str) -> tuple[str, str | None, str]:
+    """`hub:NAME[:CONFIG[:SPLIT]]` -> (repository, configuration or None, split). NAME may be a key of `HUB`.
+
+    The repositories of `HUB` have the configuration given there unless another is named.
+
+    >>> resolve_hub("hub:fineweb-edu")
+    ('HuggingFaceFW/fineweb-edu', 'sample-10BT', 'train')
+    >>> resolve_hub("hub:HuggingFaceFW/fineweb-edu:default")
+    ('HuggingFaceFW/fineweb-edu', 'default', 'train')
+    >>> resolve_hub("hub:me/corpus::validation")
+    ('me/corpus', None, 'validation')
+    """
+    name, _, rest = spec.removeprefix("hub:").partition(":")
+    config, _, split = rest.partition(":")
+    if not name or ":" in split:
+        raise UserError(f"source '{spec}' is not hub:NAME[:CONFIG[:SPLIT]], for example hub:fineweb-edu")
+    repository = HUB[name][0] if name in HUB else name
+    return repository, config or _CONFIGURATION.get(repository), split or "train"
+
+
+def revision_of(repository: str) -> str | None:
+    """The commit that a data set is at on the hub; without a connection the one that the hub told last, or None."""
+    from huggingface_hub import dataset_info
+
+    note = cache_dir() / "hub" / f"{repository.replace('/', '--')}.txt"
+    try:
+        sha = dataset_info(repository, timeout=10).sha
+    except Exception:  # whatever it is, reading the data set says it
+        return note.read_text(encoding="utf-8") if note.is_file() else None
+    with suppress(UserError):
+        write_text(note, sha or "")
+    return sha
+
+
+def read_hub(spec: str, column: str, revision: str | None = None) -> Iterator[str]:
+    """The rows of a hub data set in its own order; WikiText's rows are lines, and are joined to articles.
+
+    Raises:
+        UserError: see `dataset_rows`; or there is no such column.
+    """
+    repository, config, split = resolve_hub(spec)
+    what = f"source '{spec}'"
+    rows = dataset_rows(what, repository, config, split, streaming=True, revision=revision)
+    texts = (text for row in rows for text in field_of(row, what, column))
+    return articles(texts) if _joins(repository) else texts
+
+
+def _joins(repository: str) -> bool:
+    """Whether the rows of a data set are lines, to be joined."""
+    return repository == HUB["wikitext"][0]
+
+
+def read_hub_from(
+    spec: str, column: str, revision: str | None, place: dict[str, Any] | None
+) -> tuple[Iterator[str], Callable[[], dict[str, Any]]]:
+    """The rows of a hub data set, as they are, from a place on; and a function that says the place after the last one.
+
+    Raises:
+        UserError: as for `read_hub`.
+    """
+    what = f"source '{spec}'"
+    rows, where = streamed_rows(what, *resolve_hub(spec), revision, place)
+    return (text for row in rows for text in field_of(row, what, column)), where
+
+
+def articles(lines: Iterable[str]) -> Iterator[str]:
+    """WikiText's lines joined to articles, each starting at a title of the first level, ` = Title = `."""
+    article: list[str] = []
+    for line in lines:
+        if _TITLE.match(line) and article:
+            yield "".join(article)
+            article = []
+        article.append(line)
+    yield "".join(article)
+
+
+DOCUMENTS = 40_000
+LETTERS, NAMES = "abcdefgh", "PQRS"
+MODULUS = 5
+STEPS = 6
+"""The longest composition, and the deepest nesting."""
+LENGTH = 24
+"""Steps of a document in all, about."""
+
+
+def _permutations() -> dict[str, dict[str, str]]:
+    draw = random.Random("permutations")
+    return {name: dict(zip(LETTERS, draw.sample(LETTERS, len(LETTERS)), strict=True)) for name in NAMES}
+
+
+PERMUTATIONS = _permutations()
+
+
+def composition(draw: random.Random, steps: int, count: int) -> str:
+    """A letter, and so many times names of permutations with the letter to which they lead from the last."""
+    text = letter = draw.choice(LETTERS)
+    for _ in range(count):
+        names = draw.choices(NAMES, k=steps)
+        for name in names:
+            letter = PERMUTATIONS[name][letter]
+        text += "".join(names) + letter
+    return text
+
+
+def arithmetic(draw: random.Random, steps: int, count: int) -> str:
+    """So many expressions of this depth, each with its value modulo five."""
+    return "".join(_expression(draw, steps) for _ in range(count))
+
+
+def _expression(draw: random.Random, depth: int) -> str:
+    text, value = str(digit := draw.randrange(MODULUS)), digit
+    for _ in range(depth):
+        sign, digit = draw.choice("+*"), draw.randrange(MODULUS)
+        text = f"({text}{sign}{digit})" if draw.random() < 0.5 else f"({digit}{sign}{text})"
+        value = (value + digit if sign == "+" else value * digit) % MODULUS
+    return f"{text}{value}"
+
+
+TASKS: dict[str, Callable[[random.Random, int, int], str]] = {"composition": composition, "arithmetic": arithmetic}
+"""Name -> text with a number of answers, each of a number of steps. Answers are known and take several steps in a row:
+
+    task:composition    letters, and where named permutations lead from one to the next, two at a time:   2bPPePQdRPa
+    task:arithmetic     nested sums and products modulo five with their values:   2((3+4)*2)4(1+(3*1))4
+
+A character is a token with the tokenizer bpe:257. A document begins with the number of steps of each of its answers
+(the length of a composition, the depth of nesting). The permutations are the same in all documents, and half of what
+a document of one step holds are answers: with less a small model learns nothing in four million tokens.
+
+Source: synthetic tasks for depth are from Physics of Language Models 4.1 (Depo, Mano), compositions of permutations
+from work on state tracking (Merrill et al., The Illusion of State); these two are ours.
+"""
+
+
+def task_documents(spec: str) -> Callable[[], Iterator[str]]:
+    """Return what begins a pass over the documents of `task:NAME[:COUNT]`, always the same. Raises UserError."""
+    _, name, *rest = spec.split(":")
+    make = _task(name)
+    if len(rest) > 1 or not all(part.isdecimal() and int(part) > 1 for part in rest):
+        raise UserError(f"source '{spec}': expected task:{name} or task:{name}:COUNT, a number of documents from 2")
+    count = int(rest[0]) if rest else DOCUMENTS
+
+    def read() -> Iterator[str]:
+        for index in range(count):
+            draw = random.Random(f"{name} {index}")
+            steps = min(draw.randint(1, STEPS), draw.randint(1, STEPS))  # few first: many are learned on top of them
+            yield f"{steps}{make(draw, steps, LENGTH // steps)}"
+
+    return read
+
+
+def task_problems(name: str, steps: int, count: int) -> list[tuple[str, str]]:
+    """Beginnings of documents of so many steps up to an answer, one of the first four, with it; drawn apart from the
+    documents. Raises UserError."""
+    make = _task(name)
+    draw = random.Random(f"{name} held out {steps}")
+    texts = (f"{steps}{make(draw, steps, draw.randint(1, 4))}" for _ in range(count))
+    return [(text[:-1], text[-1]) for text in texts]
+
+
+def _task(name: str) -> Callable[[random.Random, int, int], str]:
+    if name not in TASKS:
+        raise unknown("task", name, TASKS)
+    return TASKS[name]

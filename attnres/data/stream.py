@@ -16,7 +16,6 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from attnres.cache import cache_dir
 from attnres.data.batches import Batches
 from attnres.data.build import Prepared, held_below
 from attnres.data.encode import Encoder
@@ -24,8 +23,7 @@ from attnres.data.shards import prepared_folder
 from attnres.data.sources import Source, open_source
 from attnres.data.tokenizer import load_tokenizer
 from attnres.errors import UserError
-from attnres.files import write_json, writing
-from attnres.locks import lock
+from attnres.files import cache_dir, lock, write_json, writing
 from attnres.reading import read_json
 from attnres.typed import Count, checked
 

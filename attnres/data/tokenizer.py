@@ -13,8 +13,8 @@ from typing import TypedDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from attnres.errors import UserError, foreign
+from attnres.files import refuse_special, user_path
 from attnres.hub import fetch, is_hub_name
-from attnres.paths import refuse_special, user_path
 from attnres.reading import read_json
 from attnres.typed import checked
 

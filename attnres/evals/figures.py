@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnres.errors import UserError
-from attnres.evals.measures import Measure, tokens_digest
-from attnres.evals.scoring import Request, Scored, encode_pairs
+from attnres.evals.scoring import Measure, Request, Scored, encode_pairs, tokens_digest, windows
 from attnres.evals.tasks import Task
-from attnres.evals.windows import windows
 from attnres.models.encoding import check_ids, encode_document, token_in_front
 from attnres.models.open import Checkpoint
 

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from attnres.errors import UserError, first_line, unknown
-from attnres.evals.measures import Measure
+from attnres.evals.scoring import Measure
 from attnres.models.open import Checkpoint
 
 

@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 from attnres.data.readers import PROSE
 from attnres.errors import UserError, unknown
+from attnres.files import user_path
 from attnres.hub import dataset_rows
-from attnres.paths import user_path
 from attnres.reading import parse_json, read_text
 from attnres.text import listed
 from attnres.typed import is_text

@@ -8,15 +8,14 @@ from rich.console import Console
 from attnres.errors import UserError
 from attnres.figures import Comparison, Plot, draw_comparison, draw_model, save_all
 from attnres.figures.write import Drawn, check_formats
-from attnres.files import write_text
+from attnres.files import user_path, write_text
 from attnres.folders import kind_of, refuse_other
 from attnres.inspect.config import InspectConfig
 from attnres.inspect.inspection import By, Inspection
 from attnres.inspect.look import look
-from attnres.paths import user_path
+from attnres.progress import say
 from attnres.report.runs import load_study
 from attnres.report.sections import comparison_of
-from attnres.terminal import say
 
 
 def draw(

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from attnres.lazy import lazy_names
+from attnres.imports import lazy_names
 
 if TYPE_CHECKING:
     from attnres.inspect.attention import TokenAttention, token_attention

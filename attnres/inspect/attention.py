@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
 from attnres.inspect.effects import Text, prompt_ids

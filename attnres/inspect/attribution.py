@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import Ablate, Patch, Watch, intervene, position_of
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id

@@ -13,7 +13,7 @@ from attnres.device import pick_device
 from attnres.errors import UserError, unknown
 from attnres.files import write_json
 from attnres.folders import refuse_other_file
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.config import SearchConfig
 from attnres.inspect.edits import choose_reads, source_and_read
@@ -22,8 +22,7 @@ from attnres.inspect.recording import find_residual, record
 from attnres.inspect.survey import batches, check_documents, encode
 from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_ids, pieces, rows_of, spelled, token_in_front
-from attnres.progress import counting
-from attnres.terminal import grid, say, wide
+from attnres.progress import counting, grid, say, wide
 from attnres.text import counted, short
 
 if TYPE_CHECKING:

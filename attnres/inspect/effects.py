@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import Edit, intervene
 from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, stated_context, tokenise

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, next_token_losses
+from attnres.head import evaluating, next_token_losses
 from attnres.inspect import geometry
 from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights, depth_distance, embedding_persistence
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of

@@ -32,9 +32,8 @@ from attnres.inspect.tables import (
 from attnres.inspect.texts import LookText, batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import token_in_front
 from attnres.models.open import Checkpoint
-from attnres.progress import counting
+from attnres.progress import counting, say, wide
 from attnres.residuals import traits_of
-from attnres.terminal import say, wide
 from attnres.training.records import read_metrics
 
 

@@ -19,8 +19,8 @@ from attnres.inspect.geometry import directions, sharpness
 from attnres.inspect.inspection import By, Inspection, Routing
 from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.progress import grid, say
 from attnres.residuals import Read, Residual
-from attnres.terminal import grid, say
 from attnres.text import number, short
 from attnres.training.checkpoint import kept
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, next_token_losses
+from attnres.head import evaluating, next_token_losses
 from attnres.inspect import notebook
 from attnres.inspect.edits import intervene
 from attnres.inspect.effects import Edits, prompt_ids, several

@@ -16,10 +16,9 @@ from attnres.inspect.prune import PruneReport
 from attnres.inspect.survey import Survey, encode, loss_change
 from attnres.models.encoding import piece, spelled, token_in_front
 from attnres.models.open import Checkpoint
-from attnres.progress import counting
+from attnres.progress import counting, grid, say, wide
 from attnres.residuals import Read, depths
 from attnres.stats import or_none
-from attnres.terminal import grid, say, wide
 from attnres.text import counted, short, with_error, with_settings
 
 TOP = 3

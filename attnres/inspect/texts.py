@@ -6,17 +6,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from attnres.data.decode import decoded
-from attnres.data.shards import prepared_folder, read_header
+from attnres.data.shards import decoded, prepared_folder, read_header
 from attnres.data.sources import open_source
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
+from attnres.files import user_path
 from attnres.inspect.config import LookConfig
 from attnres.models.encoding import check_text
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.paths import user_path
+from attnres.progress import say
 from attnres.reading import read_json, read_text
-from attnres.terminal import say
 from attnres.training.records import ADVICE, RunConfig
 from attnres.typed import checked
 

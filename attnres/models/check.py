@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from attnres.errors import UserError, foreign
-from attnres.forward import evaluating, next_token_losses
+from attnres.head import evaluating, next_token_losses
 from attnres.models.bases import DepthMixin, checkpoint_activations
 from attnres.models.build import build
 from attnres.models.model_files import SINGLE

@@ -25,7 +25,7 @@ from attnres.models.config import AUTOS, FIELDS, ResidualConfigMixin, auto_class
 from attnres.models.families import FAMILIES, Family
 from attnres.residuals import residual_class
 from attnres.residuals.registry import is_known
-from attnres.streams.neighbours import fit_fsdp1, keep_from_decay, share_defaults
+from attnres.streams.neighbours import share_defaults
 
 
 def __getattr__(name: str) -> type:
@@ -97,8 +97,6 @@ def _empty_model(stored: dict[str, Any], plain: type[PreTrainedModel], is_base: 
     return object.__new__(model_class(plain, config, DepthBase if is_base else DepthMixin))
 
 
-keep_from_decay()
-fit_fsdp1()
 CLASSES: dict[str, tuple[type, Any]] = {}
 for _key, _family in FAMILIES.items():
     if hasattr(transformers, _family.causal_lm):  # older versions lack the newer families

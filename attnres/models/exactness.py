@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
-from attnres.forward import evaluating
+from attnres.head import evaluating
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 """By arithmetic: the largest difference of two logits, as a part of the largest logit, that counts as rounding."""

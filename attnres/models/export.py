@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 from attnres.errors import UserError, foreign, unknown
 from attnres.files import copy_files, replaced_folder, write_json, write_text
 from attnres.folders import refuse_other
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.models.bases import DepthMixin
 from attnres.models.config import model_card
 from attnres.models.exactness import BOUNDS, compare_logits, fixed_tokens

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from attnres.data.tokenizer import TOKENIZER_FILES
 from attnres.errors import UserError, foreign
-from attnres.files import write_bytes
+from attnres.files import refuse_special, user_path, write_bytes
 from attnres.folders import kind_of
 from attnres.hub import fetch, is_hub_name
 from attnres.models.foreign import formats_of
-from attnres.paths import refuse_special, user_path
 from attnres.reading import read_json
 from attnres.residuals import Residual
 from attnres.typed import checked

@@ -25,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnres.data.tokenizer import holds_tokenizer
 from attnres.errors import UserError, foreign, unknown
+from attnres.files import user_path
 from attnres.models.bases import class_named
 from attnres.models.classes import register_stored
 from attnres.models.config import ResidualConfigMixin
@@ -33,7 +34,6 @@ from attnres.models.families import refuse_own_reads
 from attnres.models.foreign import formats_of
 from attnres.models.foreign.weights import assemble, foreign_config
 from attnres.models.model_files import AGAIN, BESIDE, WeightFiles, config_place, fields_of, place_of
-from attnres.paths import user_path
 from attnres.progress import quiet_transformers
 from attnres.reading import MAX_DEPTH, read_json
 from attnres.text import first_of

@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from attnres.cache import cache_dir
 from attnres.errors import UserError
-from attnres.locks import lock
+from attnres.files import cache_dir, lock
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC")

@@ -17,13 +17,13 @@ from attnres.figures import Comparison, Plot, style
 from attnres.figures.plot import COLUMN
 from attnres.files import write_text
 from attnres.folders import refuse_other
+from attnres.progress import wide
 from attnres.report.columns import curves_csv, plain_cells, print_table, shown, to_csv
 from attnres.report.runs import Run, Study, load_study
 from attnres.report.sections import Section, comparison_of, example, sections
 from attnres.report.stats import equal_conditions
 from attnres.report.table import Row, Table, build_table
 from attnres.report.verdict import verdict
-from attnres.terminal import wide
 from attnres.typed import leaves
 
 ZOOM = 1.36

@@ -19,7 +19,7 @@ from attnres.errors import UserError
 from attnres.inspect.inspection import Inspection
 from attnres.reading import read_json
 from attnres.residuals import Traits, traits_of
-from attnres.run_names import label_and_seed, run_name
+from attnres.text import label_and_seed, run_name
 from attnres.training.records import (
     ADVICE,
     TIMES,

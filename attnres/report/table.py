@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from attnres.device import spread
 from attnres.report.runs import Run, Study
 from attnres.report.stats import (
     SEEDS_FOR_SEED_ERROR,
@@ -21,7 +22,6 @@ from attnres.residuals import Traits
 from attnres.savings import LossCurve, Saving, saving
 from attnres.stats import perplexity
 from attnres.text import listed, number
-from attnres.timing import spread
 
 ROUNDS = 5
 """Of a timing in turn, from which its medians are shown."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from attnres.errors import MECHANISM_FILE, UserError, unknown
+from attnres.files import user_path
 from attnres.ops import compute_dtype
-from attnres.paths import user_path
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import Traits
 from attnres.residuals.mechanisms import MECHANISMS

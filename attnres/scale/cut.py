@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from attnres.device import now
 from attnres.errors import UserError
 from attnres.models import DepthMixin
 from attnres.residuals import Residual
 from attnres.residuals.base import Slot
-from attnres.timing import now
 
 
 class Cut(NamedTuple):

@@ -1,81 +1,109 @@
-"""Gives the layers of any pre-norm Transformer a depth stream: hooks around them, and norms that read."""
+"""Gives the layers of any Transformer in PyTorch depth reads, in place, and takes them away again."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree
 
-from attnres.errors import UserError
+from attnres.errors import UserError, first_line
+from attnres.head import evaluating
 from attnres.residuals import Residual, make_residual, residual_class, settings_of
-from attnres.streams.layers import attach_stream
+from attnres.streams.find import Found, NoFitError, find_layers, find_reads
+from attnres.streams.known_norms import Exchanged, exchange, own_class
+from attnres.streams.layers import attach_stream, kinds_of
+from attnres.streams.readers import make_plain, parts_in
+
+QUERY_RATE = 0.1
+"""Setting `query_lr` of what is attached, unless given: other people's optimizers have one rate for all."""
+_BOUND, _BOUND_16 = 1e-4, 0.1
+"""How far outputs may be from those before, as a part of the largest: rounding in fp32, and in 16 bits."""
+_WHOLE = "norms=None gives every layer one read, whatever is inside of it"
 
 
 def attach(
     module: nn.Module,
     residual: str = "block",
     *,
-    layers: str = "layers",
-    norms: Sequence[str] = ("norm1", "norm2"),
-    final_norm: str | None = "norm",
+    example: Any = None,
+    layers: str | None = None,
+    norms: Sequence[str] | Literal["auto"] | None = "auto",
+    final_norm: str | Literal["auto"] | None = "auto",
     sublayers: Sequence[str] | None = None,
     width: int | None = None,
     read_scale: Literal["sum", "mean"] = "sum",
     **settings: Any,
 ) -> Residual:
-    """Let the layers of a module of your own, or of another library, read and write a depth stream; in place.
+    """Let the layers of a module read and write a depth stream, in place. Needs no other library than torch.
 
+    >>> import torch
     >>> from torch import nn
     >>> layer = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, batch_first=True)
     >>> encoder = nn.TransformerEncoder(layer, 4, nn.LayerNorm(16), enable_nested_tensor=False)
-    >>> attach(encoder, "full").query.shape
+    >>> attach(encoder, "full", example=(torch.randn(1, 3, 16),)).query.shape
     torch.Size([9, 16])
 
-    A layer's own code stays: it must norm its input once for each sublayer and add what the sublayer puts out to it,
-    `x = x + f(norm(x))`, with whatever scales `f` or the normed vector. With a mechanism that starts as the standard
-    residual the module then computes what it computed before, exactly so where `read_scale` is "sum".
+    Layers keep their own code. Two kinds can have depth reads:
+
+    - pre-norm layers, `x = x + f(norm(x))` once for each sublayer, with whatever scales `f` or the normed vector. Every
+      norm becomes a read;
+    - with `norms=None` any layer that gives a vector of the width that it takes (parallel, post-norm or fused layers).
+      It has one read, and what it writes is f(h) = layer(h) - h.
+
+    With a mechanism that starts as the standard residual the module then computes what it computed before, exactly so
+    where `read_scale` is "sum".
 
     Args:
         module: it has the parameters as `module.residual` from now on.
-        residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings.
-        layers: path in `module` of the list of layers.
-        norms: paths in a layer of the norms that read the stream, in the order of the calls.
-        final_norm: path in `module` of the norm after the last layer; None where the layers' output is used as it is.
+        residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings. "standard" ignores those of
+            "block", so that one word of a config switches depth reads off.
+        example: arguments of one forward pass, a tuple or, by name, a mapping. Layers, norms, final norm and width are
+            found by it where they are not given; what is attached is run with it and compared with what was before.
+        layers: path in `module` of the list (or dict) of layers; without an example "layers".
+        norms: paths in a layer of the norms that read the stream, in the order of the calls; without an example
+            ("norm1", "norm2"). None: one read a layer.
+        final_norm: path in `module` of the norm after the last layer, without an example "norm"; None where the layers'
+            output is used as it is, as it is with `norms=None` unless a path is given.
         sublayers: kinds of the sublayers, one for each norm, attention and MLP unless given: for figures, and for
             mechanisms that treat an "mlp" otherwise.
-        width: of the stream; None asks the first norm.
+        width: of the stream, where neither an example nor the first norm says it.
 
     Returns:
-        The residual.
+        The residual. On the meta device it has to be given values, as the rest of the module has: `reset_parameters`,
+        or a state dict.
 
     Raises:
-        UserError: paths that lead nowhere, a module that has a residual already or calls something else so, unknown
-            names, impossible settings, a mechanism that asks for other start values of the layers.
+        UserError: layers that do other things than is said above, paths that lead nowhere, a module that has a residual
+            already or calls something else so, unknown names, impossible settings, a mechanism that asks for other
+            start values of the layers. The module is then as it was.
     """
-    taken = getattr(module, "residual", None)
-    if isinstance(taken, Residual):
-        raise UserError(f"{type(module).__name__} has a residual already: attach it once")
-    if hasattr(module, "residual"):
-        raise UserError(
-            f"{type(module).__name__} calls a {type(taken).__name__} of its own 'residual', which is the name that the "
-            "depth stream takes: rename it first"
-        )
-    stack = [layer for layer in _part(module, layers)._modules.values() if isinstance(layer, nn.Module)]
-    if not stack or not norms:
-        raise UserError(f"'{layers}' of {type(module).__name__} holds no layers, or no norms are named")
-    first, *_ = [_part(layer, path) for layer in stack for path in norms]
-    if final_norm is not None:
-        _part(module, final_norm)
-    kinds = tuple(sublayers or ("attention", "mlp"))
-    if len(kinds) != len(norms):
-        raise UserError(f"{len(norms)} norms and {len(kinds)} sublayers were given: one kind for each norm is expected")
-    width = width or _width(first)
+    _refuse_taken(module)
     name = residual_class(residual).name
-    scale = {"read_scale": read_scale} if "read_scale" in settings_of(name) else {}
-    parameter = next(stack[0].parameters())
+    own = settings_of(name)
+    defaults = {"read_scale": read_scale, "query_lr": QUERY_RATE}
+    settings = {key: value for key, value in defaults.items() if key in own} | settings
+    run = None if example is None else _Example(module, example)
+    layers, found = _find(module, layers, norms, final_norm, run)
+    part = _part(module, layers)
+    stack = [layer for layer in part._modules.values() if isinstance(layer, nn.Module)]
+    if not stack:
+        raise UserError(f"'{layers}' of {type(module).__name__} holds no layers: name the list of its layers")
+    first, *_ = [_part(layer, path) for layer in stack for path in found.reads] or [None]
+    if found.final_norm is not None:
+        _part(module, found.final_norm)
+    counted = run is not None or not found.reads  # norms that nobody has tried are an attention's and an MLP's
+    kinds = tuple(sublayers or kinds_of(len(found.reads) if counted else 2))
+    if len(kinds) != (len(found.reads) or 1):
+        raise UserError(
+            f"{len(found.reads)} norms and {len(kinds)} sublayers were given: one kind for each norm is expected"
+        )
+    parameter = next(stack[0].parameters(), torch.empty(0))
     with torch.device(parameter.device):
-        depth = len(stack) * len(norms)
-        connection = make_residual(name, depth, width, sublayers=kinds, **scale, **settings).float()
+        depth = len(stack) * len(kinds)
+        width = width or found.width or _width(first)
+        connection = make_residual(name, depth, width, sublayers=kinds, **settings).float()
     if connection.value_kind != "none":
         raise UserError(
             f"value_residual is '{connection.value_kind}', and where a module's attention makes its values is not "
@@ -87,8 +115,238 @@ def attach(
             "known here: choose another residual"
         )
     connection.train(module.training)
-    attach_stream(module, connection, stack, norms, final_norm)
+    if any(one.is_meta for one in connection.parameters()):
+        exchange(connection, _Uninitialised)
+        connection.register_load_state_dict_post_hook(_note_loaded)
+    parts = attach_stream(module, connection, stack, found.reads, found.final_norm, normed=found.normed)
+    parts.attached = True
+    if run is not None and not isinstance(connection, _Uninitialised):
+        exact = settings.get("read_scale") != "mean" or not (found.normed and found.reads)  # of norms but for their eps
+        same = connection.traits.starts_standard and exact
+        try:
+            run.compare(compared=same)
+        except UserError:
+            detach(module)
+            raise
     return connection
+
+
+def detach(module: nn.Module) -> Residual:
+    """Undo `attach`: the module is again what it was, with the weights that it has now.
+
+    Returns:
+        The residual, which is no part of the module any more.
+
+    Raises:
+        UserError: nothing is attached to it, or it was made by `attnres.convert` or `build`.
+    """
+    parts = [one for one in parts_in(module) if one.attached]
+    if not parts:
+        raise UserError(
+            f"nothing is attached to this {type(module).__name__}: expected a module that attnres.attach was given"
+        )
+    for part in module.modules():
+        make_plain(part)
+    residual: Any = parts[0].base.residual
+    for one in parts:
+        del one.base.residual
+    return residual
+
+
+@contextmanager
+def disabled(module: nn.Module) -> Generator[None]:
+    """Let a module with depth reads, attached or converted, compute what it computes without them for a while.
+
+    Raises:
+        UserError: it has none.
+    """
+    parts = parts_in(module)
+    if not parts:
+        raise UserError(f"this {type(module).__name__} has no depth reads: attnres.attach gives it some")
+    before = [one.enabled for one in parts]
+    try:
+        for one in parts:
+            one.enabled = False
+        yield
+    finally:
+        for one, enabled in zip(parts, before, strict=True):
+            one.enabled = enabled
+
+
+def load_plain(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a checkpoint that was trained without depth reads into a module with them, whose reads stay as they are.
+
+    Args:
+        state: as for `load_state_dict`.
+
+    Raises:
+        UserError: anything but parameters of the residual is missing, or something is left over. Nothing is loaded.
+    """
+    inside = {path: one for path, one in module.named_modules() if isinstance(one, Residual)}
+    reads = {f"{path}.{key}" if path else key for path, one in inside.items() for key in one.state_dict()}
+    expected = set(module.state_dict())
+    missing, extra = sorted(expected - reads - set(state)), sorted(set(state) - expected)
+    if missing or extra:
+        raise UserError(
+            f"the checkpoint is not one of {type(module).__name__} without depth reads: it lacks {_some(missing)} and "
+            f"has {_some(extra)} besides"
+        )
+    for one in inside.values():
+        if isinstance(one, _Uninitialised):
+            one.init_parameters()
+    module.load_state_dict(state, strict=False)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
+
+
+class _Uninitialised(Exchanged):
+    """Mixed into the class of a residual that was made on the meta device: it reads nothing until it has values."""
+
+    def init_parameters(self) -> None:
+        own: Any = own_class(self)
+        own.init_parameters(self)
+        _note_values(self)
+
+    def forward(self, verb: str, *args: Any) -> Any:
+        if verb == "itself":
+            return self
+        raise UserError(
+            "the queries of the depth reads were made on the meta device and never given values: call "
+            "module.residual.reset_parameters() after to_empty, or load a state dict that has them"
+        )
+
+
+def _note_values(residual: nn.Module) -> None:
+    if isinstance(residual, _Uninitialised) and not any(one.is_meta for one in residual.parameters()):
+        residual.__class__ = own_class(residual)
+
+
+def _note_loaded(residual: nn.Module, keys: Any) -> None:
+    """Take note that a state dict was loaded which has the residual's parameters."""
+    missing = {key.rpartition(".")[2] for key in keys.missing_keys if ".residual." in f".{key}"}
+    if not missing & {name.rpartition(".")[2] for name, _ in residual.named_parameters()}:
+        _note_values(residual)
+
+
+# ---------------------------------------------------------------------------------------------- what is found by a pass
+
+
+class _Example:
+    """One forward pass of a module, and what it put out before depth reads were attached."""
+
+    def __init__(self, module: nn.Module, example: Any) -> None:
+        self.module = module
+        self.args: tuple[Any, ...] = tuple(example) if isinstance(example, tuple | list) else (example,)
+        self.kwargs: dict[str, Any] = {}
+        if isinstance(example, Mapping):
+            self.args, self.kwargs = (), dict(example)
+        try:
+            self.before = self._tensors()
+        except Exception as error:
+            raise UserError(
+                f"{type(module).__name__} does not run on the example ({first_line(error)}): give the arguments of one "
+                "forward pass, as a tuple or by name"
+            ) from error
+
+    def run(self) -> Any:
+        args, kwargs = _pytree.tree_map_only(Tensor, Tensor.clone, (self.args, self.kwargs))  # it may change them
+        return self.module(*args, **kwargs)
+
+    def _tensors(self) -> list[Tensor]:
+        """Return the floating-point tensors of a pass in evaluation mode, with the same random numbers each time."""
+        devices = {one.device for one in self.module.parameters() if one.is_cuda}
+        with evaluating(self.module), torch.no_grad(), torch.random.fork_rng(devices):
+            torch.manual_seed(0)
+            leaves = _pytree.tree_leaves(self.run())
+        return [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point() and not one.is_meta]
+
+    def width_at(self, layer: nn.Module) -> int:
+        """Return the width of what a layer is given. Raises UserError where the pass does not call it."""
+        widths: list[int] = []
+
+        def note(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+            state = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(state, Tensor):
+                widths.append(state.shape[-1])
+
+        with ExitStack() as stack:
+            stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
+            self._tensors()
+        if not widths:
+            raise UserError(
+                f"the first {type(layer).__name__} is given no hidden state in a forward pass of "
+                f"{type(self.module).__name__}, as its first argument or as hidden_states: name the list of its layers"
+            )
+        return widths[0]
+
+    def compare(self, *, compared: bool) -> None:
+        """Make the pass with depth reads.
+
+        Raises:
+            UserError: it fails or, where it is `compared`, puts out something else than before.
+        """
+        name = type(self.module).__name__
+        try:
+            after = self._tensors()
+        except Exception as error:
+            raise UserError(f"{name} does not run with depth reads there ({first_line(error)}): {_WHOLE}") from error
+        if not compared:
+            return
+        for one, other in zip(self.before, after, strict=True):
+            scale = one.abs().max().item() if one.numel() else 0.0
+            difference = (one - other).abs().max().item() if one.numel() else 0.0
+            bound = _BOUND if one.dtype in (torch.float32, torch.float64) else _BOUND_16
+            if not difference <= bound * scale:
+                raise UserError(
+                    f"{name} would compute something else with depth reads there: outputs differ by {difference:.2g} "
+                    f"of {scale:.3g}, where at most {bound:.0e} of that is rounding: {_WHOLE}"
+                )
+
+
+def _find(
+    module: nn.Module,
+    layers: str | None,
+    norms: Sequence[str] | Literal["auto"] | None,
+    final_norm: str | Literal["auto"] | None,
+    run: _Example | None,
+) -> tuple[str, Found]:
+    """Return the path of the layers, and where they are read: as given, else as an example shows, else by default."""
+    name = type(module).__name__
+    if run is None:
+        reads = ("norm1", "norm2") if norms == "auto" else tuple(norms or ())
+        final = ("norm" if reads else None) if final_norm == "auto" else final_norm
+        return layers or "layers", Found(reads, True, final, 0)
+    try:
+        path = find_layers(module) if layers is None else layers
+        stack = list(_part(module, path)._modules.values())
+        if norms is None or (norms != "auto" and final_norm != "auto"):
+            final = None if final_norm == "auto" else final_norm
+            return path, Found(tuple(norms or ()), True, final, run.width_at(stack[0]))
+        found = find_reads(module, stack, run.run, strict=False, counts=range(1, 9))
+    except NoFitError as reason:
+        raise UserError(
+            f"where {name} reads its hidden state is not found: it {reason}; name the norms, or {_WHOLE}"
+        ) from None
+    if norms != "auto":
+        found = found._replace(reads=tuple(norms), normed=True)
+    return path, found if final_norm == "auto" else found._replace(final_norm=final_norm)
+
+
+def _refuse_taken(module: nn.Module) -> None:
+    """Refuse a module that has a residual, or that a compiler has taken."""
+    taken, name = getattr(module, "residual", None), type(module).__name__
+    if isinstance(taken, Residual):
+        raise UserError(f"{name} has a residual already: attach it once")
+    if hasattr(module, "residual"):
+        raise UserError(
+            f"{name} calls a {type(taken).__name__} of its own 'residual', which is the name that the depth stream "
+            "takes: rename it first"
+        )
+    compiled = [path or name for path, one in module.named_modules() if "_orig_mod" in one._modules]
+    if compiled:
+        raise UserError(f"{compiled[0]} is compiled already: attach first, then compile")
 
 
 def _part(module: nn.Module, path: str) -> Any:
@@ -97,12 +355,17 @@ def _part(module: nn.Module, path: str) -> Any:
     except AttributeError:
         part = None
     if part is None:
-        raise UserError(f"{type(module).__name__} has no '{path}': print the module to see the names of its parts")
+        raise UserError(
+            f"{type(module).__name__} has no '{path}': print the module to see the names of its parts, or give "
+            "example=(the arguments of a forward pass), by which they are found"
+        )
     return part
 
 
-def _width(norm: nn.Module) -> int:
+def _width(norm: nn.Module | None) -> int:
+    """Return the width of what a norm takes."""
     shape = getattr(norm, "normalized_shape", None) or getattr(getattr(norm, "weight", None), "shape", None)
     if not shape:
-        raise UserError(f"a {type(norm).__name__} does not say how wide the stream is: give width")
+        what = "without norms nothing says" if norm is None else f"a {type(norm).__name__} does not say"
+        raise UserError(f"{what} how wide the stream is: give width, or an example")
     return shape[-1]

@@ -10,11 +10,16 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.residuals import Residual
 from attnres.streams.banked import start_stream
-from attnres.streams.readers import REMEDY, Parts, make_reading, make_taking
+from attnres.streams.neighbours import fit_fsdp1, keep_from_decay
+from attnres.streams.readers import REMEDY, Parts, make_reading, make_taking, make_whole, replaced
 from attnres.streams.stream import FINISHED, STARTED, WAITING, Stream, note_progress, passed_over, progress
 
 _CAPTURES = "transformers.utils.output_capturing"
 """Where Transformers' hooks are from that collect hidden states."""
+
+
+keep_from_decay()
+fit_fsdp1()
 
 
 def attach_stream(
@@ -26,11 +31,12 @@ def attach_stream(
     *,
     normed: bool = True,
     banked: bool = False,
-) -> None:
+) -> Parts:
     """Let `layers`, which are inside of `base`, read and write a stream of `residual`, which `base` has from now on.
 
     Args:
-        reads: paths in a layer of what is called on the stream, in order. normed: whether these are norms.
+        reads: paths in a layer of what is called on the stream, in order; none where a layer reads once, whole.
+            normed: whether these are norms.
         final_norm: path in `base` of the norm that reads the stream after the last layer; None: the last layer puts out
             the read itself.
         banked: nothing but the layers themselves asks for the stream between them, so that a pass without gradients may
@@ -38,7 +44,7 @@ def attach_stream(
     """
     if residual.whole_layers and len(reads) != 2:
         raise UserError(
-            f"residual '{residual.name}' takes every two sublayers for a layer, and layers have {len(reads)} "
+            f"residual '{residual.name}' takes every two sublayers for a layer, and layers have {len(reads) or 1} "
             "here: choose one that counts sublayers, as block and full do"
         )
     if len(set(layers)) < len(layers):
@@ -58,27 +64,37 @@ def attach_stream(
             part._is_hf_initialized = True  # or `post_init` and `init_weights` would start it anew when it is trained
     let_read = make_reading if normed else make_taking
     for layer in layers:
+        if not reads:
+            make_whole(layer)
         for path in reads:
             let_read(layer.get_submodule(path))
     parts = Parts(base, layers, reads, final_norm)
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(functools.partial(_enter, parts, number, banked), with_kwargs=True)
-        layer.register_forward_hook(functools.partial(_leave, (number + 1) * len(reads)))
+        layer.register_forward_hook(functools.partial(_leave, parts, number))
     if final_norm is None:
-        layers[-1].register_forward_hook(_end_stream)
+        layers[-1].register_forward_hook(functools.partial(_end_stream, parts))
     else:
         make_reading(base.get_submodule(final_norm), last=True)
-        base.register_forward_pre_hook(_begin)
+        base.register_forward_pre_hook(functools.partial(_begin, parts))
         base.register_forward_hook(functools.partial(_check_end, parts))
+    return parts
 
 
-def _begin(base: nn.Module, args: tuple[Any, ...]) -> None:
-    note_progress(WAITING)
+def kinds_of(reads: int) -> tuple[str, ...]:
+    """Return the kinds of a layer's sublayers, by their number."""
+    kinds = {2: ("attention", "mlp"), 3: ("attention", "cross_attention", "mlp")}
+    return kinds.get(reads, ("layer",) * max(reads, 1))
+
+
+def _begin(parts: Parts, base: nn.Module, args: tuple[Any, ...]) -> None:
+    if parts.enabled:
+        note_progress(WAITING)
 
 
 def _check_end(parts: Parts, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Refuse a pass in which the final norm did not read the stream: the head would get the running sum."""
-    if torch.compiler.is_compiling() or progress() == FINISHED:
+    if not parts.enabled or torch.compiler.is_compiling() or progress() == FINISHED:
         return
     parts.refuse_changes()
     if progress() == WAITING and base.training:  # every layer was skipped (layerdrop)
@@ -97,14 +113,16 @@ def _enter(
     Of later layers refuse a tensor: what comes after it would be a plain residual without a word. Layers that a pass
     in training skips (layerdrop) write nothing.
     """
+    if not parts.enabled:
+        return None
     for place, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Stream):
-            count = number * len(parts.reads)
+            count = number * parts.each
             # a stream that another module has begun, as a pipeline's stage does, skips nothing
             skips = layer.training and (torch.compiler.is_compiling() or progress() != WAITING)
             if not skips or value.index >= count:
                 return None
-            return _replaced(args, kwargs, place, passed_over(value, count))
+            return replaced(args, kwargs, place, passed_over(value, count))
     if number > 0 and not (layer.training and _none_ran()):
         parts.refuse_changes()
         raise _lost_stream(layer)
@@ -121,14 +139,7 @@ def _enter(
     embedding = cast(Tensor, args[0] if args else kwargs["hidden_states"])
     stream = start_stream(cast(nn.Module, parts.base._modules["residual"]), embedding, hooked=hooked)
     note_progress(STARTED)
-    return _replaced(args, kwargs, place, passed_over(stream, number * len(parts.reads)))
-
-
-def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Any) -> tuple[Any, Any]:
-    """The arguments with another value at one place, a number or a name."""
-    if isinstance(place, int):
-        return (*args[:place], value, *args[place + 1 :]), kwargs
-    return args, {**kwargs, place: value}
+    return replaced(args, kwargs, place, passed_over(stream, number * parts.each))
 
 
 def _none_ran() -> bool:
@@ -146,10 +157,12 @@ def _hooks_of_others(layer: nn.Module) -> bool:
     return after > 1 or len(layer._forward_pre_hooks) > 1
 
 
-def _leave(count: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Refuse a tensor that a layer made of the stream, and a stream that not all of the `count` sublayers up to here
-    have read; from now on what is added is a hook's."""
-    stream = output[0] if isinstance(output, tuple) else output
+def _leave(parts: Parts, number: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Refuse a tensor that a layer made of the stream, and a stream that not all sublayers up to here have read; from
+    now on what is added is a hook's."""
+    if not parts.enabled:
+        return
+    stream, count = output[0] if isinstance(output, tuple) else output, (number + 1) * parts.each
     if not isinstance(stream, Stream):
         raise _lost_stream(layer)
     if stream.index != count:
@@ -168,8 +181,8 @@ def _lost_stream(layer: nn.Module) -> UserError:
     )
 
 
-def _end_stream(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _end_stream(parts: Parts, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Read the last layer's output, for a module without a final norm."""
-    if isinstance(output, tuple):
-        return (output[0].read(None), *output[1:])
-    return output.read(None)
+    if not parts.enabled:
+        return None
+    return (output[0].read(None), *output[1:]) if isinstance(output, tuple) else output.read(None)

@@ -72,6 +72,56 @@ def make_taking(mixer: nn.Module) -> None:
     mixer.register_forward_pre_hook(_read_input, with_kwargs=True)
 
 
+class _Whole(Exchanged):
+    """Mixed into a layer's own class: given a stream, reads once and writes by how much the layer changes that."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place, stream = next(
+            ((place, one) for place, one in (*enumerate(args), *kwargs.items()) if isinstance(one, Stream)), (0, None)
+        )
+        if stream is None:
+            return super().forward(*args, **kwargs)
+        h = stream.read(None)
+        version = None if torch.compiler.is_compiling() else h._version
+        args, kwargs = replaced(args, kwargs, place, h)
+        output = super().forward(*args, **kwargs)
+        if version is not None and h._version != version:
+            raise UserError(
+                f"a {own_class(self).__name__} changes its input in place, so that what it adds is lost: let it add "
+                "out of place (x = x + y)"
+            )
+        first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
+        after = stream + (first - h)
+        return after if rest is None else (after, *rest)
+
+
+def make_whole(layer: nn.Module) -> None:
+    """Let a layer read a stream once, whatever is inside of it."""
+    exchange(layer, _Whole)
+
+
+def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Any) -> tuple[Any, Any]:
+    """Return the arguments with another value at one place, a number or a name."""
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: value}
+
+
+def make_plain(part: nn.Module) -> None:
+    """Undo what made a module read streams, and remove the hooks of `Parts`."""
+    for hooks, with_kwargs in (
+        (part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs),
+        (part._forward_hooks, part._forward_hooks_with_kwargs),
+    ):
+        for number, hook in list(hooks.items()):
+            if hook is _read_input or owner(hook) is not None:
+                del hooks[number]
+                with_kwargs.pop(number, None)
+    if isinstance(part, _Reading | _Whole):
+        part.__dict__.pop("is_rms_norm", None)
+        part.__class__ = own_class(part)
+
+
 def still_reads(part: nn.Module, *, last: bool = False) -> bool:
     """Whether this module, or one inside of it where it is a wrapper, reads streams; `last`: as the norm before the
     head."""
@@ -85,7 +135,13 @@ class Parts:
     What wraps one of them (adapters, checkpointing, sharding, compilers) is no change.
 
     Args:
-        layers: in order. reads: paths in each of what is called on the stream. final_norm: path in `base`.
+        layers: in order. reads: paths in each of what is called on the stream; none where layers read once, whole.
+        final_norm: path in `base`.
+
+    Attributes:
+        each: sublayers of a layer.
+        enabled: passes have a stream; else they are the plain module's.
+        attached: by `attnres.attach`, which `detach` undoes.
     """
 
     def __init__(
@@ -93,6 +149,7 @@ class Parts:
     ) -> None:
         names = {id(module): name for name, module in base.named_modules()}
         self.base, self.layers, self.reads, self.final_norm = base, list(layers), tuple(reads), final_norm
+        self.each, self.enabled, self.attached = len(reads) or 1, True, False
         self.paths = [names[id(layer)] for layer in layers]
         holders = {path.rpartition(".")[0]: None for path in self.paths}
         self.counts = {path: len(base.get_submodule(path)._modules) for path in holders}
@@ -147,7 +204,8 @@ class Parts:
 
     def _is_layer(self, module: nn.Module, number: int) -> bool:
         """Whether a module has the hook of this layer."""
-        return any(getattr(hook, "args", ())[:2] == (self, number) for hook in module._forward_pre_hooks.values())
+        hooks = [hook for hook in module._forward_pre_hooks.values() if owner(hook) is self]
+        return any(hook.args[1:2] == (number,) for hook in hooks)
 
     def _changed(self, path: str, found: nn.Module | None) -> UserError:
         base = type(self.base).__name__
@@ -160,6 +218,18 @@ class Parts:
 
 
 REMEDY = "keep the layers and norms that the depth reads were given to, or change the plain model and convert that"
+
+
+def owner(hook: Any) -> Parts | None:
+    """Return the parts of which this is a hook; None of others' hooks."""
+    first, *_ = (*getattr(hook, "args", ()), None)
+    return first if isinstance(first, Parts) else None
+
+
+def parts_in(module: nn.Module) -> list[Parts]:
+    """Return the parts of each stack in a module that reads a stream."""
+    hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
+    return list(dict.fromkeys(parts for hook in hooks if (parts := owner(hook)) is not None))
 
 
 def _links(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -38,8 +38,9 @@ _ADDITIONS = frozenset(
 
 
 UNREAD = (
-    "sublayer {} wrote before it read: is each of its pre-norms named in its family? A tool that changes a layer's "
-    "output before the layer's hooks run (nnsight) adds to its MLP's output instead"
+    "sublayer {} wrote before it read: one of its pre-norms is not named, or attention and MLP read side by side "
+    "(attnres.attach takes such layers with norms=None). A tool that changes a layer's output before its "
+    "hooks run (nnsight) adds to the MLP's output instead"
 )
 
 REENTRANT_IS_REFUSED = (
@@ -187,7 +188,7 @@ class Stream:
         if self.index != count:
             raise TypeError(
                 f"{self.index} of {count} sublayers have read the stream and written to it: is each of its pre-norms "
-                "named in its family? Depth reads take no pass that leaves layers out (assistant_early_exit)"
+                "named? Depth reads take no pass that leaves layers out (assistant_early_exit)"
             )
         return self.read(norm)
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from attnres.lazy import lazy_names
+from attnres.imports import lazy_names
 from attnres.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, from_dict, to_dict
 
 if TYPE_CHECKING:

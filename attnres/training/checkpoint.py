@@ -32,9 +32,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.files import copy_files, recover_folder, replaced_folder, write_json, writing
+from attnres.files import copy_files, recover_folder, replaced_folder, user_path, write_json, writing
 from attnres.folders import refuse_other
-from attnres.paths import user_path
 from attnres.progress import quiet_transformers
 from attnres.reading import read_json
 from attnres.residuals import settings_in_full

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnres.errors import UserError
-from attnres.paths import user_path
-from attnres.run_names import run_name
+from attnres.files import user_path
+from attnres.text import run_name
 from attnres.typed import leaves, overlay
 
 Setting = int | float | bool | str

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from attnres.data.sources import title_of
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.stats import plain
 from attnres.training.config import TrainConfig
 from attnres.training.objective import Cast

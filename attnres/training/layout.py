@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
-from attnres.forward import evaluating
-from attnres.head import called_losses
+from attnres.head import called_losses, evaluating
 from attnres.training import validate
 from attnres.training.check import sees_all_depths, shares_of
 from attnres.training.checkpoint import saved_buffers

@@ -14,8 +14,8 @@ from torch import nn
 
 from attnres.errors import Interrupted, UserError, foreign
 from attnres.files import copy_files, locked, replaced_folder, write_json
+from attnres.progress import say
 from attnres.stats import or_none, perplexity, standard_error
-from attnres.terminal import say
 from attnres.training import checkpoint, environment, finetune, start, validate
 from attnres.training.check import check, fitted
 from attnres.training.config import TrainConfig, resolve, to_dict

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnres.errors import UserError
-from attnres.forward import token_losses, whole_sequences
 from attnres.head import (
     Head,
     Soft,
@@ -33,6 +32,8 @@ from attnres.head import (
     is_small,
     sums_by_liger,
     sums_in_parts,
+    token_losses,
+    whole_sequences,
 )
 
 

@@ -16,8 +16,7 @@ from types import ModuleType
 from typing import Annotated, Any, NotRequired, TypedDict
 
 from attnres.errors import UserError, unknown
-from attnres.files import write_text
-from attnres.locks import is_same_file
+from attnres.files import is_same_file, write_text
 from attnres.reading import parse_json, read_json, read_text
 from attnres.typed import Count, Least, Misfit, Positive, checked, fit
 

@@ -24,8 +24,8 @@ import torch
 
 from attnres.data.shards import prepared_folder
 from attnres.errors import UserError, foreign
-from attnres.forward import evaluating
-from attnres.paths import user_path
+from attnres.files import user_path
+from attnres.head import evaluating
 from attnres.residuals import Residual, make_residual, residual_class, settings_of
 from attnres.training.config import ModelConfig, TrainConfig, size_or_default, tokenizer_or_default
 from attnres.training.environment import tune

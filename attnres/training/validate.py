@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError, foreign
-from attnres.files import write_bytes
-from attnres.forward import evaluating
-from attnres.paths import refuse_special
+from attnres.files import refuse_special, write_bytes
+from attnres.head import evaluating
 from attnres.training.objective import Cast, held_out_losses
 from attnres.training.parallel import Processes
 from attnres.training.records import ADVICE

@@ -6,8 +6,7 @@ import statistics
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, TOKENS
-from attnres.run_names import run_name
-from attnres.text import number
+from attnres.text import number, run_name
 from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig
 from lab.analyses.budgets import trend

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnres.data.tasks import DOCUMENTS, STEPS, documents, problems
+from attnres.data.sources import DOCUMENTS, STEPS, task_documents, task_problems
 from attnres.figures.chart import Curves, Line
 from attnres.text import number
 from lab.contrast import contrast
@@ -43,7 +43,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 def documents_for(name: str, tokens: int) -> int:
     """How many documents of a task are read at most `EPOCHS` times in so many tokens, a character and an end each."""
-    some = list(documents(f"task:{name}:100")())
+    some = list(task_documents(f"task:{name}:100")())
     return max(DOCUMENTS, math.ceil(tokens / EPOCHS / (sum(map(len, some)) / len(some) + 1)))
 
 
@@ -51,7 +51,7 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     """Rows `accuracy/STEPS` of a trained model on problems drawn apart from its text, and `accuracy`, their
     mean: the answer has to be the likeliest character of all."""
     from attnres.data import load_tokenizer
-    from attnres.forward import evaluating
+    from attnres.head import evaluating
     from attnres.models import load
     from attnres.reading import read_json
 
@@ -61,7 +61,7 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for steps in range(1, STEPS + 1):
         by_length: dict[int, list[tuple[list[int], str]]] = {}
-        for text, answer in problems(name, steps, PROBLEMS):
+        for text, answer in task_problems(name, steps, PROBLEMS):
             ids = tokenizer.encode(text, add_special_tokens=False).ids[-config["data"]["seq_len"] :]
             by_length.setdefault(len(ids), []).append((ids, answer))
         right = 0

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attnres.figures.chart import Curves, Line
 from attnres.residuals import make_residual
-from attnres.run_names import run_name
+from attnres.text import run_name
 from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 
 EPS = 1e-12

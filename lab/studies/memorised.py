@@ -11,9 +11,8 @@ import torch
 from torch.nn import functional as F
 
 from attnres.figures.chart import Curves, Line
-from attnres.run_names import run_name
 from attnres.stats import or_none
-from attnres.text import UNKNOWN, listed
+from attnres.text import UNKNOWN, listed, run_name
 from lab.analyses.noise import Verdict, as_ratio, beside
 from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from lab.studies.growth import Mlps

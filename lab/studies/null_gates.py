@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnres.residuals.mechanisms.adaptive import Adaptive
-from attnres.run_names import run_name
+from attnres.text import run_name
 from attnres.training.optim import fraction_of_peak
 from lab.design import Call
 

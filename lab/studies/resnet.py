@@ -18,14 +18,11 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnres.cache import cache_dir
 from attnres.errors import UserError
-from attnres.files import write_bytes
-from attnres.locks import lock
-from attnres.paths import user_path
+from attnres.files import cache_dir, lock, user_path, write_bytes
 from attnres.residuals import make_residual
 from attnres.residuals.base import as_it_is
-from attnres.run_names import run_name
+from attnres.text import run_name
 from lab.contrast import contrast
 from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting
 

@@ -1,6 +1,6 @@
 """Depth reads put on a finished model: whether continuing with them is better than continuing without."""
 
-from attnres.run_names import run_name
+from attnres.text import run_name
 from lab.contrast import contrast
 from lab.design import Arm, Design, Measured, Result, Setting
 

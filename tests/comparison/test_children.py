@@ -14,7 +14,7 @@ from rich.console import Console
 from attnres.comparison.children import Child, run_children
 from attnres.comparison.watch import Ended, ProgressRate, train_all
 from attnres.errors import Interrupted, UserError
-from attnres.terminal import grid
+from attnres.progress import grid
 
 SAVES_ON_CTRL_C = """
 import pathlib, signal, sys, time

@@ -12,20 +12,20 @@ import pytest
 from corpora import document, write_jsonl
 
 from attnres.cli import main
-from attnres.data import parts, prepare
+from attnres.data import encode, prepare
 from attnres.errors import UserError
 
 KILLED = """
 import itertools, signal, sys
-from attnres.data import parts, prepare
-parts.PART = 3000
-result, count = parts._result, itertools.count(1)
+from attnres.data import encode, prepare
+encode.PART = 3000
+result, count = encode._result, itertools.count(1)
 def five(*part):
     if next(count) > 5:
         print("five", flush=True)
         signal.pause()
     return result(*part)
-parts._result = five
+encode._result = five
 if __name__ == "__main__":
     prepare(sys.argv[1], "bpe:300", out=sys.argv[2], workers=2, progress=False)
 """
@@ -44,7 +44,7 @@ def large(tmp_path: Path) -> Path:
 
 
 def test_any_number_of_processes_makes_the_same_files(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(parts, "PART", 3000)
+    monkeypatch.setattr(encode, "PART", 3000)
     one = prepare(str(corpus), "bpe:300", out=tmp_path / "one", progress=False)
     flags = {"source": corpus, "tokenizer": "bpe:300", "out": tmp_path / "two", "workers": 2}
     main(["prepare", *(word for name, value in flags.items() for word in (f"--{name}", str(value)))])
@@ -71,7 +71,7 @@ def test_a_killed_preparation_goes_on_from_its_parts(large: Path, tmp_path: Path
     damaged, *kept = left
     damaged.write_bytes(damaged.read_bytes()[:-100])
 
-    monkeypatch.setattr(parts, "PART", 3000)
+    monkeypatch.setattr(encode, "PART", 3000)
     submitted = []
     submit = ProcessPoolExecutor.submit
     monkeypatch.setattr(

@@ -16,9 +16,8 @@ import pytest
 from corpora import document, write_jsonl
 
 from attnres.data import prepare
-from attnres.data.hub import articles
 from attnres.data.readers import pieces
-from attnres.data.sources import open_source, stdlib_files
+from attnres.data.sources import articles, open_source, stdlib_files
 from attnres.errors import UserError
 
 

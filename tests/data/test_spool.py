@@ -10,7 +10,7 @@ import datasets
 import pytest
 from corpora import document, write_jsonl
 
-from attnres.data import hub, prepare, spool
+from attnres.data import encode, prepare, sources
 from attnres.data.sources import open_source
 from attnres.errors import UserError
 
@@ -19,10 +19,10 @@ TEXTS[30] = " " * 50
 LIMIT = sum(map(len, TEXTS)) - 100
 KILLED = """
 import sys, time
-from attnres.data import hub, prepare, spool
-spool.AHEAD = 2000
-plain = hub.field_of
-hub.field_of = lambda *row: time.sleep(0.01) or plain(*row)
+from attnres.data import encode, prepare, sources
+encode.AHEAD = 2000
+plain = sources.field_of
+sources.field_of = lambda *row: time.sleep(0.01) or plain(*row)
 prepare(sys.argv[1], "bpe:300", out=sys.argv[2], limit=int(sys.argv[3]), progress=False)
 """
 
@@ -40,15 +40,15 @@ def spec(tmp_path: Path) -> str:
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The rows that are read."""
     read: list[str] = []
-    plain = hub.field_of
+    plain = sources.field_of
 
     def counted(*row):
         for text in plain(*row):
             read.append(text)
             yield text
 
-    monkeypatch.setattr(hub, "field_of", counted)
-    monkeypatch.setattr(spool, "AHEAD", 2000)
+    monkeypatch.setattr(sources, "field_of", counted)
+    monkeypatch.setattr(encode, "AHEAD", 2000)
     return read
 
 
@@ -79,7 +79,7 @@ def test_a_killed_preparation_goes_on_where_it_read_the_hub(spec: str, tmp_path:
 
 
 def test_a_lost_connection_leaves_what_was_read(spec: str, tmp_path: Path, rows, monkeypatch: pytest.MonkeyPatch):
-    plain = hub.streamed_rows
+    plain = sources.streamed_rows
 
     def lost(*place):
         given, where = plain(*place)
@@ -92,7 +92,7 @@ def test_a_lost_connection_leaves_what_was_read(spec: str, tmp_path: Path, rows,
 
         return until(), where
 
-    monkeypatch.setattr(hub, "streamed_rows", lost)
+    monkeypatch.setattr(sources, "streamed_rows", lost)
     for _ in range(2):  # 150 rows each time
         with pytest.raises(UserError, match="the connection was lost"):
             prepare(spec, "bpe:300", out=tmp_path / "out", limit=LIMIT, progress=False)
@@ -119,7 +119,7 @@ def test_a_limit_goes_on_where_it_was_left(spec: str):
 
 def test_a_note_that_is_damaged_is_a_sentence(spec: str, tmp_path: Path):
     folder = tmp_path / "spooled"
-    spool.spooled(open_source(spec, limit=LIMIT), folder)
+    encode.spooled(open_source(spec, limit=LIMIT), folder)
     (folder / "read.json").write_text('{"size": -1}')
     with pytest.raises(UserError, match=r"read\.json is damaged .*: remove"):
-        spool.spooled(open_source(spec, limit=LIMIT), folder)
+        encode.spooled(open_source(spec, limit=LIMIT), folder)

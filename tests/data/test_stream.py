@@ -11,7 +11,7 @@ from corpora import document, write_jsonl
 from tiny import NARROW
 
 from attnres import train
-from attnres.data import hub, prepare, stream
+from attnres.data import prepare, sources, stream
 from attnres.data.stream import StreamedBatches, StreamedTokens
 from attnres.data.tokenizer import load_tokenizer
 from attnres.errors import UserError
@@ -68,8 +68,8 @@ def test_a_source_is_read_as_far_as_it_is_asked_for(spec: str, monkeypatch: pyte
     with open(tokens.kept / "train.bin", "ab") as file:
         file.write(b"left behind")
     rows: list[int] = []
-    plain = hub.field_of
-    monkeypatch.setattr(hub, "field_of", lambda *row: rows.append(1) or plain(*row))
+    plain = sources.field_of
+    monkeypatch.setattr(sources, "field_of", lambda *row: rows.append(1) or plain(*row))
     again = opened(spec)
     half = (first + len(expected)) // 2
     assert np.array_equal(again[0:half], expected[:half])

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from attnres.data import prepare
-from attnres.data.tasks import LENGTH, LETTERS, PERMUTATIONS, STEPS, TASKS, documents, problems
+from attnres.data.sources import LENGTH, LETTERS, PERMUTATIONS, STEPS, TASKS, task_documents, task_problems
 from attnres.errors import UserError
 
 
@@ -33,21 +33,21 @@ SOLVE = {"composition": composed, "arithmetic": calculated}
 @pytest.mark.parametrize("name", SOLVE)
 def test_every_answer_of_a_document_is_right(name):
     seen = set()
-    for text in documents(f"task:{name}:200")():
+    for text in task_documents(f"task:{name}:200")():
         answers = SOLVE[name](text)
         assert len(answers) == LENGTH // int(text[0])
         assert {place: text[place] for place in answers} == answers
         seen.add(text[0])
     assert seen == set(map(str, range(1, STEPS + 1)))
-    assert list(documents(f"task:{name}:3")()) == list(documents(f"task:{name}:3")())
+    assert list(task_documents(f"task:{name}:3")()) == list(task_documents(f"task:{name}:3")())
 
 
 @pytest.mark.parametrize("name", SOLVE)
 def test_problems_end_before_an_answer(name):
     for steps in range(1, STEPS + 1):
-        many = problems(name, steps, 50)
+        many = task_problems(name, steps, 50)
         assert all(text[0] == str(steps) and SOLVE[name](text + answer)[len(text)] == answer for text, answer in many)
-        assert len({answer for _, answer in many}) > 3 and many == problems(name, steps, 50)
+        assert len({answer for _, answer in many}) > 3 and many == task_problems(name, steps, 50)
 
 
 def test_each_name_is_a_permutation_of_its_own():
@@ -58,12 +58,12 @@ def test_each_name_is_a_permutation_of_its_own():
 def test_a_task_is_a_source_of_characters(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path))
     prepared = prepare("task:composition:40", "bpe:257", held_out=0.2, progress=False)
-    texts = list(documents("task:composition:40")())
+    texts = list(task_documents("task:composition:40")())
     splits = prepared.header["splits"]
     assert splits["train"]["documents"] + splits["val"]["documents"] == 40
     tokens = splits["train"]["tokens"] + splits["val"]["tokens"]
     assert tokens == sum(len(text) + 1 for text in texts), "a character is a token"
-    monkeypatch.setattr("attnres.data.tasks.LENGTH", 12)  # another version of the task
+    monkeypatch.setattr("attnres.data.sources.LENGTH", 12)  # another version of the task
     again = prepare("task:composition:40", "bpe:257", held_out=0.2, progress=False)
     assert again.header["splits"]["train"]["tokens"] < splits["train"]["tokens"], "not the text of before"
 
@@ -73,5 +73,5 @@ def test_a_task_is_a_source_of_characters(tmp_path, monkeypatch):
 )
 def test_mistakes_are_told(spec):
     with pytest.raises(UserError, match=r"did you mean 'composition'|expected task:arithmetic or"):
-        documents(spec)
+        task_documents(spec)
     assert set(TASKS) == {"composition", "arithmetic"}

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from attnres import UserError
 from attnres.evals.config import GenerateConfig
 from attnres.evals.generate import generate, speak
-from attnres.evals.speaker import Speaker, open_speaker
-from attnres.evals.speed import beside
+from attnres.evals.speaker import Speaker, beside, open_speaker
 from attnres.inspect import record
 from attnres.models import build
 from attnres.models.encoding import piece

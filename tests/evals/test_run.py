@@ -12,8 +12,7 @@ from rich.console import Console
 from attnres import UserError
 from attnres.evals import run
 from attnres.evals.config import EvalConfig
-from attnres.evals.run import evaluate
-from attnres.evals.table import show
+from attnres.evals.run import evaluate, show
 from attnres.evals.tasks import TASKS
 from attnres.models import open_checkpoint
 

@@ -1,6 +1,7 @@
 """Continuations are scored exactly, however they are batched and padded."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -10,7 +11,20 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from attnres import UserError
 from attnres.evals import scoring
-from attnres.evals.scoring import Request, cost, encode_pairs, score
+from attnres.evals.scoring import (
+    NO_ITEMS,
+    OTHER_PLACES,
+    OTHER_TOKENS,
+    Measure,
+    Request,
+    cost,
+    difference,
+    encode_pairs,
+    score,
+    tokens_digest,
+    windows,
+)
+from attnres.evals.tasks import wikitext
 from attnres.models import open_checkpoint
 from attnres.models.encoding import token_in_front
 
@@ -161,3 +175,129 @@ def test_a_broken_model_is_not_scored(loaded):
         broken.model.norm.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="the model gives a log-probability of nan: its weights are broken"):
         score(broken, some_requests(3), context=subject.context, batch_tokens=100)
+
+
+@pytest.mark.parametrize("bos", [(), (99,)], ids=["plain", "bos"])
+@pytest.mark.parametrize("stride", [1, 3, 8])
+@pytest.mark.parametrize("length", [2, 7, 8, 9, 16, 31])
+def test_every_token_is_scored_once_within_its_window(length, stride, bos):
+    ids, width = list(range(length)), 8
+    spans = windows(ids, width, stride, bos)
+    scored = [token for request in spans for token in request.continuation]
+    for request in spans:
+        whole = [*request.context, *request.continuation]
+        assert len(whole) <= width
+        assert tuple(whole[: len(bos)]) == bos
+        seen = whole[len(bos) :]
+        assert seen == list(range(seen[0], seen[-1] + 1))
+    if bos:
+        assert scored == ids
+    elif stride < width:
+        assert scored == ids[1:]
+        assert all(len(request.context) >= width - stride for request in spans[1:-1])
+    else:
+        assert scored == [i for i in ids if i % width]
+
+
+def test_sliding_perplexity_is_each_tokens_own_with_its_context(folders):
+    subject = open_checkpoint(folders["block"])
+    model = subject.load()
+    ids = torch.randint(0, 300, (50,), generator=torch.Generator().manual_seed(0)).tolist()
+    scores = score(model, windows(ids, 16, 4), context=64, batch_tokens=256)
+    total = 0.0
+    for t in range(1, 50):
+        end = 16 if t < 16 else min(50, 16 + math.ceil((t - 15) / 4) * 4)
+        begin = 0 if t < 16 else 4 * math.ceil((t - 15) / 4)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids[begin:end]])).logits[0, t - 1 - begin]
+        total += logits.double().log_softmax(0)[ids[t]].item()
+    assert sum(scored.total for scored in scores) == pytest.approx(total, abs=1e-3)
+
+
+def test_wikitext_is_joined_as_its_hub_version_is():
+    assert wikitext([" ", " = A = ", "text"]) == "\n\n = A = \n\n\ntext\n"
+
+
+rng = np.random.default_rng(0)
+
+
+def ones(n):
+    return np.ones(n)
+
+
+def test_accuracy_has_the_binomial_error_with_its_correction():
+    right = (rng.random(50) < 0.3).astype(float)
+    value, error = Measure("acc", "", right, ones(50)).estimate()
+    assert value == right.mean()
+    assert error == pytest.approx(math.sqrt(value * (1 - value) / 49))
+
+
+def test_perplexity_has_the_error_of_its_mean_times_itself():
+    loss = rng.random(40) + 2
+    value, error = Measure("ppl", "", loss * 7, 7 * ones(40), exp=True).estimate()
+    assert value == pytest.approx(math.exp(loss.mean()))
+    assert error == pytest.approx(value * loss.std(ddof=1) / math.sqrt(40))
+
+
+def test_a_shorter_window_weighs_less():
+    value, _ = Measure("ppl", "", np.array([20.0, 1.0]), np.array([10.0, 1.0])).estimate()
+    assert value == pytest.approx(21 / 11)
+
+
+def test_a_single_item_has_no_error_and_left_out_items_do_not_count():
+    assert Measure("acc", "", np.array([1.0]), ones(1)).estimate() == (1.0, None)
+    some = Measure("acc", "", np.array([1.0, math.nan, 0.0]), ones(3))
+    assert some.count == 2
+    assert some.estimate()[0] == 0.5
+
+
+def test_a_difference_is_taken_item_by_item():
+    hard = rng.normal(size=60) * 5
+    first, second = 10 + hard, 10.2 + hard + 0.1 * rng.normal(size=60)
+    gap = difference(Measure("m", "", first, ones(60)), Measure("m", "", second, ones(60)))
+    assert gap.paired
+    assert gap.value == pytest.approx((second - first).mean())
+    assert gap.error == pytest.approx((second - first).std(ddof=1) / math.sqrt(60))
+    assert gap.error < 0.1 * np.hypot(first.std(), second.std()) / math.sqrt(60)
+
+
+def test_an_item_that_one_model_left_out_is_in_no_difference():
+    first = Measure("acc", "", np.array([1.0, 0.0, 1.0]), ones(3))
+    second = Measure("acc", "", np.array([0.0, math.nan, 1.0]), ones(3))
+    gap = difference(first, second)
+    assert (gap.value, gap.count) == (-0.5, 2)
+
+
+def test_other_tokens_forbid_a_difference_but_of_bits_per_byte():
+    def measure(tokens, n, universal=False):
+        return Measure("m", "", rng.random(n), ones(n), exp=not universal, tokens=tokens, universal=universal)
+
+    gap = difference(measure("a", 5), measure("b", 5))
+    assert (gap.value, gap.reason) == (None, OTHER_TOKENS)
+    one, two = measure("a", 50, True), measure("b", 40, True)
+    gap = difference(one, two)
+    assert not gap.paired
+    assert gap.value == pytest.approx(two.estimate()[0] - one.estimate()[0])
+    assert gap.error == pytest.approx(math.hypot(one.estimate()[1], two.estimate()[1]))
+
+
+def test_texts_that_are_cut_at_other_places_are_not_compared():
+    ends = [np.array([1.0, 2.0]), np.array([1.0, 1.0])]
+    one, two = (
+        Measure("b", "b", *ends, tokens=name, universal=True, cut=cut) for name, cut in (("a", False), ("c", True))
+    )
+    assert difference(one, two) == difference(two, one)
+    assert difference(one, two).value is None and difference(one, two).reason == OTHER_PLACES
+
+
+def test_a_figure_without_items_has_no_difference():
+    one = Measure("bleu", "", np.empty(0), np.empty(0), fixed=(31.0, None))
+    assert one.estimate() == (31.0, None)
+    assert difference(one, one).reason == NO_ITEMS
+
+
+def test_the_digest_sees_every_token_and_boundary():
+    same = [Request([1, 2], [3])]
+    assert tokens_digest(same) == tokens_digest([Request((1, 2), [3])])
+    assert tokens_digest(same) != tokens_digest([Request([1], [2, 3])])
+    assert tokens_digest(same) != tokens_digest([Request([1, 2], [4])])

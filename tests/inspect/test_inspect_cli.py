@@ -10,14 +10,14 @@ from rich.table import Table
 
 from attnres import cli
 from attnres.data.build import prepare
-from attnres.data.decode import decoded
+from attnres.data.shards import decoded
 from attnres.errors import UserError
 from attnres.inspect.config import InspectConfig
 from attnres.inspect.edits import find_ablation, source_and_read
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.look import look
 from attnres.inspect.recording import find_residual
-from attnres.terminal import wide
+from attnres.progress import wide
 
 TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."
 

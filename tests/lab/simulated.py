@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from attnres.data.tasks import STEPS
-from attnres.run_names import label_and_seed
+from attnres.data.sources import STEPS
+from attnres.text import label_and_seed
 from lab.cost import costs_of
 from lab.design import Arm, Design, Measured, Row, Setting
 from lab.outcome import names_of

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from attnres import RESIDUALS, UserError
-from attnres.models import load, place
+from attnres.models import load, model_files
 from attnres.models.build import build_shapes
 from attnres.models.classes import CLASSES
 from attnres.models.config import stray_settings
@@ -334,7 +334,7 @@ def test_names_of_the_hub_are_fetched_without_pickles_and_code(plain, monkeypatc
         asked.update(patterns)
         return plain
 
-    monkeypatch.setattr(place, "fetch", fetch)
+    monkeypatch.setattr(model_files, "fetch", fetch)
     report = convert("someone/llama").conversion
     assert report.source == "someone/llama"
     assert {"model.safetensors", "tokenizer*"} <= asked and not {"*.py", "*.bin"} & asked

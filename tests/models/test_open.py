@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from attnres import UserError
-from attnres.models import load, open_checkpoint, place
+from attnres.models import load, model_files, open_checkpoint
 
 IDS = torch.arange(20)[None]
 
@@ -20,7 +20,7 @@ IDS = torch.arange(20)[None]
 @pytest.fixture(autouse=True)
 def nothing_fetched():
     """The hub is asked once in a process."""
-    place._fetched.cache_clear()
+    model_files._fetched.cache_clear()
 
 
 def as_run(folder, model, *, finished=True):
@@ -71,7 +71,7 @@ def test_an_unfinished_run_has_a_checkpoint(folders, tmp_path):
 
 def test_load_takes_every_name_of_a_model_with_depth_reads(folders, tmp_path, monkeypatch):
     run = as_run(tmp_path / "run", folders["block"])
-    monkeypatch.setattr(place, "fetch", lambda name, patterns: folders["block"])
+    monkeypatch.setattr(model_files, "fetch", lambda name, patterns: folders["block"])
     expected = load(folders["block"])(input_ids=IDS).logits
     for name in (run, str(run / "checkpoint"), "some/model"):
         model = load(name, attn_implementation="eager")
@@ -119,7 +119,7 @@ def test_of_the_hub_only_what_is_needed_is_fetched(folders, tmp_path, monkeypatc
         calls.append(list(patterns))
         return tmp_path
 
-    monkeypatch.setattr(place, "fetch", fetch)
+    monkeypatch.setattr(model_files, "fetch", fetch)
     fetched = open_checkpoint("some/model")
     assert (fetched.folder, fetched.title()) == (tmp_path, "some/model")
     first, second = calls
@@ -201,7 +201,7 @@ def test_a_folder_of_another_kind_is_said_to_be_that(folders, tmp_path, kind):
 @of_peft
 def test_an_adapter_of_the_hub_is_said_to_be_one(folders, tmp_path, monkeypatch):
     make_other("adapter", folders["block"], tmp_path / "fetched")
-    monkeypatch.setattr(place, "fetch", lambda name, patterns: tmp_path / "fetched")
+    monkeypatch.setattr(model_files, "fetch", lambda name, patterns: tmp_path / "fetched")
     with pytest.raises(UserError, match=r"some/adapter holds adapter_config\.json"):
         open_checkpoint("some/adapter")
 

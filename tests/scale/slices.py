@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.distributed import DistributedConfig
 
-from attnres.forward import token_losses
+from attnres.head import token_losses
 from attnres.models import build
 from attnres.residuals.mechanisms.depth_attention import DepthState
 from attnres.scale.context import share_out_tokens
