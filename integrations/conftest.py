@@ -80,9 +80,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     known = {match[1]: match[0] for match in re.finditer(r"(?m)^\| \[[^\]]+\]\([^)]*integrations/(\w+)\).*\n", text)}
     for name, row in rows.items():
         row["last run"] = str(date.today())
-        title, version = (ROOT / "integrations" / name / "README.md").read_text(encoding="utf-8").split("\n", 3)[::2][:2]
-        link = f"[{title.removeprefix('# ')}]({SOURCE}/{name})"
-        cells = [f"{link} {version.removeprefix('Tried with ').rstrip('.')}", *(row.get(key, "-") for key in COLUMNS[1:])]
+        title, version = (
+            (ROOT / "integrations" / name / "README.md").read_text(encoding="utf-8").split("\n", 3)[::2][:2]
+        )
+        cells = [f"[{title}]({SOURCE}/{name}) {version}", *(row.get(key, "-") for key in COLUMNS[1:])]
         known[name] = f"| {' | '.join(cells)} |\n"
     head = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
     table = head + "".join(known[name] for name in sorted(known))

@@ -141,7 +141,9 @@ def test_its_optimizer(note):
     from litgpt.utils import instantiate_torch_optimizer
 
     model = LLAMA.connected()
-    made = instantiate_torch_optimizer({"class_path": "torch.optim.AdamW", "init_args": {"weight_decay": 0.1}}, model.parameters())
+    made = instantiate_torch_optimizer(
+        {"class_path": "torch.optim.AdamW", "init_args": {"weight_decay": 0.1}}, model.parameters()
+    )
     note("its optimizer", f"{checks.groups(made, model)}, schedule sets one rate; regroup, query_lr")
 
     def make(model):

@@ -17,7 +17,8 @@ from integrations import checks
 
 PAGE = Path(__file__).with_name("README.md")
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
-FLAGS = """--max_iters=9 --eval_interval=5 --eval_iters=1 --batch_size=2 --block_size=16 --n_layer=2 --n_head=2 --n_embd=32
+FLAGS = """
+    --max_iters=9 --eval_interval=5 --eval_iters=1 --batch_size=2 --block_size=16 --n_layer=2 --n_head=2 --n_embd=32
     --device=cpu --dtype=float32 --compile=False --gradient_accumulation_steps=1 --dataset=bytes
     --always_save_checkpoint=True --warmup_iters=2 --lr_decay_iters=9 --learning_rate=1e-2 --weight_decay=0.1""".split()
 

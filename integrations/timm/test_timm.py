@@ -16,21 +16,24 @@ from integrations import checks
 class _StandIn(types.ModuleType):
     """timm imports torchvision for its data and one frozen norm; a build of torch for CPUs may have none that fits."""
 
-    __path__: list[str] = []
-
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"__getattr__": None} if False else {}) if name != "InterpolationMode" else _Mode
+        return _Mode if name == "InterpolationMode" else type(name, (), {})
 
 
 class _Mode:
     NEAREST, BILINEAR, BICUBIC, BOX, HAMMING, LANCZOS = range(6)
 
 
+_PARTS = ("transforms", "transforms.functional", "datasets", "ops", "ops.misc")
 if importlib.util.find_spec("torchvision") is None:
-    for part in ("", ".transforms", ".transforms.functional", ".datasets", ".ops", ".ops.misc"):
-        sys.modules[f"torchvision{part}"] = _StandIn(f"torchvision{part}")
+    for path in ("torchvision", *(f"torchvision.{name}" for name in _PARTS)):
+        sys.modules[path] = _StandIn(path)
+        sys.modules[path].__path__ = []
+        parent, _, name = path.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], name, sys.modules[path])
 
 timm = pytest.importorskip("timm", reason="make integrations installs it")
 X, Y = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 3])
