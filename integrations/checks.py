@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.nn import functional
 
 import attnres
 
@@ -21,18 +22,16 @@ class Subject(NamedTuple):
     """A model of another code base.
 
     build: makes it, with the same weights each time, none of them at a start value that would hide a difference.
-    connect: `connect(model, residual, **settings)` gives it depth reads.
+    connect: `connect(model, residual, **settings)` gives it depth reads and returns it, or another model.
     run: one pass in training mode; gives outputs and loss.
     """
 
     build: Callable[[], nn.Module]
-    connect: Callable[..., Any]
+    connect: Callable[..., nn.Module]
     run: Callable[[nn.Module], tuple[Tensor, Tensor]]
 
     def connected(self, residual: str = "block", **settings: Any) -> nn.Module:
-        model = self.build()
-        self.connect(model, residual, **(settings or RESIDUALS.get(residual, {})))
-        return model
+        return self.connect(self.build(), residual, **(settings or RESIDUALS.get(residual, {})))
 
     def random_queries(self, residual: str = "block") -> nn.Module:
         """Make a model whose reads are far from the standard residual's."""
@@ -40,6 +39,20 @@ class Subject(NamedTuple):
         with torch.no_grad():
             reads(model).query.copy_(torch.randn(reads(model).query.shape, generator=torch.Generator().manual_seed(5)))
         return model
+
+
+def attached(*example: Any, **options: Any) -> Callable[..., nn.Module]:
+    """Return a `connect` that is one call of `attnres.attach`."""
+
+    def connect(model: nn.Module, residual: str, **settings: Any) -> nn.Module:
+        attnres.attach(model, residual, example=example, **options, **settings)
+        return model
+
+    return connect
+
+
+def language_loss(logits: Tensor, ids: Tensor) -> Tensor:
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
 def spread(model: nn.Module, seed: int = 1, scale: float = 0.05) -> nn.Module:

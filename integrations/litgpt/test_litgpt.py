@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn import functional
 
 import attnres
 from integrations import checks
@@ -35,23 +34,23 @@ def build(name):
 
 def run(model):
     logits = model(IDS)
-    return logits, functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten())
+    return logits, checks.language_loss(logits, IDS)
 
 
 def subject(name, **options):
-    return checks.Subject(partial(build, name), partial(attnres.attach, example=(IDS,), **options), run)
+    return checks.Subject(partial(build, name), checks.attached(IDS, **options), run)
 
 
 LLAMA = subject("Llama-3.2-1B")
 
 
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-0.6B", "Gemma-2-2b"])
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Qwen3-0.6B", "Gemma-2-2b", "OLMo-2-1124-7B"])
 def test_zero_queries_are_the_model_of_litgpt(name, note):
     checks.zero_queries(subject(name), note if name.startswith("Llama") else lambda *_: None)
     checks.switches(subject(name))
 
 
-@pytest.mark.parametrize("name", ["pythia-14m", "phi-2", "OLMo-2-1124-7B"])
+@pytest.mark.parametrize("name", ["pythia-14m", "phi-2"])
 def test_layers_that_cannot_be_opened_have_one_read_each(name):
     with pytest.raises(attnres.UserError, match="norms=None"):
         subject(name).connected()

@@ -5,7 +5,6 @@ import re
 import runpy
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +36,7 @@ def subject(checkout):
     def run(model):
         return model(IDS[:, :-1], IDS[:, 1:].contiguous())
 
-    return checks.Subject(build, partial(attnres.attach, example=(IDS,)), run)
+    return checks.Subject(build, checks.attached(IDS), run)
 
 
 def optimizer(model):

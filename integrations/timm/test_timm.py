@@ -50,7 +50,7 @@ def run(model):
     return logits, functional.cross_entropy(logits, Y)
 
 
-VIT = checks.Subject(build, partial(attnres.attach, example=(X,)), run)
+VIT = checks.Subject(build, checks.attached(X), run)
 
 
 def optimizer(model, opt="adamw"):
