@@ -22,6 +22,7 @@ HOMES = {
     "Residual": "attnres.residuals",
     "make_residual": "attnres.residuals",
     "register": "attnres.residuals",
+    "regroup": "attnres.residuals.regroup",
     "attach": "attnres.streams.attach",
     "detach": "attnres.streams.attach",
     "disabled": "attnres.streams.attach",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.models import build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
     from attnres.residuals import RESIDUALS, Residual, make_residual, register
+    from attnres.residuals.regroup import regroup
     from attnres.streams.attach import attach, detach, disabled, load_plain
     from attnres.streams.depth_reads import DepthReads
     from attnres.training.config import TrainConfig
@@ -87,5 +89,6 @@ __all__ = [
     "make_residual",
     "record",
     "register",
+    "regroup",
     "train",
 ]

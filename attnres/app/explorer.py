@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnres.app.reading import Candidate, Effect, Encoder, Kept, Reading, Report, Works
+from attnres.app.reading import Cache, Candidate, Effect, Encoder, Reading, Report
 from attnres.app.state import Cut, key_of
 from attnres.device import pick_device
 from attnres.errors import UserError
@@ -63,7 +63,7 @@ class Opened:
     def _share(self, checkpoint: Checkpoint, context: int) -> None:
         self.checkpoint, self.context = checkpoint, context
         self.whole: Opened = self
-        self.kept, self._works = Kept(), Works()
+        self.cache = Cache()
 
     @cached_property
     def model(self) -> Any:
@@ -77,8 +77,8 @@ class Opened:
 
     def forget(self) -> None:
         """Let go of the weights and of what they made; both are there again when they are needed."""
-        with self.kept.lock:
-            self.kept.clear()
+        with self.cache.lock:
+            self.cache.clear()
             for name in ("model", "residual"):
                 vars(self).pop(name, None)
 
@@ -147,7 +147,7 @@ class Opened:
         Raises:
             UserError: no text, too long a text, or one of which the tokenizer reads nothing.
         """
-        return self.kept.make(("read", text), lambda: self._read(text))
+        return self.cache.make(("read", text), lambda: self._read(text))
 
     def most_varied(self, text: str) -> int | None:
         """The read that shows most of a text when its tokens are coloured; None for the output's, or a text that the
@@ -164,7 +164,7 @@ class Opened:
         Raises:
             UserError: as for `read`, edges that the model does not have, or a read that is left without a source.
         """
-        return self.kept.make(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
+        return self.cache.make(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
 
     def attend(self, text: str) -> TokenAttention:
         """What the text's tokens attend to; kept.
@@ -172,11 +172,11 @@ class Opened:
         Raises:
             UserError: as for `read`, or a model that shows no weights of its attention.
         """
-        return self.kept.make(("attention", text), lambda: token_attention(self.model, self.encoder.encode(text)[0]))
+        return self.cache.make(("attention", text), lambda: token_attention(self.model, self.encoder.encode(text)[0]))
 
     def scored(self, text: str, token: int) -> Attribution | None:
         """The scores of the edges of the prediction after `token`, where `score` has kept them."""
-        return self.kept.get(("score", text, token))
+        return self.cache.get(("score", text, token))
 
     def score(self, text: str, token: int, report: Report) -> Attribution:
         """What each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last: of the
@@ -188,11 +188,13 @@ class Opened:
         """
         ids, key = self.encoder.encode(text)[0], ("score", text, token)
         batch = max(1, SCORED // (token + 1))
-        with self._works.alone(key, report) as note:
-            progress = self.kept.progress(note, sum(map(len, self.sources)))
-            return self.kept.make(
-                key, lambda: attribute(self.model, ids, position=token, batch_size=batch, progress=progress)
-            )
+        edges = sum(map(len, self.sources))
+        return self.cache.work(
+            key,
+            lambda progress: attribute(self.model, ids, position=token, batch_size=batch, progress=progress),
+            edges,
+            report,
+        )
 
     def graph(self, text: str, token: int, scores: Attribution) -> str:
         """The scored edges that lead to a prediction as a picture, SVG; empty where none changes it much; kept."""
@@ -209,7 +211,7 @@ class Opened:
             except NotShown:
                 return ""
 
-        return self.kept.make(("graph", text, token), draw)
+        return self.cache.make(("graph", text, token), draw)
 
     def search(
         self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
@@ -219,9 +221,9 @@ class Opened:
         Raises:
             UserError: no such edge, or no text.
         """
-        context, on_tokens = min(self.context, WINDOW), self.kept.progress(report, limit)
+        context, on_tokens = min(self.context, WINDOW), self.cache.progress(report, limit)
         options: dict[str, Any] = {"by": by, "least": least, "limit": limit, "batch_size": max(1, SCORED // context)}
-        with self.kept.lock:
+        with self.cache.lock:
             return search(
                 self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
             )

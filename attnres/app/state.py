@@ -7,21 +7,24 @@ other ones beside them, and what it says is checked as anything else that comes 
 import base64
 import binascii
 import hashlib
+import json
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
-from urllib.parse import urlencode
 
 from attnres.errors import UserError
 from attnres.inspect.inspection import By
+from attnres.reading import parse_json
 from attnres.typed import Count, Misfit, fit
 
 MAX_CHARACTERS = 4000
 """Of the text; about eight hundred tokens of English."""
 MAX_CUTS = 512
 """Edges knocked out at once."""
+MAX_UNPACKED = 200_000
+"""Bytes of JSON in a link: two texts in escapes of twelve letters a character, and the cuts."""
 MAX_LINK = 8000
 """Characters of a link: servers and browsers take at least so many."""
 
@@ -32,8 +35,8 @@ LARGEST = "heaviest"
 LOSS = "loss"
 ATTENDED = "attended"
 
+DAMAGED = "this link is damaged: copy it again, or start from the text"
 _SOURCE = re.compile(r"[a-z][a-z0-9_]{0,31}( [0-9]{1,4})?")
-_NUMBER = re.compile(r"[0-9]{1,5}")
 _KEY = re.compile(r"[A-Za-z0-9_-]{0,60}~[0-9a-f]{12}")
 Span = Literal["all", "one"]
 
@@ -109,77 +112,53 @@ def key_of(name: str, step: int | None, content: bytes) -> str:
 
 
 def encode(view: View, keys: Sequence[str]) -> str:
-    """The query string of a view, without the question mark; empty where it would be longer than `MAX_LINK`, or its
-    text is longer than the page takes. `keys` are those of the models.
+    """Return the query string of a view, without the question mark: its fields that are not the default ones as JSON,
+    packed. It is empty where it would be longer than `MAX_LINK`, or the text is longer than the page takes.
 
-    The models shown are "m", others of which something is knocked out "c"; a knocked-out edge "e" begins with the place
-    of its model among both.
+    Numbers of models are places in `keys`, those of the models shown first.
 
-    >>> encode(View("", None, (1,), cuts=(Cut(1, 4, 0), Cut(0, 2, 1, 7))), ("a~1234567890ab", "b~1234567890ac"))
-    'm=b~1234567890ac&c=a~1234567890ab&e=0.4.0_1.2.1.7'
+    Args:
+        keys: of all models.
     """
     named = list(dict.fromkeys([*view.models, *(cut.model for cut in view.cuts)]))
-    fields: dict[str, str] = {}
-    if view.text:
-        fields["t"] = _packed(view.text)
-    if view.other is not None:
-        fields["u"] = _packed(view.other)
-    for field, numbers in (("m", named[: len(view.models)]), ("c", named[len(view.models) :])):
-        if numbers:
-            fields[field] = ".".join(keys[number] for number in numbers)
-    if view.by != "contribution":
-        fields["b"] = view.by
-    if view.read is not None:
-        fields["r"] = str(view.read)
-    if view.source != LARGEST:
-        fields["s"] = view.source
-    if view.token is not None:
-        fields["k"] = str(view.token)
-    if view.half:
-        fields["h"] = str(view.half)
-    if view.span != "all":
-        fields["o"] = view.span
-    if view.cuts:
-        cuts = [(named.index(cut.model), cut.read, cut.source, cut.token) for cut in view.cuts]
-        fields["e"] = "_".join(".".join(str(number) for number in cut if number is not None) for cut in cuts)
-    query = urlencode(fields)
+    cuts = tuple(replace(cut, model=named.index(cut.model)) for cut in view.cuts)
+    fields = asdict(replace(view, models=tuple(range(len(view.models))), cuts=cuts))
+    changed = {name: value for name, value in fields.items() if value != getattr(View, name)}
+    text = json.dumps({"keys": [keys[number] for number in named], **changed}, separators=(",", ":"))
+    query = "v=" + base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode().rstrip("=")
     too_long = max(len(view.text), len(view.other or "")) > MAX_CHARACTERS
     return "" if too_long or len(query) > MAX_LINK else query
 
 
 def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
-    """The view of a link's query fields; unknown fields are somebody else's and are left alone. What is
-    knocked out of a model that is not there is that of a number after the last.
+    """Return the view of a link's query fields; unknown fields are somebody else's and are left alone. A cut in a model
+    that is not there is one in a number after the last.
 
     Args:
         keys: of the models that are there.
 
     Raises:
-        UserError: fields that no link of this page has, or a model that is not there.
+        UserError: a link of an earlier version, a damaged one, or a model that is not there.
     """
+    if "v" not in fields and fields.keys() & set("tumcbrskhoe"):
+        raise UserError("this link was made by an earlier version of the explorer: copy it there again, as of today")
+    if "v" not in fields:
+        return View()
     try:
-        parts = fields["e"].split("_") if fields.get("e") else []
-        by, span = fields.get("b", "contribution"), fields.get("o", "all")
-        if by not in ("contribution", "weight") or span not in ("all", "one"):
-            raise ValueError(by)
-        shown = _keys(fields["m"]) if "m" in fields else []
-        named = _places([*shown, *(_keys(fields["c"]) if "c" in fields else [])], keys)
-        view = View(
-            text=_text(fields.get("t", "")),
-            other=_text(fields["u"]) if "u" in fields else None,
-            models=tuple(named[: len(shown)]) or (0,),
-            by=by,
-            read=_number(fields["r"]) if "r" in fields else None,
-            source=fields.get("s", LARGEST),
-            token=_number(fields["k"]) if "k" in fields else None,
-            half=_number(fields.get("h", "0")),
-            cuts=tuple(_cut(part, named or [0]) for part in parts),
-            span=span,
-        )
-    except (ValueError, TypeError, IndexError, zlib.error, binascii.Error):
-        raise UserError("this link is damaged: copy it again, or start from the text") from None
+        value = parse_json(_unpacked(fields["v"]), "the link")
+        wanted = value.pop("keys")
+        if not all(map(_KEY.fullmatch, wanted)):
+            raise ValueError(wanted)
+        view = fit(value, View)
+        named = _places(wanted, keys)
+        cuts = tuple(replace(cut, model=named[cut.model]) for cut in view.cuts)
+        view = replace(view, models=tuple(named[number] for number in view.models), cuts=cuts)
+        if max(len(view.text), len(view.other or "")) > MAX_CHARACTERS:
+            raise ValueError("too long")
+    except (ValueError, TypeError, LookupError, AttributeError, UserError, Misfit, zlib.error, binascii.Error):
+        raise UserError(DAMAGED) from None
     _checked(view, len(keys) + len(named))
-    for key, number in zip(shown, named):
+    for key, number in zip(wanted, named[: len(view.models)]):
         if number >= len(keys):
             name, content = key.split("~")
             raise UserError(
@@ -199,22 +178,10 @@ def _checked(view: View, models: int) -> View:
         or max(view.token or 0, view.read or 0) > LARGEST_NUMBER
         or view.half > 1
     ):
-        raise UserError("this link is damaged: copy it again, or start from the text")
+        raise UserError(DAMAGED)
     if max(view.models) >= models:
         raise UserError("this link shows other models than the ones that are open: start the app with those")
     return view
-
-
-def _cut(part: str, named: Sequence[int]) -> Cut:
-    place, *numbers = [_number(number) for number in part.split(".")]
-    return Cut(named[place], *numbers)
-
-
-def _keys(text: str) -> list[str]:
-    keys = text.split(".")
-    if not all(map(_KEY.fullmatch, keys)):
-        raise ValueError(text)
-    return keys
 
 
 def _places(wanted: Sequence[str], keys: Sequence[str]) -> list[int]:
@@ -227,25 +194,12 @@ def _places(wanted: Sequence[str], keys: Sequence[str]) -> list[int]:
     return places
 
 
-def _number(text: str) -> int:
-    if not _NUMBER.fullmatch(text):
-        raise ValueError(text)
-    return int(text)
-
-
-def _packed(text: str) -> str:
-    return base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode().rstrip("=")
-
-
-def _text(packed: str) -> str:
-    if not packed:
-        return ""
+def _unpacked(packed: str) -> str:
     unpack = zlib.decompressobj()
     # The bound is on what comes out: a few bytes can unpack to gigabytes.
     data = unpack.decompress(
-        base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True), 4 * MAX_CHARACTERS
+        base64.b64decode(packed + "=" * (-len(packed) % 4), altchars=b"-_", validate=True), MAX_UNPACKED
     )
-    text = data.decode()
-    if unpack.unconsumed_tail or not unpack.eof or len(text) > MAX_CHARACTERS:
+    if unpack.unconsumed_tail or not unpack.eof:
         raise ValueError("too long")
-    return text
+    return data.decode()

@@ -168,10 +168,11 @@ def _choice_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]
         return np.array(values)
 
     chance = sum(1 / len(item.pairs) for item in task.items) / len(task.items)
-    measures = [Measure("acc", "accuracy", right(lambda item, k, s: 1), ones, chance=chance)]
-    if task.norm:
-        by_length = right(lambda item, k, s: item.characters[k])
-        measures.append(Measure("acc_norm", "accuracy, by characters", by_length, ones, chance=chance))
+    by_length = right(lambda item, k, s: item.characters[k])
+    measures = [
+        Measure("acc", "accuracy", right(lambda item, k, s: 1), ones, chance=chance),
+        Measure("acc_norm", "accuracy, by characters", by_length, ones, chance=chance),
+    ]
     if task.per_token:
         by_tokens = right(lambda item, k, s: len(s.logprobs))
         measures.append(Measure("acc_per_token", "accuracy, by tokens", by_tokens, ones, chance=chance))

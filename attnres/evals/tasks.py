@@ -1,14 +1,12 @@
 """Tasks as data: where their items come from, and the text in which a model sees them.
 
-The texts are lm-eval's (0.4.13): "Question: ...\\nAnswer:" before a space and the choice, and so on. A local file has
-one JSON object a line, in one of three shapes:
+The texts are lm-eval's (0.4.13). A local file has one JSON object a line, in one of three shapes:
 
     {"query", "choices", "gold"}                    the choices continue the query after one space
     {"context_options", "continuation", "gold"}     one continuation after each context (WinoGrande)
-    {"context", "continuation"}                     a word to be foretold (LAMBADA)
+    {"context", "continuation"}                     a word to predict (LAMBADA)
 
 or it is plain text (`readers.PROSE`), whose perplexity is taken. Rows of the hub are brought into the same shapes.
-Figures from a file and from the hub differ where their texts do: some copies of BoolQ lack the passages' titles.
 """
 
 import re
@@ -54,7 +52,6 @@ class Task:
         kind: choice (accuracy), word (LAMBADA), or text (perplexity).
         source: the file, or repository, configuration and split.
         items: of `choice` and `word`; `text` of `text`.
-        norm: whether accuracy normalised by length is customary.
         per_token: whether one normalised by tokens has been published.
     """
 
@@ -63,7 +60,6 @@ class Task:
     source: str
     items: tuple[Item, ...] = ()
     text: str = ""
-    norm: bool = True
     per_token: bool = False
 
 
@@ -75,8 +71,6 @@ class Known:
     hub: tuple[str, str | None, str]
     files: str = ""
     row: Callable[[Row], Row] = dict
-    query: Callable[[str], str] = str
-    norm: bool = True
     per_token: bool = False
 
 
@@ -88,37 +82,12 @@ def wikitext(lines: Sequence[str]) -> str:
     return "\n\n".join(f"{line}\n" if line.strip() else "" for line in lines)
 
 
-def _answer(query: str) -> str:
-    return f"{query.rstrip()}\nAnswer:"
-
-
 def _hellaswag(row: Row) -> Row:
     def clean(text: str) -> str:  # WikiHow's marks
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     query = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
     return {"query": clean(query), "choices": [clean(end) for end in row["endings"]], "gold": int(row["label"])}
-
-
-def _arc(row: Row) -> Row:
-    choices = row["choices"]
-    gold = choices["label"].index(row["answerKey"])
-    return {"query": f"Question: {row['question']}", "choices": choices["text"], "gold": gold}
-
-
-def _piqa(row: Row) -> Row:
-    return {"query": f"Question: {row['goal']}", "choices": [row["sol1"], row["sol2"]], "gold": int(row["label"])}
-
-
-def _winogrande(row: Row) -> Row:
-    before, _, after = row["sentence"].partition("_")
-    options = [before + row["option1"], before + row["option2"]]
-    return {"context_options": options, "continuation": after.strip(), "gold": int(row["answer"]) - 1}
-
-
-def _boolq(row: Row) -> Row:
-    query = f"{row['passage']}\nQuestion: {row['question']}?"
-    return {"query": query, "choices": ["no", "yes"], "gold": int(row["label"])}
 
 
 def _lambada(row: Row) -> Row:
@@ -137,33 +106,9 @@ TASKS: dict[str, Known] = {
         row=_hellaswag,
         per_token=True,
     ),
-    "arc_easy": Known(
-        title="ARC easy",
-        hub=("allenai/ai2_arc", "ARC-Easy", "test"),
-        row=_arc,
-        query=_answer,
-    ),
-    "arc_challenge": Known(
-        title="ARC challenge",
-        hub=("allenai/ai2_arc", "ARC-Challenge", "test"),
-        row=_arc,
-        query=_answer,
-    ),
-    "piqa": Known(title="PIQA", hub=("baber/piqa", None, "validation"), row=_piqa, query=_answer),
-    "winogrande": Known(
-        title="WinoGrande",
-        hub=("allenai/winogrande", "winogrande_xl", "validation"),
-        row=_winogrande,
-        norm=False,
-    ),
-    "boolq": Known(
-        title="BoolQ",
-        hub=("aps/super_glue", "boolq", "validation"),
-        row=_boolq,
-        query=lambda query: _answer(query.removeprefix("Passage: ")),
-        norm=False,
-    ),
 }
+OF_LM_EVAL = ("arc_easy", "arc_challenge", "piqa", "winogrande", "boolq")
+"""Names that were tasks of ours and are lm-eval's alone: the same items, scored alike."""
 
 
 def read_task(name: str, data: str | Path | None = None, limit: int | None = None) -> Task:
@@ -184,12 +129,14 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
             else:
                 lines = read_text(path).removesuffix("\n").split("\n")
             return Task(name, "text", _source(known, path), text=_some(wikitext(lines), str(path or name)))
-        items = _hub_items(name, known) if path is None else _lines(path, known.query)
-        return _task(name, _source(known, path), items, limit, norm=known.norm, per_token=known.per_token)
+        items = _hub_items(name, known) if path is None else _lines(path)
+        return _task(name, _source(known, path), items, limit, per_token=known.per_token)
+    if name in OF_LM_EVAL:
+        raise UserError(f"task {name} is lm-eval's: name it {LM_EVAL}{name} (pip install 'attention-residuals[eval]')")
     path = user_path(name)
     own = path.name if path.stem in TASKS else path.stem  # a file is read as it is, and is no task of that name
     if path.suffix == ".jsonl":
-        return _task(own, str(path), _lines(path, str), limit)
+        return _task(own, str(path), _lines(path), limit)
     if path.suffix in PROSE:
         return Task(own, "text", str(path), text=_some(read_text(path), str(path)))
     raise unknown("task", name, [*TASKS, f"{LM_EVAL}NAME", "FILE.jsonl", "FILE.txt"])
@@ -205,7 +152,7 @@ def _task(name: str, source: str, items: Iterator[Item], limit: int | None, **op
         raise UserError(f"{source} has no items")
     kinds = {len(item.pairs) == 1 for item in chosen}
     if len(kinds) > 1:
-        raise UserError(f"{source} mixes words to foretell and choices: expected one of them in all lines")
+        raise UserError(f"{source} mixes words to predict and choices: expected one of them in all lines")
     return Task(name, "word" if kinds.pop() else "choice", source, tuple(chosen), **options)
 
 
@@ -232,22 +179,21 @@ def _some(text: str, source: str) -> str:
     return text
 
 
-def _lines(path: Path, query: Callable[[str], str]) -> Iterator[Item]:
+def _lines(path: Path) -> Iterator[Item]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path} line {number}"
-        yield _item(parse_json(line, where, ours=False), where, query)
+        yield _item(parse_json(line, where, ours=False), where)
 
 
-def _item(row: Any, where: str, query: Callable[[str], str]) -> Item:
+def _item(row: Any, where: str) -> Item:
     """One of the three shapes as an item, or a UserError that names the place."""
     shape = set(row) if isinstance(row, Mapping) else set()
     if shape >= {"query", "choices", "gold"}:
         text, choices = row["query"], row["choices"]
         if isinstance(text, str) and is_text(text) and _texts(choices, 2) and _index(row["gold"], len(choices)):
-            context = query(text)
-            pairs = tuple((context, f" {choice}") for choice in choices)
+            pairs = tuple((text, f" {choice}") for choice in choices)
             return Item(pairs, row["gold"], tuple(len(choice) for choice in choices))
     elif shape >= {"context_options", "continuation", "gold"}:
         options, rest = row["context_options"], row["continuation"]
@@ -274,7 +220,7 @@ def _index(value: Any, count: int) -> bool:
 
 def _hub_items(name: str, known: Known) -> Iterator[Item]:
     for number, row in enumerate(_hub_rows(name, known), 1):
-        yield _item(known.row(row), f"{known.hub[0]} row {number}", known.query)
+        yield _item(known.row(row), f"{known.hub[0]} row {number}")
 
 
 def _hub_rows(name: str, known: Known) -> Iterator[Row]:

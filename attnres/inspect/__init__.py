@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnres.inspect.lens import Direct, Lens, direct, logit_lens
     from attnres.inspect.prune import PruneReport, prune_report
     from attnres.inspect.recording import Trace, find_residual, record
+    from attnres.inspect.subject import TextModel
     from attnres.inspect.survey import CorpusEffect, corpus_effect
     from attnres.inspect.vectors import Vectors, read_vectors
 
@@ -29,6 +30,7 @@ _HOMES = {
     "lens": "Direct Lens direct logit_lens",
     "prune": "PruneReport prune_report",
     "recording": "Trace find_residual record",
+    "subject": "TextModel",
     "survey": "CorpusEffect corpus_effect",
     "vectors": "Vectors read_vectors",
 }
@@ -52,6 +54,7 @@ __all__ = [
     "Reweigh",
     "Search",
     "Steer",
+    "TextModel",
     "TokenAttention",
     "Trace",
     "Vectors",

@@ -17,7 +17,7 @@ from attnres.errors import UserError
 from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
-from attnres.inspect.effects import Text, prompt_ids
+from attnres.inspect.subject import Text, TextModel, as_model, prompt_ids
 
 ATTENDING = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers, as a config names them, whose attention has weights."""
@@ -72,6 +72,9 @@ def token_attention(model: Any, text: Text) -> TokenAttention:
         UserError: as `predict`; a model whose attention has no weights to show, or does not say of which layers they
             are.
     """
+    model = as_model(model)
+    if isinstance(model, TextModel):
+        raise UserError(f"{model.name} is no model of Transformers, which alone shows the weights of its attention")
     ids = prompt_ids(model, text)
     with evaluating(model), torch.no_grad(), _weights_shown(model), _summed_up(model) as summaries:
         out = model(input_ids=ids, use_cache=False, output_attentions=True)

@@ -1,6 +1,5 @@
 """Which (read, source) edges a prediction depends on: by taking each away, and by gradient."""
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.head import evaluating, log_probs
+from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.edits import Ablate, Patch, Watch, intervene, position_of
-from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.recording import find_residual
+from attnres.inspect.subject import Model, Text, Token, as_model, last_log_probs, prompt_ids, token_id
 from attnres.inspect.vectors import read_vectors
 from attnres.models.replay import Replay
 from attnres.ops import compute_dtype
@@ -101,7 +100,7 @@ class Attribution(notebook.Named, notebook.Result):
 
 
 def attribute(
-    model: nn.Module,
+    model: Model,
     input_ids: Text,
     *,
     position: int = -1,
@@ -135,6 +134,7 @@ def attribute(
     Raises:
         UserError: as `effect`; a position or a target that is not there; a residual that mixes by no weights.
     """
+    model = as_model(model)
     ids = prompt_ids(model, input_ids)
     length = ids.shape[1]
     position = position_of(position, length)
@@ -286,13 +286,6 @@ def by_size(
     return sorted(edges, key=lambda edge: -abs(edge[2]))
 
 
-def last_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
-    """(B, V) after the last token, in at least fp32."""
-    forward: Any = model.forward
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}
-    return log_probs(model(input_ids=ids, use_cache=False, **keep).logits[:, -1])
-
-
 @dataclass(frozen=True, repr=False)
 class Patching(notebook.Named, notebook.Result):
     """What the corrupted prompt's prediction becomes when one edge's vector is the clean prompt's.
@@ -340,7 +333,7 @@ class Patching(notebook.Named, notebook.Result):
 
 
 def patch(
-    model: nn.Module,
+    model: Model,
     clean: Text,
     corrupted: Text,
     *,
@@ -363,6 +356,7 @@ def patch(
     Raises:
         UserError: prompts of different lengths, or with the same prediction; tokens that are not there; as `predict`.
     """
+    model = as_model(model)
     ids, other = prompt_ids(model, clean), prompt_ids(model, corrupted)
     if ids.shape != other.shape:
         raise UserError(

@@ -19,14 +19,15 @@ from attnres.inspect.config import SearchConfig
 from attnres.inspect.edits import choose_reads, source_and_read
 from attnres.inspect.inspection import FIELD, By
 from attnres.inspect.recording import find_residual, record
+from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, vocab_size
 from attnres.inspect.survey import batches, check_documents, encode
 from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
-from attnres.models.encoding import check_ids, pieces, rows_of, spelled, token_in_front
+from attnres.models.encoding import check_ids, pieces, spelled, token_in_front
 from attnres.progress import counting, grid, say, wide
 from attnres.text import counted, short
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 CONTEXT = 60
@@ -85,9 +86,9 @@ class Search(notebook.Result):
 
 
 def search(
-    model: Any,
-    tokenizer: "PreTrainedTokenizerBase",
-    documents: Iterable[str],
+    model: Model,
+    tokenizer: Any,
+    documents: Iterable[Text],
     source: str,
     read: str | int,
     *,
@@ -103,6 +104,7 @@ def search(
     `source` is most of `read`.
 
     Args:
+        tokenizer: None where documents are token ids, which then stand for what tokens say.
         source, read: one of each, as `source_names` has them; a read may be its number.
         by: the number that tokens are ordered by; least: the smallest instead of the largest.
         limit: stop after so many tokens. batch_size: windows in a forward pass.
@@ -113,17 +115,19 @@ def search(
             context or count that is none.
     """
     check_documents(documents)
+    model = as_model(model)
+    tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
     if by not in FIELD:
         raise unknown("number to search by", str(by), FIELD)
     index, place = find_edge(model, source, read)
     layout = find_residual(model).layout()
-    before = token_in_front(tokenizer)
+    before = () if tokenizer is None else token_in_front(tokenizer)
     for name, value, fewest in (("context", context, len(before) + 1), ("top", top, 1), ("batch_size", batch_size, 1)):
         if value < fewest:
             raise UserError(f"{name} is {value}: expected {fewest} or more")
     best = _Best(top)
     total, tokens, numbers = 0.0, 0, set[int]()
-    device, known = next(model.parameters()).device, rows_of(model)
+    device, known = device_of(model), vocab_size(model)
     for batch in batches(_windows(tokenizer, documents, context - len(before), limit), batch_size):
         ids = torch.tensor([[*before, *window.ids] for window in batch])
         check_ids(ids, known)
@@ -192,16 +196,16 @@ class _Best:
             yield window, t, weight, contribution
 
 
-def _windows(
-    tokenizer: "PreTrainedTokenizerBase", documents: Iterable[str], room: int, limit: int | None
-) -> Iterator[_Window]:
+def _windows(tokenizer: Any, documents: Iterable[Text], room: int, limit: int | None) -> Iterator[_Window]:
     left = limit
     for number, text in enumerate(documents):
         encoded = encode(tokenizer, text)
         ids = encoded.ids.tolist()[:left]
         for start in range(0, len(ids), room):
             part = slice(start, start + room)
-            yield _Window(number, text, start, ids[part], encoded.offsets[: len(ids)][part])
+            yield _Window(
+                number, text if isinstance(text, str) else "", start, ids[part], encoded.offsets[: len(ids)][part]
+            )
         if left is not None and not (left := left - len(ids)):
             return
 
@@ -209,14 +213,17 @@ def _windows(
 def _of_edge(model: Any, ids: torch.Tensor, index: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and contributions (B, T) of one edge."""
     with evaluating(model), torch.no_grad(), record(model, tokens=True) as trace:
-        model.base_model(input_ids=ids, use_cache=False)  # nobody looks at the logits
+        getattr(model, "base_model", model)(input_ids=ids, use_cache=False)  # nobody looks at the logits
     if not trace.token_weights:
         raise UserError(f"residual '{trace.residual}' mixes its sources by no weights: there is nothing to search by")
     return trace.token_weights[index][..., place], trace.token_contributions[index][..., place]
 
 
-def _hit(tokenizer: "PreTrainedTokenizerBase", window: _Window, place: int, weight: float, contribution: float) -> Hit:
-    words = pieces(tokenizer, window.ids, window.text, window.offsets)
+def _hit(tokenizer: Any, window: _Window, place: int, weight: float, contribution: float) -> Hit:
+    if tokenizer is None:
+        words = [f" {token}" for token in window.ids]
+    else:
+        words = pieces(tokenizer, window.ids, window.text, window.offsets)
     if window.offsets:
         first, last = window.offsets[0][0], window.offsets[-1][1]
         text, (start, end) = window.text[first:last], window.offsets[place]

@@ -314,7 +314,7 @@ class Steer(_Vectors):
         return vector + self._expanded(vector)
 
 
-def source_names(model: nn.Module) -> list[list[str]]:
+def source_names(model: Any) -> list[list[str]]:
     """Return the names of what each read mixes.
 
     Raises:
@@ -331,7 +331,7 @@ def _rows(residual: Residual) -> list[tuple[Source, ...]]:
 
 
 @contextmanager
-def intervene(model: nn.Module, *edits: Edit) -> Generator[None]:
+def intervene(model: Any, *edits: Edit) -> Generator[None]:
     """Make `edits`, one after the other, in every forward pass inside the block; the model itself stays as it is.
 
     Recording (`record`) shows the edited weights, gradients flow, and generation works; with a KV cache a pass holds
@@ -350,6 +350,7 @@ def intervene(model: nn.Module, *edits: Edit) -> Generator[None]:
     if residual.editor is not None:
         raise UserError("this model is being edited already: give all edits to one `intervene`")
     editor = _Edits(residual, edits)
+    model = getattr(model, "__self__", model)  # a method's module
     base: Any = getattr(model, "depth_base", model)  # which a head calls, and users may
     hook = base.register_forward_pre_hook(editor.see_cache, with_kwargs=True)
     try:

@@ -11,15 +11,11 @@ from attnres.errors import UserError
 from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import Edit, intervene
-from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, stated_context, tokenise
+from attnres.inspect.subject import Model, Text, as_model, prompt_ids
 from attnres.stats import or_none, ratio
 from attnres.text import short, with_error
 
 Edits = Edit | Sequence[Edit]
-Text = str | Tensor | Sequence[int]
-"""One text: in letters, for a model that was loaded with its tokenizer, or its token ids, (T,) or (1, T)."""
-Token = int | str
-"""A token: its id, or its letters."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -81,12 +77,13 @@ class Effect(notebook.Result):
         return notebook.table(f"{self!r}; likeliest after the text:", ("token id", "before", "after"), rows)
 
 
-def predict(model: nn.Module, input_ids: Text) -> Prediction:
+def predict(model: Model, input_ids: Text) -> Prediction:
     """The model's predictions for one text (T,) or (1, T).
 
     Raises:
         UserError: an empty text, several at once, one longer than the model's context, or ids outside its vocabulary.
     """
+    model = as_model(model)
     ids = prompt_ids(model, input_ids)
     with evaluating(model), torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
@@ -94,7 +91,7 @@ def predict(model: nn.Module, input_ids: Text) -> Prediction:
 
 
 def effect(
-    model: nn.Module,
+    model: Model,
     input_ids: Text,
     edits: Edits,
     *,
@@ -112,6 +109,7 @@ def effect(
     Raises:
         UserError: as `predict` and `intervene`; or `before` belongs to another text.
     """
+    model = as_model(model)
     ids = prompt_ids(model, input_ids)
     if before is None:
         before = predict(model, ids)
@@ -138,67 +136,3 @@ def several(edits: Edits) -> Sequence[Edit]:
     """One edit, or several, as a sequence; what is none is refused where it is made."""
     many = isinstance(edits, Sequence) and not isinstance(edits, str)
     return edits if many else (cast(Edit, edits),)
-
-
-def tokenizer_of(model: Any) -> Any:
-    """The tokenizer that lies with the model's files (`Checkpoint.load` notes where), read once.
-
-    Raises:
-        UserError: the model comes from no folder or name that has one.
-    """
-    if getattr(model, "read_tokenizer", None) is None:
-        from transformers import AutoTokenizer
-
-        folder = getattr(model, "tokenizer_folder", None) or getattr(model, "name_or_path", "")
-        try:
-            model.read_tokenizer = AutoTokenizer.from_pretrained(folder)
-        except Exception as error:  # Transformers raises many kinds
-            raise UserError(
-                "text was given in letters, and the model has no tokenizer beside it: give token ids, or load the "
-                "model from its folder"
-            ) from error
-    return model.read_tokenizer
-
-
-def token_id(model: nn.Module, token: Token) -> int:
-    """The id of a token, given by it or by its letters.
-
-    Raises:
-        UserError: letters that are not one token, or that the tokenizer does not know; an id outside the vocabulary.
-    """
-    if isinstance(token, str):
-        ids = tokenise(tokenizer_of(model), token)[0]
-        if len(ids) != 1:
-            raise UserError(f"'{token}' is {len(ids)} tokens: give one, with the space before it if there is one")
-        return int(ids[0])
-    if not 0 <= token < rows_of(model):
-        raise UserError(f"target is {token}: expected a token id from 0 to {rows_of(model) - 1}")
-    return int(token)
-
-
-def prompt_ids(model: nn.Module, input_ids: Text) -> Tensor:
-    """(1, T): one text's ids on the model's device.
-
-    Raises:
-        UserError: an empty text, several at once, one longer than the model's context, ids outside its vocabulary;
-            letters for a model without a tokenizer, or that its tokenizer does not know.
-    """
-    rows, context = rows_of(model), stated_context(getattr(model, "config", None))
-    if isinstance(input_ids, str):
-        input_ids = encode_prompt(tokenizer_of(model), input_ids, rows=rows, context=context)[0]
-    try:
-        ids = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"a text is {type(input_ids).__name__}: expected letters or token ids ({error})") from error
-    if ids.dim() == 2 and ids.shape[0] == 1:
-        ids = ids[0]
-    if ids.dim() != 1:
-        raise UserError(f"ids of shape {tuple(ids.shape)}: expected those of one text, (T,) or (1, T)")
-    if not ids.numel():
-        raise UserError("the text is empty: give at least one token")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise UserError(f"ids are {ids.dtype}: expected whole numbers")
-    check_length(ids.numel(), context, "the model")
-    check_ids(ids, rows)
-    table: Any = model.get_input_embeddings()  # ty: ignore[not-callable]
-    return ids.long().unsqueeze(0).to(table.weight.device)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch import nn
 
 from attnres.errors import UserError
 from attnres.head import evaluating, next_token_losses
@@ -20,14 +19,15 @@ from attnres.inspect import geometry
 from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights, depth_distance, embedding_persistence
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of
 from attnres.inspect.recording import Trace, find_residual, record
+from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, vocab_size
 from attnres.inspect.survey import Encoded, Survey, check_documents, encode, survey
-from attnres.models.encoding import check_ids, pieces, rows_of, token_in_front
+from attnres.models.encoding import check_ids, pieces, token_in_front
 from attnres.progress import counting
 from attnres.residuals import depths
 from attnres.stats import or_none
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 Kind = Literal["auto", "code", "prose"]
 
@@ -36,15 +36,15 @@ FIRST = 8
 
 
 def inspect_model(
-    model: Any,
-    tokenizer: "PreTrainedTokenizerBase",
-    documents: Iterable[str],
+    model: Model,
+    tokenizer: Any,
+    documents: Iterable[Text],
     *,
     context: int,
     batch_size: int = 8,
     kind: Kind = "auto",
     limit: int | None = None,
-    example: str | None = None,
+    example: Text | None = None,
     name: str | None = None,
     source: str = "documents",
     progress: bool = False,
@@ -52,6 +52,7 @@ def inspect_model(
     """Run documents through a model of this package and measure all that this package can.
 
     Args:
+        tokenizer: of Transformers or `tokenizers`; None where texts are token ids, which have no kinds.
         documents: texts; each is cut into windows of `context` tokens, which are seen alone.
         batch_size: windows in a forward pass.
         kind: of the text, which decides the kinds of its tokens; "auto" looks at the first documents.
@@ -64,9 +65,10 @@ def inspect_model(
     Raises:
         UserError: no residual of this package, no text, a single token, or what `survey` and `encode` raise.
     """
-    find_residual(model)
+    model = as_model(model)
     check_documents(documents)
-    before = token_in_front(tokenizer)
+    tokenizer = None if tokenizer is None else as_tokenizer(tokenizer)
+    before = () if tokenizer is None else token_in_front(tokenizer)
     if context < len(before) + 2:
         raise UserError(f"context is {context} tokens: expected at least {len(before) + 2}, one to predict another")
     reader = _Reader(tokenizer, documents, kind, limit)
@@ -160,26 +162,29 @@ def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str
 
 
 @torch.no_grad()
-def show_example(
-    model: nn.Module, tokenizer: "PreTrainedTokenizerBase", text: str, *, context: int, kind: str
-) -> Example | None:
+def show_example(model: Model, tokenizer: Any, text: Text, *, context: int, kind: str) -> Example | None:
     """Every token of a text, cut after `context` tokens, with its weights in each read; None for a residual that weighs
     nothing. Fields as in `Inspection.example`."""
-    before = token_in_front(tokenizer)
+    model = as_model(model)
+    before = () if tokenizer is None else token_in_front(tokenizer)
     encoded = encode(tokenizer, text)
     keep = context - len(before)
     ids = encoded.ids[:keep].tolist()
-    inputs = torch.tensor([[*before, *ids]], device=next(model.parameters()).device)
-    check_ids(inputs, rows_of(model))
+    inputs = torch.tensor([[*before, *ids]], device=device_of(model))
+    check_ids(inputs, vocab_size(model))
     with evaluating(model), record(model, tokens=True) as trace:
         losses = next_token_losses(model, inputs)[0]
     if not trace.weighs:
         return None
     names = (*KINDS[kind], "special")  # -1 is the last
-    labels = kinds_of(text, encoded.offsets, kind)[:keep]
+    if isinstance(text, str):
+        labels, tokens = kinds_of(text, encoded.offsets, kind)[:keep], pieces(tokenizer, ids, text, encoded.offsets)
+        text = text[: encoded.offsets[keep - 1][1]] if len(encoded.offsets) > keep else text
+    else:
+        labels, tokens, text = [-1] * len(ids), [str(token) for token in ids], " ".join(map(str, ids))
     return {
-        "text": text[: encoded.offsets[keep - 1][1]] if len(encoded.offsets) > keep else text,
-        "tokens": pieces(tokenizer, ids, text, encoded.offsets),
+        "text": text,
+        "tokens": tokens,
         "ids": ids,
         "kinds": [names[label] for label in labels],
         "losses": [*losses[len(before) :].tolist(), None],
@@ -192,13 +197,11 @@ def show_example(
 class _Reader:
     """Documents as labelled tokens, up to `limit` of them."""
 
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", documents: Iterable[str], kind: Kind, limit: int | None
-    ) -> None:
+    def __init__(self, tokenizer: Any, documents: Iterable[Text], kind: Kind, limit: int | None) -> None:
         rest = iter(documents)
         first = list(islice(rest, FIRST))
-        self.kind = guess_language("\n".join(first)) if kind == "auto" else kind
-        self.names: Sequence[str] = KINDS[self.kind] if tokenizer.is_fast else []
+        self.kind = guess_language("\n".join(one for one in first if isinstance(one, str))) if kind == "auto" else kind
+        self.names: Sequence[str] = KINDS[self.kind] if tokenizer is not None and tokenizer.is_fast else []
         self.tokenizer, self.limit = tokenizer, limit
         self.documents = chain(first, rest)
 
@@ -206,7 +209,7 @@ class _Reader:
         left = self.limit
         for text in self.documents:
             encoded = encode(self.tokenizer, text)
-            if self.names:
+            if self.names and isinstance(text, str):
                 encoded = encoded._replace(labels=np.asarray(kinds_of(text, encoded.offsets, self.kind)))
             if left is not None:
                 encoded = encoded._replace(ids=encoded.ids[:left], labels=encoded.labels[:left])

@@ -5,8 +5,10 @@ output's read is a sum and the head is linear, so that once the norm's scale is 
 a sum over sources: W_y . N(p_i v_i), and what is left (biases, gates).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +19,12 @@ from attnres.errors import UserError
 from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
-from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.recording import find_residual
+from attnres.inspect.subject import Model, Text, TextModel, Token, as_model, prompt_ids, token_id
 from attnres.inspect.vectors import read_vectors
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
+from attnres.residuals.base import with_norm
 from attnres.streams.known_norms import describe_norm
 from attnres.streams.stream import FINISHED, note_progress
 from attnres.text import short
@@ -73,23 +76,24 @@ class Lens(notebook.Result):
         return notebook.table(f"{self!r}, after the last token", head, rows)
 
 
-def logit_lens(model: Any, text: Text, *, top: int = 5) -> Lens:
+def logit_lens(model: Model, text: Text, *, top: int = 5) -> Lens:
     """Put every read of a text through the final norm and the head, whatever the head does besides (scales, caps).
 
     Raises:
-        UserError: as `predict`, or a residual that mixes by no weights.
+        UserError: as `predict`; a residual that mixes by no weights; a module whose head is not found.
     """
     if top < 1:
         raise UserError(f"top is {top}: expected at least one token a read")
+    model = as_model(model)
     vectors = read_vectors(model, text)
     top = min(top, len(vectors.log_probs))
-    norm = _final_norm(model)
+    norm, predictions, _ = _end(model, vectors.ids)
     with evaluating(model), torch.no_grad():
-        last = _predictions(model, norm(vectors.reads[-1]))
+        last = predictions(with_norm(vectors.reads[-1], norm))
         following = torch.cat([vectors.ids[1:], last[-1].argmax().view(1)])
         rows: list[tuple[Any, ...]] = []
         for h in vectors.reads:
-            read = _predictions(model, norm(h))
+            read = predictions(with_norm(h, norm))
             best = read.topk(top)
             apart = nn.functional.kl_div(read, last, reduction="none", log_target=True).sum(-1)
             target = read.gather(1, following[:, None])[:, 0]
@@ -137,20 +141,24 @@ class Direct(notebook.Result):
 
 
 def direct(
-    model: Any, text: Text, *, position: int = -1, target: Token | None = None, against: Token | None = None
+    model: Model, text: Text, *, position: int = -1, target: Token | None = None, against: Token | None = None
 ) -> Direct:
     """What each source of the output's read adds to a token's logit after `position`; None is the likeliest token.
 
     Raises:
         UserError: as `predict`; a position or token that is not there; a final norm whose arithmetic is not known.
     """
+    model = as_model(model)
     ids = prompt_ids(model, text)
     position = position_of(position, ids.shape[1])
     vectors = read_vectors(model, ids[:, : position + 1])
-    norm, residual = _final_norm(model), find_residual(model)
-    spec, head = describe_norm(norm, vectors.reads[-1]), model.get_output_embeddings()
+    residual = find_residual(model)
+    norm, _, head = _end(model, vectors.ids)
+    spec = describe_norm(norm, vectors.reads[-1]) if isinstance(norm, nn.Module) else norm
     if not isinstance(spec, Norm):
         raise UserError(f"the final norm is {type(norm).__name__}: its arithmetic is not known here")
+    if not isinstance(getattr(head, "weight", None), Tensor):
+        raise UserError("the head is no linear layer: what sources add to a logit is known of one alone")
     target_id = int(vectors.log_probs.argmax()) if target is None else token_id(model, target)
     rival = None if against is None else token_id(model, against)
     h = vectors.reads[-1][-1].double()
@@ -190,13 +198,54 @@ def direct(
     )
 
 
-def _final_norm(model: Any) -> nn.Module:
-    base = model.base_model
-    return base.get_submodule(base.family.final_norm)
+def _end(model: Any, ids: Tensor) -> tuple[Any, Callable[[Tensor], Tensor], Any]:
+    """Return the final norm, a function from normed vectors (T, d) to log-probabilities (T, V), and the head.
+
+    Of a `TextModel` the norm is what `finish` is given in a pass, and the head the linear layer that makes the logits
+    of what `finish` returns.
+
+    Raises:
+        UserError: a module that calls no `finish`, or has no such layer.
+    """
+    if not isinstance(model, TextModel):
+        base = model.base_model
+        norm = base.get_submodule(base.family.final_norm)
+        return norm, partial(_predictions, model), model.get_output_embeddings()
+    residual, calls, linears = find_residual(model), list[tuple[Any, Tensor]](), list[tuple[Any, Tensor, Tensor]]()
+    finish = residual.finish
+
+    def keep(state: Any, norm: Any) -> Tensor:
+        calls.append((norm, finish(state, norm)))
+        return calls[-1][1]
+
+    with ExitStack() as stack:
+        vars(residual)["finish"] = keep
+        stack.callback(vars(residual).pop, "finish")
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                handle = module.register_forward_hook(lambda m, args, out: linears.append((m, args[0], out)))
+                stack.callback(handle.remove)
+        stack.enter_context(evaluating(model))
+        stack.enter_context(torch.no_grad())
+        logits = model(ids[None]).logits
+    if not calls:
+        raise UserError(f"{model.name} calls no `finish` of its residual: there is no last read")
+    norm, normed = calls[-1]
+    head = model.head or next((m for m, x, out in reversed(linears) if _same(x, normed) and _same(out, logits)), None)
+    if head is None:
+        raise UserError(
+            f"no linear layer of {model.name} makes its logits of what `finish` returns: give TextModel(module, head=f)"
+        )
+    return norm, lambda h: log_probs(head(h)), head
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
 
 
 def _predictions(model: Any, hidden: Tensor) -> Tensor:
-    """(T, V) log-probabilities from normed vectors (T, d): the model's own head, for which its base hands these out."""
+    """Return log-probabilities (T, V) of normed vectors (T, d): the model's own head, for which its base hands these
+    out."""
     base = model.base_model
     before = base.__dict__.get("forward")
     output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden.unsqueeze(0))

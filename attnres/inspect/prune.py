@@ -123,6 +123,8 @@ def prune_report(inspection: Inspection, threshold: float = 0.01) -> PruneReport
     check_prunable(inspection.model["residual"], inspection.traits, threshold)
     routing = inspection.routing
     assert routing is not None
+    if "high" not in routing or "largest" not in routing:
+        raise UserError("this inspection holds means alone: one of `inspect_model` says how weights spread over tokens")
     edges, uses = [], dict[str, list[Edge]]()
     for index, read in enumerate(inspection.layout):
         if len(read.sources) < 2:

@@ -16,12 +16,18 @@ from attnres.ops import compute_dtype
 from attnres.residuals import Residual, Source, watched_by
 
 
-def find_residual(model: nn.Module) -> Residual:
-    """The residual of a model of this package.
+def find_residual(model: Any) -> Residual:
+    """Return the residual of a model: of this package, or a module with one of `make_residual` or `attach`.
+
+    Args:
+        model: a module, or a method of one.
 
     Raises:
-        UserError: it has none.
+        UserError: it is no module, or has none.
     """
+    model = getattr(model, "__self__", model)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{type(model).__name__} is no module of torch: give the one whose residual is looked at")
     for module in model.modules():
         if isinstance(module, Residual):
             return module
@@ -29,7 +35,8 @@ def find_residual(model: nn.Module) -> Residual:
         if residual is not None and any(isinstance(part, Residual) for part in residual.modules()):
             return residual("itself")  # an adapter library may have put a wrapper around it
     raise UserError(
-        f"{type(model).__name__} has no residual of attnres: build or load it with attnres.models, or convert it"
+        f"{type(model).__name__} has no residual of attnres: build or load it with attnres.models, convert it, or give "
+        "it one with make_residual or attach"
     )
 
 
@@ -127,6 +134,8 @@ class Trace(notebook.Result):
     def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         if _in_backward():
             return
+        if not self.tokens:
+            raise UserError("a read was made before a pass began: call `start` of the residual inside the recording")
         h = h.detach()
         self._input_squares[index] += _sum_of_squares(h)
         if self._keep:
@@ -392,7 +401,7 @@ class Trace(notebook.Result):
 
 
 def _mean(row: Any, tokens: int) -> list[float]:
-    return (row / tokens).tolist() if torch.is_tensor(row) else []
+    return (row / tokens).tolist() if torch.is_tensor(row) and tokens else []
 
 
 def _ratio(dots: Tensor, lengths: Tensor) -> Tensor:
@@ -409,7 +418,7 @@ def _sum_of_squares(x: Tensor) -> float:
 
 
 @contextmanager
-def record(model: nn.Module, *, tokens: bool = False, labels: int = 0, contributions: bool = True) -> Generator[Trace]:
+def record(model: Any, *, tokens: bool = False, labels: int = 0, contributions: bool = True) -> Generator[Trace]:
     """Record what `model`'s residual does while the block runs; logits and gradients stay the same, with gradients bit
     for bit. Every position counts as a token, padding too: of texts of several lengths give one after the other.
 

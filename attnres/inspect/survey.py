@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.head import evaluating, next_token_losses
 from attnres.inspect import notebook
 from attnres.inspect.edits import intervene
-from attnres.inspect.effects import Edits, prompt_ids, several
+from attnres.inspect.effects import Edits, several
 from attnres.inspect.recording import Trace, record
-from attnres.models.encoding import check_ids, encode_document, rows_of
+from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, prompt_ids, vocab_size
+from attnres.models.encoding import check_ids, encode_document
 from attnres.stats import Ratio, RatioSums, ratio
 from attnres.text import with_error
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 BINS = 500
 """Of the histogram of each source's shares: quantiles are right to 1 / BINS."""
@@ -99,14 +100,23 @@ def check_documents(documents: object) -> None:
         raise UserError("documents is one text: expected several, or [text]")
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> Encoded:
-    """The tokens of a text without those in front, labelled -1. Raises UserError as `encode_document`."""
-    ids, offsets = encode_document(tokenizer, text)
+def encode(tokenizer: Any, text: Text) -> Encoded:
+    """Return the tokens of a text without those in front, labelled -1; token ids are taken as they are.
+
+    Raises:
+        UserError: as `encode_document`; letters without a tokenizer.
+    """
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise UserError("text was given in letters without a tokenizer: give one, or token ids")
+        ids, offsets = encode_document(as_tokenizer(tokenizer), text)
+    else:
+        ids, offsets = torch.as_tensor(text).flatten().tolist(), []
     return Encoded(np.asarray(ids, dtype=np.int64), offsets, np.full(len(ids), -1))
 
 
 def survey(
-    model: nn.Module,
+    model: Model,
     documents: Iterable[Encoded],
     *,
     context: int,
@@ -129,8 +139,8 @@ def survey(
     """
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}: expected at least 1")
-    sums = _Sums(labels)
-    device, rows = next(model.parameters()).device, rows_of(model)
+    model, sums = as_model(model), _Sums(labels)
+    device, rows = device_of(model), vocab_size(model)
     with evaluating(model), torch.no_grad(), record(model, tokens=True) as trace:
         for batch in batches(sums.opened(_windows(documents, context - len(before))), batch_size):
             ids = np.stack([np.concatenate([before, window.ids]) for window in batch]).astype(np.int64)
@@ -182,7 +192,7 @@ class CorpusEffect(notebook.Result):
 
 
 def corpus_effect(
-    model: nn.Module,
+    model: Model,
     documents: Iterable[Tensor | Sequence[int]],
     edits: Edits,
     *,
@@ -200,7 +210,7 @@ def corpus_effect(
         UserError: no document has two tokens; one is longer than the context or has ids outside the vocabulary; a label
             that has no name; as `intervene` and `survey`.
     """
-    encoded = []
+    model, encoded = as_model(model), []
     for document in documents:
         ids = prompt_ids(model, document)[0].cpu()
         marks = np.full(len(ids), -1) if labels is None else np.asarray(labels(ids))

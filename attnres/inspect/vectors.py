@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
-from attnres.inspect.effects import Text, prompt_ids
 from attnres.inspect.recording import find_residual
+from attnres.inspect.subject import Model, Text, as_model, prompt_ids
 from attnres.residuals import Read, watched_by
 
 
@@ -77,12 +77,13 @@ class _Keep:
         self.outputs.append(output[0])
 
 
-def read_vectors(model: nn.Module, text: Text) -> Vectors:
+def read_vectors(model: Model, text: Text) -> Vectors:
     """Run the model on one text and keep all that is read: in memory as much as the text's activations.
 
     Raises:
         UserError: as `predict`; a residual that mixes by no weights; a model that is being recorded.
     """
+    model = as_model(model)
     ids, residual, keep = prompt_ids(model, text), find_residual(model), _Keep()
     if residual.observer is not None:
         raise UserError("this model is being recorded: leave the `record` block first")

@@ -4,7 +4,7 @@ Shapes: T tokens, n sealed sources, k open sources, S reads, d width. `eager` is
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ MAX_ONE_PASS = 32
 
 MAX_SHARED = 256
 """The most sources, and the most reads, of the Triton kernels' phase 1: those of a token are one tile."""
+
+
+CACHED = 1 << 20
+"""Bytes of sources that stay in a core's cache from one read to the next."""
 
 
 def check_shapes(tensors: Sequence[Tensor | None], shape: tuple[int, ...]) -> None:
@@ -103,36 +107,49 @@ class MergeInputs(NamedTuple):
     saves: Literal["nothing", "least", "h"] = "h"
 
 
-class MergeSaved(NamedTuple):
-    """What the backward of a merge needs.
+class Scalars(NamedTuple):
+    """What a merge knows of each token, in the compute dtype.
 
     Attributes:
-        h: (T, d), the read before its norm; None where the backward makes it again from `output` and the open sources.
-        rstd: (T,), 1 / its deviation, if a norm follows.
+        rstd: (T,), 1 / the deviation of the read, if a norm follows.
         weights, scores, inv_rms: (T, k), the open sources' weights, logits and 1/rms, if k > 0.
         sealed: (T,), the weight of the sealed sources together, if there are both kinds.
-        scalars: all but h in one tensor, which a backend BY_ADDRESS keeps in their place; see `named`.
     """
 
-    h: Tensor | None
     rstd: Tensor | None = None
     weights: Tensor | None = None
     sealed: Tensor | None = None
     scores: Tensor | None = None
     inv_rms: Tensor | None = None
+
+
+class MergeSaved(NamedTuple):
+    """What the backward of a merge needs.
+
+    Attributes:
+        h: (T, d), the read before its norm; None where the backward makes it again from `output` and the open sources.
+        scalars: (rows, T), the parts of `Scalars` one after another in memory: a row for rstd, k each for weights,
+            scores and inv_rms, and one for sealed if there are sealed sources beside open ones.
+    """
+
+    h: Tensor | None
     scalars: Tensor | None = None
 
-    def named(self, k: int, *, normed: bool) -> "MergeSaved":
-        """The parts of `scalars` by name, of a merge of k open sources with a norm after it or without. Its rows (T,)
-        are one after another in memory: rstd, k each for weights, scores and inv_rms, and sealed if there is such."""
+    def named(self, k: int, *, normed: bool) -> Scalars:
+        """Return the parts of `scalars`, of a merge of k open sources with a norm after it or without."""
         scalars = self.scalars
         if scalars is None:
-            return self
+            return Scalars()
         rstd = scalars[0] if normed else None
         if not k:
-            return MergeSaved(self.h, rstd)
-        weights, scores, inv_rms = scalars[1 : 1 + 3 * k].view(3, -1, k)
-        return MergeSaved(self.h, rstd, weights, scalars[-1] if len(scalars) > 1 + 3 * k else None, scores, inv_rms)
+            return Scalars(rstd)
+        weights, scores, inv_rms = scalars[1 : 1 + 3 * k].view(3, scalars.shape[1], k)
+        return Scalars(rstd, weights, scalars[-1] if len(scalars) > 1 + 3 * k else None, scores, inv_rms)
+
+
+def scalar_rows(k: int, *, sealed: bool) -> int:
+    """Return the rows of `MergeSaved.scalars` of a merge of k open sources, with sealed ones or without."""
+    return 1 + 3 * k + (k > 0 and sealed)
 
 
 class MergeGradInputs(NamedTuple):
@@ -177,13 +194,10 @@ class MergeGrads(NamedTuple):
 
 
 class Backend(Protocol):
-    """A module that makes depth reads."""
+    """A module that makes depth reads. It computes in at least fp32, under autocast too.
 
-    @property
-    def BY_ADDRESS(self) -> bool:
-        """Whether it takes vectors of any shape (..., d), one shape for all of a call, and gives such: a vector is an
-        address and a width to it, and autocast does not concern it. Else vectors are (T, d)."""
-        ...
+    Vectors have any shape (..., d), one for all of a call, where the records say (T, d), and so have its results.
+    """
 
     def read_sealed(self, r: ReadInputs) -> Sealed: ...
 
@@ -216,6 +230,8 @@ class Kernels(NamedTuple):
     """A row of `dispatch.KERNELS`: the kernels of one device, and what else depends on that device.
 
     Attributes:
+        device: its type.
+        bank: the class of `bank.Bank` that has the sources of a pass without gradients; None for none.
         name: as `Plan.backend` has it. title: in a sentence. found: why they are taken where they can be.
         load: returns the backend, or why it cannot be had.
         why_not: returns why the backend cannot take a call, or None.
@@ -225,8 +241,11 @@ class Kernels(NamedTuple):
         few_compiled: by phase, the values of a source up to which a compiler is given torch operations; of larger ones
             our operators make faster reads and keep less for backward.
         most_open: open sources of a merge up to which it is; None for any number.
+        torch_norm: PyTorch's own RMSNorm, forward and backward, is one kernel of the device and less work for the host
+            than a call of ours: it makes norms that no read is fused with.
     """
 
+    device: str
     name: str
     title: str
     found: str
@@ -237,3 +256,29 @@ class Kernels(NamedTuple):
     cached: bool = False
     few_compiled: dict[int, int] = {}  # noqa: RUF012
     most_open: int | None = None
+    torch_norm: bool = False
+    bank: Any = None
+
+
+def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]:
+    """Vectors of width d moved per token for the sealed part of `reads` reads: (in one pass each, in two phases).
+
+    Forward, one pass reads n sources a read; two phases read n, and write and read an output for each read. The
+    backward of a pass reads n sources and their gradients so far and writes n gradients; phase 1 does so once for all
+    reads, reads the sources once more for the queries, and the outputs' gradients are written and read. The open
+    sources cost the same either way.
+    """
+    n = sealed
+    one, two = n * reads, n + 2 * reads
+    return (one + 3 * n * reads, two + 4 * n + 2 * reads) if training else (one, two)
+
+
+def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1, nbytes: int | None = None) -> bool:
+    """Whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases.
+
+    `nbytes` are those of the sealed sources, where a kernel takes any number of them: what is in a cache is not moved.
+    """
+    one, two = vectors_moved(sealed, reads, training=training)
+    if nbytes is not None:
+        return two < one and nbytes > CACHED
+    return sealed > 0 and (two < one or sealed + opens > MAX_ONE_PASS)

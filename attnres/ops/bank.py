@@ -1,36 +1,25 @@
-"""The sources of one forward pass without gradients, in memory that the next pass uses again: one C call a read.
+"""The sources of one forward pass without gradients, whose reads are made by a fixed program.
 
 A `Program` says in numbers which rows of a bank each read mixes and where each output goes; it depends on a network's
 depth and layout alone. A `Bank` is the memory of one running pass, and `Banks` keeps those that no pass uses: a pass
 takes one out and puts it back, so that two passes, in turn or in two threads, never share one.
-
-A row is an output where it lies, which is never written to, or memory of the bank, in which sums are made. A sum is
-made in place only where no later read needs what it was before: what is sealed is never written to.
 """
 
-import ctypes
-import struct
 import threading
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnres.ops import cpu
-from attnres.ops.dispatch import in_two_phases
-from attnres.ops.norms import Norm, norm_kind
+from attnres.ops.backend import MergeInputs, ReadInputs, in_two_phases
+from attnres.ops.norms import Norm
+from attnres.ops.precision import rounded_sum
 
 KEPT = 32 << 20
 """Bytes of all banks that wait for their next pass; the memory of a long prompt is given back."""
 
-_HEAD = struct.Struct("3qd5q")
-"""The kernels' `bank` before its table of rows."""
-_THREADS, _QUERIES, _EMBEDDING = 2, 4, 9
-"""Which of its words change from pass to pass."""
-_ROW = 24
-"""Bytes of one `rows`."""
-_NORM = struct.Struct("qd6q")
-"""The kernels' `step` up to the end of its norm: kind, eps, `rows` of weight and bias."""
+MOST = 16
+"""Banks of a network that wait: lengths of prompts differ."""
 
 
 class Step(NamedTuple):
@@ -56,14 +45,6 @@ class Step(NamedTuple):
     scale: float
     done: tuple[int, ...]
 
-    def packed(self, place: int | None) -> bytes:
-        """The kernels' `step` after its norm: one pass over all rows, or over the open ones after phase 1, whose read
-        `place` it is."""
-        rows = self.rows if place is None else self.rows[len(self.rows) - self.opens :]
-        alone = self.target not in rows[-1:] or rows.count(self.target) > 1
-        numbers = (self.target, self.before, int(alone), place, self.keeps, self.query)
-        return struct.pack(f"{7 + len(rows)}q", *(-1 if n is None else n for n in numbers), len(rows), *rows)
-
 
 class Group(NamedTuple):
     """Reads `start` to `stop` - 1 have these finished rows in common, and queries from `query` on."""
@@ -81,6 +62,7 @@ class Program(NamedTuple):
         count: how many rows there are; row 0 is the embedding.
         sums: those that are memory of the bank.
         eps: of the key norm.
+        alone: the most rows of a read that is in no group.
     """
 
     steps: tuple[Step, ...]
@@ -88,19 +70,23 @@ class Program(NamedTuple):
     count: int
     sums: tuple[int, ...]
     eps: float
+    alone: int = 1
 
-    def shared(self, tokens: int, width: int, dtype: torch.dtype) -> list[Group]:
-        """The groups whose reads are made in two phases."""
-        size = tokens * width * dtype.itemsize
-        return [
-            group
-            for group in self.groups
-            if in_two_phases(len(group.rows), group.stop - group.start, training=False, nbytes=size * len(group.rows))
-        ]
+    def shared(self, tokens: int, width: int, dtype: torch.dtype, *, cached: bool) -> list[Group]:
+        """The groups whose reads are made in two phases. cached: small sources stay in a cache between reads."""
+        size, shared = tokens * width * dtype.itemsize, list[Group]()
+        for group in self.groups:
+            count, reads = len(group.rows), group.stop - group.start
+            opens = max(step.opens for step in self.steps[group.start : group.stop])
+            nbytes = size * count if cached else None
+            if in_two_phases(count, reads, training=False, opens=opens, nbytes=nbytes):
+                shared.append(group)
+        return shared
 
 
 class Bank:
-    """One forward pass: its sources, (T, d) a row, and how far it is.
+    """One forward pass: its sources, (T, d) a row, and how far it is. A backend makes its reads, and keeps nothing that
+    only a backward needs.
 
     Attributes:
         embedding: that of the pass, (..., d); reads have its shape.
@@ -108,147 +94,115 @@ class Bank:
         was_read: whether that read was made.
         number: which of the passes that it served this is.
         norms: what the caller knows of the norm that it set last for each read.
-        nbytes: of its memory.
+        nbytes: of the memory that it keeps between passes.
     """
 
     embedding: Tensor
+    nbytes = 0
 
-    def __init__(self, program: Program, tokens: int, width: int, dtype: torch.dtype) -> None:
-        self.program, self.tokens, self.width, self.dtype = program, tokens, width, dtype
+    def __init__(self, program: Program, tokens: int, width: int, dtype: torch.dtype, backend: Any) -> None:
+        self.program, self.tokens, self.width, self.dtype, self.backend = program, tokens, width, dtype, backend
         self.index, self.was_read, self.number = 0, False, 0
-        self._groups = {group.start: group for group in program.shared(tokens, width, dtype)}
-        places: dict[int, int] = {
+        self._groups = {group.start: group for group in program.shared(tokens, width, dtype, cached=self.cached)}
+        self._in_group: dict[int, int] = {
             index: index - group.start for group in self._groups.values() for index in range(group.start, group.stop)
         }
-        self._steps = [
-            ctypes.create_string_buffer(bytes(_NORM.size) + step.packed(places.get(index)))
-            for index, step in enumerate(program.steps)
-        ]
-        self._addresses = [ctypes.addressof(step) for step in self._steps]
-        reads = max((group.stop - group.start for group in self._groups.values()), default=0)
-        sources = max((len(group.rows) for group in self._groups.values()), default=0)
-        self.sums = cpu.new(len(program.sums), tokens, width, dtype=dtype)
-        self._outputs = cpu.new(reads, tokens, width)
-        self._tops, self._totals = cpu.new(reads, tokens), cpu.new(reads, tokens)
-        self._scratch = cpu.new(tokens * sources * (reads + 1))
-        self._zeros = cpu.new(width).zero_()
-        self.nbytes = self.sums.nbytes + self._outputs.nbytes + self._scratch.nbytes
-        self._phase1 = ctypes.create_string_buffer(b"".join(map(self._row, self._outputs)))
-        vectors = self._zeros, self._tops, self._totals
-        zeros, tops, totals = (vector.data_ptr() for vector in vectors)
-        head = _HEAD.pack(tokens, width, 1, program.eps, 0, zeros, ctypes.addressof(self._phase1), tops, totals)
-        table = [self._row(torch.empty(0, dtype=dtype))] * program.count
-        for row, memory in zip(program.sums, self.sums, strict=True):
-            table[row] = self._row(memory)
-        self._memory = (ctypes.c_char * (len(head) + _ROW * len(table))).from_buffer_copy(b"".join((head, *table)))
-        self._place, self._words = ctypes.addressof(self._memory), memoryview(self._memory).cast("B").cast("q")
-        self._kernels: Any = cpu.load()
-        self._alive: dict[int, Tensor] = {}
+        self._rows: list[Any] = []
         self._output: Tensor | None = None
-        self._dtypes: list[torch.dtype | None] = [None] * len(program.steps)
-        self._vectors: list[tuple[Tensor | None, Tensor | None] | None] = [None] * len(program.steps)
+        self._set: list[Norm | None] = [None] * len(program.steps)
         self.norms: list[Any] = [None] * len(program.steps)
+
+    cached = False
+    """Whether sources stay in a core's cache from one read to the next (`in_two_phases`)."""
+
+    @staticmethod
+    def takes(vector: Tensor) -> bool:
+        """Whether reads are made of the vector where it lies; else of a copy."""
+        return True
 
     def scale(self) -> float:
         """What the coming read is multiplied by, where no norm follows that takes its eps."""
         return self.program.steps[self.index].scale
 
-    def _row(self, tensor: Tensor) -> bytes:
-        """The kernels' `rows` of a contiguous (..., d)."""
-        return struct.pack("3q", tensor.data_ptr(), self.width * tensor.element_size(), tensor.dtype is torch.bfloat16)
-
     def begin(self, embedding: Tensor, queries: Tensor) -> None:
         """Begin a pass with the embedding (..., d) and the scaled queries (reads, d) in fp32, both contiguous."""
         self.embedding, self.index, self.was_read, self._output = embedding, 0, False, None
-        self._alive = {0: embedding, -1: queries}
-        words = self._words
-        words[_QUERIES], words[_EMBEDDING] = queries.data_ptr(), embedding.data_ptr()
-        if self.tokens > 1:
-            words[_THREADS] = cpu.threads_for(self.tokens)
+        self._rows = [embedding, *(None for _ in range(self.program.count - 1))]
+        self._queries = queries.unbind(0)
+        self._all_queries = queries
 
     def set_norm(self, norm: Norm | None) -> None:
         """Let the coming read, of this pass and of later ones, end with this norm; with None it is times its scale."""
-        index = self.index
-        weight, bias, eps, _, dtype = norm or Norm()
-        vectors = self._vectors[index] = _readable(weight), _readable(bias)
-        self._dtypes[index] = dtype
-        kind, scale = norm_kind(norm), self.program.steps[index].scale
-        rows = list[int]()
-        for vector in vectors:
-            rows += (0, 0, 0) if vector is None else (cpu.address(vector, (self.width,)), 0, _is_bf16(vector))
-        _NORM.pack_into(self._steps[index], 0, kind, eps / scale**2, *rows)
+        scale = self.program.steps[self.index].scale
+        out_dtype = self.dtype if norm is None else norm.out_dtype or self.dtype
+        self._set[self.index] = None if norm is None else norm._replace(eps=norm.eps / scale**2, out_dtype=out_dtype)
 
     def read(self) -> Tensor:
         """Make the coming read and its norm, in the shape of the embedding."""
-        index, output = self.index, self._output
-        if index in self._groups and not self.was_read:
-            self._share(self._groups[index])
-            output = None
-        x = torch.empty_like(self.embedding, dtype=self._dtypes[index])
-        if self._kernels.attnres_bank_read(
-            self._place, self._addresses[index], *_pointer(output), x.data_ptr(), x.dtype is torch.bfloat16
-        ):
-            raise MemoryError("attnres_bank_read found no memory for its workspace")
-        self.was_read, self._output = True, None
-        step = self.program.steps[index]
-        for row in step.done:
-            self._alive.pop(row, None)
-        return x
-
-    def _share(self, group: Group) -> None:
-        """Make phase 1 of a group's reads, once the latest output has come into the bank."""
-        self._kernels.attnres_bank_write(self._place, self._addresses[group.start], *_pointer(self._output))
-        n, reads, floats = len(group.rows), group.stop - group.start, self.tokens * len(group.rows)
-        queries = self._alive[-1].data_ptr() + 4 * self.width * group.query
-        scratch = self._scratch.data_ptr()
-        head = struct.pack(
-            "5qd5q",
-            *(cpu.threads_for(self.tokens), self.tokens, n, reads, self.width, self.program.eps, queries),
-            *(scratch, self._tops.data_ptr(), self._totals.data_ptr(), scratch + 4 * floats * reads),
+        index, added, rows = self.index, self._output, self._rows
+        step, norm = self.program.steps[index], self._set[index]
+        target: Any = step.target
+        group = self._groups.get(index)
+        opens = step.rows if index not in self._in_group else step.rows[len(step.rows) - step.opens :]
+        # The latest output joins its sum in the read's own pass, if that has the sum as its last source.
+        alone = group is not None or step.query is None or step.target not in opens[-1:] or opens.count(step.target) > 1
+        if added is not None and step.before is not None and alone:
+            rows[target] = rounded_sum(rows[step.before], added, self.dtype)
+            added = None
+        if group is not None:
+            queries = self._all_queries[group.query : group.query + group.stop - group.start]
+            sources = [rows[row] for row in group.rows]
+            self._phase1 = self.backend.read_sealed(ReadInputs(queries, sources, self.program.eps, self.dtype))
+        sources = [rows[row] for row in opens]
+        if added is not None and step.before is not None:
+            sources[-1] = rows[step.before]
+        else:
+            added = None
+        output = top = total = query = None
+        if index in self._in_group:
+            place = self._in_group[index]
+            output, top, total = self._phase1.outputs[place], self._phase1.top[place], self._phase1.total[place]
+        if step.query is None:
+            (output,), sources = sources, []
+        elif sources:
+            query = self._queries[step.query]
+        x, saved, partial = self.backend.merge(
+            MergeInputs(
+                sources,
+                added,
+                query,
+                self.program.eps,
+                output,
+                top,
+                total,
+                norm,
+                self.dtype,
+                "nothing" if step.keeps is None else "h",
+            )
         )
-        table = _HEAD.size
-        rows = [bytes(self._memory[table + _ROW * row : table + _ROW * (row + 1)]) for row in group.rows]
-        if self._kernels.attnres_read_sealed(b"".join((head, *rows, bytes(self._phase1[: _ROW * reads])))):
-            raise MemoryError("attnres_read_sealed found no memory for its workspace")
+        if partial is not None:
+            rows[target] = partial
+        if step.keeps is not None:
+            rows[step.keeps] = x if norm is None else saved.h.to(self.dtype)
+        for row in step.done:
+            rows[row] = None
+        self.was_read, self._output = True, None
+        return x.clone() if x is output else x
 
     def write(self, output: Tensor) -> None:
         """Take the output (..., d) of the sublayer whose input was read last."""
-        if not output.is_contiguous() or output.dtype not in cpu.DTYPES:
-            output = _readable(output)
         index = self.index = self.index + 1
         self.was_read, self._output = False, output
         step = self.program.steps[index]
         if step.before is None:
             assert step.target is not None
-            self._alive[step.target] = output
+            self._rows[step.target] = output
 
     def end(self) -> None:
         """Let go of the pass's tensors."""
         self.number += 1
-        self._alive.clear()
-        self._output = None
+        self._rows, self._output = [], None
         del self.embedding
-
-
-def _readable(tensor: Any) -> Any:
-    """The tensor, or None, as the kernels read it: contiguous, in a dtype of theirs; a copy where it is not."""
-    if tensor is None or (tensor.dtype in cpu.DTYPES and tensor.is_contiguous()):
-        return tensor
-    return (tensor if tensor.dtype in cpu.DTYPES else tensor.float()).contiguous()
-
-
-def is_copied(vector: Tensor | None) -> bool:
-    """Whether the kernels read a copy of it, which knows nothing of what is changed in place."""
-    return _readable(vector) is not vector
-
-
-def _pointer(tensor: Tensor | None) -> tuple[int, bool]:
-    """Address, and whether it is bf16."""
-    return (0, False) if tensor is None else (tensor.data_ptr(), _is_bf16(tensor))
-
-
-def _is_bf16(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.bfloat16
 
 
 class Banks:
@@ -261,20 +215,20 @@ class Banks:
     def __reduce__(self) -> tuple[Any, ...]:
         return Banks, ()
 
-    def take(self, program: Program, embedding: Tensor) -> Bank:
-        """A bank for (..., d) like the embedding that nobody else has."""
+    def take(self, kind: type[Bank], backend: Any, program: Program, embedding: Tensor) -> Bank:
+        """Return a bank of this class for (..., d) like the embedding, one that nobody else has."""
         width, dtype = embedding.shape[-1], embedding.dtype
         tokens = embedding.numel() // width
         with self._lock:
             for place, bank in enumerate(self._waiting):
-                if bank.tokens == tokens and bank.dtype is dtype:
+                if bank.tokens == tokens and bank.dtype is dtype and bank.backend is backend:
                     return self._waiting.pop(place)
-        return Bank(program, tokens, width, dtype)
+        return kind(program, tokens, width, dtype, backend)
 
     def put(self, bank: Bank) -> None:
-        """Keep a bank whose pass is over for the next, and no more of them than `KEPT` bytes, the latest first."""
+        """Keep a bank whose pass is over for the next, the latest first; of all at most `KEPT` bytes and `MOST`."""
         bank.end()
         with self._lock:
             self._waiting.insert(0, bank)
-            while self._waiting and sum(one.nbytes for one in self._waiting) > KEPT:
+            while len(self._waiting) > MOST or sum(one.nbytes for one in self._waiting) > KEPT:
                 self._waiting.pop()

@@ -28,15 +28,15 @@ from attnres.ops.backend import (
     ReadGradInputs,
     ReadInputs,
     Sealed,
+    scalar_rows,
 )
+from attnres.ops.bank import Bank, Group, Program, Step
 from attnres.ops.cpu_build import SWITCH, library, turned_off
-from attnres.ops.norms import norm_kind
+from attnres.ops.norms import Norm, norm_kind
 from attnres.ops.sharded import PLAIN, settled
 
 LANES = 16
 """Widths must be a multiple of this: one vector register of fp32."""
-
-BY_ADDRESS = True
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels read and write."""
@@ -125,18 +125,6 @@ def why_not(call: Call) -> str | None:
             return f"width {t.shape[-1]} is not a multiple of {LANES}"
     backend = usable()
     return backend if isinstance(backend, str) else None
-
-
-KERNELS = Kernels(
-    name="cpu",
-    title="the C kernels",
-    found="a CPU with a C compiler",
-    load=usable,
-    why_not=why_not,
-    turned_off=turned_off,
-    cached=True,
-    few_compiled={1: 1 << 17, 2: 1 << 17},
-)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -327,7 +315,7 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
         written = None if keep else h
         x = new(shape, dtype=norm.out_dtype or torch.float32)
     assert h is not None
-    scalars = new(1 + 3 * k + (k > 0 and output is not None), tokens)
+    scalars = new(scalar_rows(k, sealed=output is not None), tokens)
     if query is not None and query.shape != (d,):
         address(query, (d,))
     _call(
@@ -344,8 +332,10 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     return x, MergeSaved(h, scalars=scalars), partial
 
 
-def _parts(scalars: Tensor, k: int) -> tuple[int, ...]:
-    """Where a merge's rstd, weights, sealed, scores and inv_rms lie, as `MergeSaved.named` has them; 0 for none."""
+def _parts(scalars: Tensor | None, k: int) -> tuple[int, ...]:
+    """Return the addresses of a merge's rstd, weights, sealed, scores and inv_rms (`MergeSaved`); 0 for none."""
+    if scalars is None:
+        return 0, 0, 0, 0, 0
     rows, tokens = scalars.shape
     start, row = scalars.data_ptr(), 4 * tokens
     if not k:
@@ -357,13 +347,9 @@ def _parts(scalars: Tensor, k: int) -> tuple[int, ...]:
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """As `eager.merge_backward`."""
     grad, carried, opens, query, norm, saved, *_ = m
-    h, rstd, weights, sealed, scores, inv_rms, scalars = saved
+    h, scalars = saved
     assert h is not None
     shape, d, k = h.shape, h.shape[-1], len(opens)
-    if scalars is None:
-        parts, both = (rstd, weights, sealed, scores, inv_rms), sealed is not None
-    else:
-        parts, both = _parts(scalars, k), len(scalars) > 1 + 3 * k
     tokens = h.numel() // d
     weight = dweight = dbias = doutput = dtop = dquery = None
     kind, eps = norm_kind(norm), 0.0
@@ -371,7 +357,7 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
         weight, eps = norm.weight, norm.eps
         dweight = None if weight is None else new(d)
         dbias = None if norm.bias is None else new(d)
-    if not k or both:
+    if not k or (scalars is not None and len(scalars) == scalar_rows(k, sealed=True)):
         doutput, dtop = new(shape), new(tokens)
     dopens = list[Tensor]()
     for source in opens:
@@ -386,7 +372,7 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
         eps=(eps,),
         rows=(h, grad, doutput),
         vectors=(weight,),
-        pointers=(query, *parts, dtop, dquery, dweight, dbias),
+        pointers=(query, *_parts(scalars, k), dtop, dquery, dweight, dbias),
         lists=(*opens, *carried[:k], *dopens),
     )
     return MergeGrads(doutput, dtop, dopens, dquery, dweight, dbias)
@@ -398,3 +384,172 @@ def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tenso
     h, n, d = new(shape, dtype=dtype), len(sources), shape[-1]
     _call("attnres_mix", h.numel() // d, (n, d), shape, pointers=(weights,), lists=(h, *sources))
     return h
+
+
+_HEAD = struct.Struct("3qd5q")
+"""The kernels' `bank` before its table of rows."""
+_THREADS, _QUERIES, _EMBEDDING = 2, 4, 9
+"""Which of its words change from pass to pass."""
+_ROW = 24
+"""Bytes of one `rows`."""
+_NORM = struct.Struct("qd6q")
+"""The kernels' `step` up to the end of its norm: kind, eps, `rows` of weight and bias."""
+
+
+def _packed(step: Step, place: int | None) -> bytes:
+    """Return the kernels' `step` after its norm: one pass over all rows, or over the open ones after phase 1, of which
+    it is read `place`."""
+    rows = step.rows if place is None else step.rows[len(step.rows) - step.opens :]
+    alone = step.target not in rows[-1:] or rows.count(step.target) > 1
+    numbers = (step.target, step.before, int(alone), place, step.keeps, step.query)
+    return struct.pack(f"{7 + len(rows)}q", *(-1 if n is None else n for n in numbers), len(rows), *rows)
+
+
+class CpuBank(Bank):
+    """A bank in memory that the next pass uses again: one C call a read.
+
+    A row is an output where it lies, which is never written to, or memory of the bank, in which sums are made. A sum is
+    made in place only where no later read needs what it was before: what is sealed is never written to.
+    """
+
+    cached = True
+
+    def __init__(self, program: Program, tokens: int, width: int, dtype: torch.dtype, backend: Any) -> None:
+        super().__init__(program, tokens, width, dtype, backend)
+        self._steps = [
+            ctypes.create_string_buffer(bytes(_NORM.size) + _packed(step, self._in_group.get(index)))
+            for index, step in enumerate(program.steps)
+        ]
+        self._addresses = [ctypes.addressof(step) for step in self._steps]
+        reads = max((group.stop - group.start for group in self._groups.values()), default=0)
+        sources = max((len(group.rows) for group in self._groups.values()), default=0)
+        self.sums = new(len(program.sums), tokens, width, dtype=dtype)
+        self._outputs = new(reads, tokens, width)
+        self._tops, self._totals = new(reads, tokens), new(reads, tokens)
+        self._scratch = new(tokens * sources * (reads + 1))
+        self._zeros = new(width).zero_()
+        self.nbytes = self.sums.nbytes + self._outputs.nbytes + self._scratch.nbytes
+        self._phase1 = ctypes.create_string_buffer(b"".join(map(self._row, self._outputs)))
+        vectors = self._zeros, self._tops, self._totals
+        zeros, tops, totals = (vector.data_ptr() for vector in vectors)
+        head = _HEAD.pack(tokens, width, 1, program.eps, 0, zeros, ctypes.addressof(self._phase1), tops, totals)
+        table = [self._row(torch.empty(0, dtype=dtype))] * program.count
+        for row, memory in zip(program.sums, self.sums, strict=True):
+            table[row] = self._row(memory)
+        self._memory = (ctypes.c_char * (len(head) + _ROW * len(table))).from_buffer_copy(b"".join((head, *table)))
+        self._place, self._words = ctypes.addressof(self._memory), memoryview(self._memory).cast("B").cast("q")
+        self._kernels: Any = load()
+        self._alive: dict[int, Tensor] = {}
+        self._output: Tensor | None = None
+        self._dtypes: list[torch.dtype | None] = [None] * len(program.steps)
+        self._vectors: list[tuple[Tensor | None, Tensor | None] | None] = [None] * len(program.steps)
+
+    def _row(self, tensor: Tensor) -> bytes:
+        """The kernels' `rows` of a contiguous (..., d)."""
+        return struct.pack("3q", tensor.data_ptr(), self.width * tensor.element_size(), tensor.dtype is torch.bfloat16)
+
+    def begin(self, embedding: Tensor, queries: Tensor) -> None:
+        """Begin a pass with the embedding (..., d) and the scaled queries (reads, d) in fp32, both contiguous."""
+        self.embedding, self.index, self.was_read, self._output = embedding, 0, False, None
+        self._alive = {0: embedding, -1: queries}
+        words = self._words
+        words[_QUERIES], words[_EMBEDDING] = queries.data_ptr(), embedding.data_ptr()
+        if self.tokens > 1:
+            words[_THREADS] = threads_for(self.tokens)
+
+    def set_norm(self, norm: Norm | None) -> None:
+        """Let the coming read, of this pass and of later ones, end with this norm; with None it is times its scale."""
+        index = self.index
+        weight, bias, eps, _, dtype = norm or Norm()
+        vectors = self._vectors[index] = _readable(weight), _readable(bias)
+        self._dtypes[index] = dtype
+        kind, scale = norm_kind(norm), self.program.steps[index].scale
+        rows = list[int]()
+        for vector in vectors:
+            rows += (0, 0, 0) if vector is None else (address(vector, (self.width,)), 0, _is_bf16(vector))
+        _NORM.pack_into(self._steps[index], 0, kind, eps / scale**2, *rows)
+
+    def read(self) -> Tensor:
+        """Make the coming read and its norm, in the shape of the embedding."""
+        index, output = self.index, self._output
+        if index in self._groups and not self.was_read:
+            self._share(self._groups[index])
+            output = None
+        x = torch.empty_like(self.embedding, dtype=self._dtypes[index])
+        if self._kernels.attnres_bank_read(
+            self._place, self._addresses[index], *_pointer(output), x.data_ptr(), x.dtype is torch.bfloat16
+        ):
+            raise MemoryError("attnres_bank_read found no memory for its workspace")
+        self.was_read, self._output = True, None
+        step = self.program.steps[index]
+        for row in step.done:
+            self._alive.pop(row, None)
+        return x
+
+    def _share(self, group: Group) -> None:
+        """Make phase 1 of a group's reads, once the latest output has come into the bank."""
+        self._kernels.attnres_bank_write(self._place, self._addresses[group.start], *_pointer(self._output))
+        n, reads, floats = len(group.rows), group.stop - group.start, self.tokens * len(group.rows)
+        queries = self._alive[-1].data_ptr() + 4 * self.width * group.query
+        scratch = self._scratch.data_ptr()
+        head = struct.pack(
+            "5qd5q",
+            *(threads_for(self.tokens), self.tokens, n, reads, self.width, self.program.eps, queries),
+            *(scratch, self._tops.data_ptr(), self._totals.data_ptr(), scratch + 4 * floats * reads),
+        )
+        table = _HEAD.size
+        rows = [bytes(self._memory[table + _ROW * row : table + _ROW * (row + 1)]) for row in group.rows]
+        if self._kernels.attnres_read_sealed(b"".join((head, *rows, bytes(self._phase1[: _ROW * reads])))):
+            raise MemoryError("attnres_read_sealed found no memory for its workspace")
+
+    def write(self, output: Tensor) -> None:
+        """Take the output (..., d) of the sublayer whose input was read last."""
+        if not output.is_contiguous() or output.dtype not in DTYPES:
+            output = _readable(output)
+        index = self.index = self.index + 1
+        self.was_read, self._output = False, output
+        step = self.program.steps[index]
+        if step.before is None:
+            assert step.target is not None
+            self._alive[step.target] = output
+
+    def end(self) -> None:
+        """Let go of the pass's tensors."""
+        self.number += 1
+        self._alive.clear()
+        self._output = None
+        del self.embedding
+
+    @staticmethod
+    def takes(vector: Tensor) -> bool:
+        return _readable(vector) is vector
+
+
+def _readable(tensor: Any) -> Any:
+    """The tensor, or None, as the kernels read it: contiguous, in a dtype of theirs; a copy where it is not."""
+    if tensor is None or (tensor.dtype in DTYPES and tensor.is_contiguous()):
+        return tensor
+    return (tensor if tensor.dtype in DTYPES else tensor.float()).contiguous()
+
+
+def _pointer(tensor: Tensor | None) -> tuple[int, bool]:
+    """Address, and whether it is bf16."""
+    return (0, False) if tensor is None else (tensor.data_ptr(), _is_bf16(tensor))
+
+
+def _is_bf16(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.bfloat16
+
+
+KERNELS = Kernels(
+    device="cpu",
+    name="cpu",
+    title="the C kernels",
+    found="a CPU with a C compiler",
+    load=usable,
+    why_not=why_not,
+    turned_off=turned_off,
+    cached=True,
+    few_compiled={1: 1 << 17, 2: 1 << 17},
+    bank=CpuBank,
+)

@@ -15,15 +15,12 @@ import torch
 from torch import Tensor
 
 from attnres.ops import cpu, eager, gpu
-from attnres.ops.backend import MAX_ONE_PASS, Backend, Call
+from attnres.ops.backend import MAX_ONE_PASS, Backend, Call, in_two_phases, vectors_moved
 from attnres.ops.precision import compute_dtype
 from attnres.ops.sharded import refuse_sharded
 
-KERNELS = {"cpu": cpu.KERNELS, "cuda": gpu.KERNELS}
-"""The kernels of each device: those of another one are a folder, and a row here."""
-
-CACHED = 1 << 20
-"""Bytes of sources that stay in a core's cache from one read to the next."""
+KERNELS = {row.device: row for row in (cpu.KERNELS, gpu.KERNELS)}
+"""The kernels of each device: those of another one are a folder, and its row here."""
 
 _log = logging.getLogger("attnres")
 
@@ -48,30 +45,6 @@ class Plan:
         title = next((row.title for row in KERNELS.values() if row.name == self.backend), "plain torch")
         where = " in a bank" if self.path == "bank" else ""
         return f"{self.schedule}{where} on {title}: {'; '.join(self.reasons)}"
-
-
-def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]:
-    """Vectors of width d moved per token for the sealed part of `reads` reads: (in one pass each, in two phases).
-
-    Forward, one pass reads n sources a read; two phases read n, and write and read an output for each read. The
-    backward of a pass reads n sources and their gradients so far and writes n gradients; phase 1 does so once for all
-    reads, reads the sources once more for the queries, and the outputs' gradients are written and read. The open
-    sources cost the same either way.
-    """
-    n = sealed
-    one, two = n * reads, n + 2 * reads
-    return (one + 3 * n * reads, two + 4 * n + 2 * reads) if training else (one, two)
-
-
-def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1, nbytes: int | None = None) -> bool:
-    """Whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases.
-
-    `nbytes` are those of the sealed sources, where a kernel takes any number of them: what is in a cache is not moved.
-    """
-    one, two = vectors_moved(sealed, reads, training=training)
-    if nbytes is not None:
-        return two < one and nbytes > CACHED
-    return sealed > 0 and (two < one or sealed + opens > MAX_ONE_PASS)
 
 
 def _choose(call: Call) -> tuple[str, Backend, str, bool]:
@@ -131,11 +104,11 @@ _CHOSEN: dict[Any, Backend] = {}
 plain torch is slower than it need be, it is asked each time, for that is said."""
 
 
-def bank_plan(*, in_common: bool) -> Plan:
+def bank_plan(device: str, *, in_common: bool) -> Plan:
     """How the reads of a pass in a bank (bank.py) are made, whose groups share sources in two phases or do not."""
     schedule = "two phases" if in_common else "one pass"
     why = "a group's sources are more than a cache holds" if in_common else "its sources are few, or stay in a cache"
-    return Plan(cpu.KERNELS.name, schedule, ("no gradients are needed and nobody watches", why), "bank")
+    return Plan(KERNELS[device].name, schedule, ("no gradients are needed and nobody watches", why), "bank")
 
 
 def stored_dtype(device: str, dtype: torch.dtype) -> torch.dtype:

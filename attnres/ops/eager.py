@@ -3,18 +3,31 @@
 This is the fallback of every faster backend (`backend.Backend`), and what each of them must give. Shapes: T tokens,
 n sealed sources, k open sources, S reads, d width. Vectors may have any dtype; arithmetic is in the compute dtype: at
 least fp32, fp64 for fp64 sources.
+
+The functions at the end are the backend. They take vectors (..., d) and hand them as (T, d) to those above, which have
+the formulas.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MergeGradInputs, MergeGrads, MergeInputs, MergeSaved, ReadGradInputs, ReadInputs, Sealed
+from attnres.ops.backend import (
+    MergeGradInputs,
+    MergeGrads,
+    MergeInputs,
+    MergeSaved,
+    ReadGradInputs,
+    ReadInputs,
+    Sealed,
+    check_shapes,
+    scalar_rows,
+)
 from attnres.ops.norms import inverse_rms, normalise, normalise_backward
-from attnres.ops.precision import compute_dtype, is_read_rounded, rounded_sum
-
-BY_ADDRESS = False
+from attnres.ops.precision import compute_dtype, full_precision, is_read_rounded, rounded_sum
+from attnres.ops.sharded import settled
 
 
 def _token_major(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -28,7 +41,7 @@ def _token_major(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return values
 
 
-def read_sealed(r: ReadInputs) -> Sealed:
+def _read_sealed(r: ReadInputs) -> Sealed:
     """Phase 1. queries: (S, d), pseudo-query times key gain, in the compute dtype; outputs are stored in `dtype`."""
     queries, sources, eps, dtype = r
     values = _token_major(sources, queries.dtype)
@@ -42,7 +55,7 @@ def read_sealed(r: ReadInputs) -> Sealed:
     return Sealed([o.contiguous() for o in outputs.unbind(1)], top.t(), total.t(), logits, inv_rms)
 
 
-def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
+def _read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     """dqueries (S, d) and the gradient of each source, from S gradients (T, d) and (T,).
 
     `carried[j]` is the gradient that source j already has from later reads: it is added, in the same pass.
@@ -65,7 +78,7 @@ def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     return dqueries, [grad.to(source.dtype) for grad, source in zip(dvalues.unbind(1), sources, strict=True)]
 
 
-def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
+def _merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     """Phase 2 and the norm: x (T, d), what its backward needs, and the last open source once `added` is in it.
 
         v_k = opens[-1] + added (rounded to `dtype`);    h = sealed * output + sum_j p_j v_j;    x = norm(h)
@@ -80,9 +93,12 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     if added is not None:
         partial = rounded_sum(opens[-1], added, dtype)
         opens = [*opens[:-1], partial]
+    first = opens[0] if opens else output
+    assert first is not None
+    scalars = first.new_empty((scalar_rows(len(opens), sealed=output is not None), len(first)), dtype=compute)
+    rstd = scalars[0]
     if not opens:
-        assert output is not None
-        h, saved = output, MergeSaved(output)
+        h = first
     else:
         assert query is not None
         query = query.to(compute)
@@ -100,23 +116,25 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
         p = p.div_(whole.unsqueeze(1))
         if output is None:
             h = p[:, :1] * values[0]
-            first = 1
+            begin = 1
         else:
             assert sealed is not None
             h = output.to(compute) * sealed.div_(whole).unsqueeze(1)
-            first = 0
-        for j in range(first, len(values)):
+            begin = 0
+        for j in range(begin, len(values)):
             h.addcmul_(p[:, j : j + 1], values[j])
-        saved = MergeSaved(h, None, p, sealed, scores, inv_rms)
+        parts = [p.flatten(), scores.flatten(), inv_rms.flatten(), *(() if sealed is None else (sealed,))]
+        torch.cat(parts, out=scalars[1:].view(-1))
     if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
-        return h.to(dtype), saved._replace(h=h), partial
-    if is_read_rounded(h, dtype):
+        return h.to(dtype), MergeSaved(h, scalars), partial
+    if is_read_rounded(h, dtype) and (opens or torch.promote_types(h.dtype, dtype) != dtype):
         h = h.to(dtype)
-    x, rstd = normalise(h.to(compute), norm)
-    return x, saved._replace(h=h, rstd=rstd), partial
+    x, deviation = normalise(h.to(compute), norm)
+    rstd.copy_(deviation)
+    return x, MergeSaved(h, scalars), partial
 
 
-def merge_backward(m: MergeGradInputs) -> MergeGrads:
+def _merge_backward(m: MergeGradInputs) -> MergeGrads:
     """Gradients of a merge; that of `top` follows the convention of two_phase.py.
 
     `opens` are the sources that were scored (the last with `added` in it); `carried[j]` is the gradient that open
@@ -124,35 +142,104 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """
     grad, carried, opens, query, norm, saved, *_ = m
     assert saved.h is not None
+    rstd, weights, sealed, scores, inv_rms = saved.named(len(opens), normed=norm is not None)
     h = saved.h.to(compute_dtype(saved.h.dtype))
     d = h.shape[-1]
     if norm is None:
         dh, dweight, dbias = grad.to(h.dtype), None, None
         delta = (dh * h).sum(-1)
     else:
-        assert saved.rstd is not None
-        dh, dweight, dbias, delta = normalise_backward(grad, h, saved.rstd, norm)
+        assert rstd is not None
+        dh, dweight, dbias, delta = normalise_backward(grad, h, rstd, norm)
     if not opens:
         return MergeGrads(dh, -delta, [], None, dweight, dbias)
-    assert query is not None and saved.weights is not None and saved.scores is not None and saved.inv_rms is not None
+    assert query is not None and weights is not None and scores is not None and inv_rms is not None
     query = query.to(h.dtype)
     dopens, dquery = [], torch.zeros_like(query)
     for j, source in enumerate(opens):
-        value, p, r, earlier = source.to(h.dtype), saved.weights[:, j], saved.inv_rms[:, j], carried[j]
+        value, p, r, earlier = source.to(h.dtype), weights[:, j], inv_rms[:, j], carried[j]
         ds = (dh * value).sum(-1).sub_(delta).mul_(p)
         along_query = ds * r
-        along_value = (along_query * r).mul_(saved.scores[:, j]).div_(d)
+        along_value = (along_query * r).mul_(scores[:, j]).div_(d)
         dopen = (dh * p.unsqueeze(1)).addr_(along_query, query).addcmul_(along_value.unsqueeze(-1), value, value=-1.0)
         dopens.append((dopen if earlier is None else dopen.add_(earlier)).to(source.dtype))
         dquery += along_query @ value
-    if saved.sealed is None:
+    if sealed is None:
         return MergeGrads(None, None, dopens, dquery, dweight, dbias)
-    return MergeGrads(dh * saved.sealed.unsqueeze(1), -saved.sealed * delta, dopens, dquery, dweight, dbias)
+    return MergeGrads(dh * sealed.unsqueeze(1), -sealed * delta, dopens, dquery, dweight, dbias)
+
+
+def _rows(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Return vectors (..., d) as (T, d), None as it is, and the result of a collective once it has arrived."""
+    rows = []
+    for t in tensors:
+        if t is not None:
+            t = (t if type(t) is Tensor else settled(t)).reshape(-1, t.shape[-1])
+        rows.append(t)
+    return rows
+
+
+def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Return (T, d) as `shape`, no view to autograd: a view that a Function returns may not be changed in place."""
+    return torch.ops.aten._unsafe_view(tensor, shape)
+
+
+def read_sealed(r: ReadInputs) -> Sealed:
+    """Phase 1 of S reads."""
+    first = r.sources[0]
+    check_shapes(r.sources, first.shape)
+    check_shapes((r.queries,), (len(r.queries), first.shape[-1]))
+    with full_precision(first):
+        sealed = _read_sealed(r._replace(sources=_rows(r.sources)))
+    return sealed._replace(outputs=[_shaped(output, first.shape) for output in sealed.outputs])
+
+
+def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
+    """Return dqueries (S, d) and the gradient of each source."""
+    shape = r.sources[0].shape
+    with full_precision(r.queries):  # a backward may be called under autocast too
+        dqueries, dsources = _read_sealed_backward(
+            r._replace(sources=_rows(r.sources), grads=_rows(r.grads), carried=_rows(r.carried))
+        )
+    return dqueries, [_shaped(grad, shape) for grad in dsources]
+
+
+def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
+    """Phase 2 and the norm: return x, what backward needs, and the last open source with `added` in it, if that is."""
+    first = m.opens[0] if m.opens else m.output
+    assert first is not None
+    shape = first.shape
+    check_shapes((m.added, m.output, *m.opens), shape)
+    check_shapes((m.query,), shape[-1:])
+    if not m.opens and m.norm is None:
+        return first.to(m.dtype), MergeSaved(first), None
+    added, output, *opens = _rows((m.added, m.output, *m.opens))
+    with full_precision(first):
+        x, (h, scalars), partial = _merge(m._replace(opens=opens, added=added, output=output))
+    assert h is not None
+    kept = _shaped(h, shape)
+    return (
+        kept if x is h else _shaped(x, shape),
+        MergeSaved(first if h is output else kept, scalars),
+        None if partial is None else _shaped(partial, shape),
+    )
+
+
+def merge_backward(m: MergeGradInputs) -> MergeGrads:
+    """Return the gradients of a merge."""
+    shape, k = m.grad.shape, len(m.opens)
+    grad, h, *rows = _rows((m.grad, m.saved.h, *m.opens, *m.carried))
+    with full_precision(grad):
+        grads = _merge_backward(m._replace(grad=grad, saved=m.saved._replace(h=h), opens=rows[:k], carried=rows[k:]))
+    output = None if grads.output is None else _shaped(grads.output, shape)
+    return grads._replace(output=output, opens=[_shaped(grad, shape) for grad in grads.opens])
 
 
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_j weights[:, j] v_j, (T, d) in `dtype`: a read made again from its weights, (T, n) in the compute dtype."""
-    h = weights[:, :1] * sources[0]
-    for j, source in enumerate(sources[1:], 1):
-        h.addcmul_(weights[:, j : j + 1], source.to(h.dtype))
-    return h.to(dtype)
+    """Return sum_j weights[:, j] v_j in `dtype`: a read made again from its weights, (T, n) in the compute dtype."""
+    with full_precision(weights):
+        first, *others = _rows(sources)
+        h = weights[:, :1] * first
+        for j, source in enumerate(others, 1):
+            h.addcmul_(weights[:, j : j + 1], source.to(h.dtype))
+        return _shaped(h.to(dtype), sources[0].shape)

@@ -1,298 +1,209 @@
 """The five functions of a backend as `torch.library` operators `attnres::*`, which torch.compile sees as one call each.
 
-Autograd stays in two_phase.py, whose Functions call these while a graph is traced; they pick their backend when they
-run. An operator returns tensors only, never one of its inputs, so what may be absent is an empty tensor here.
+An operator is made from the record that the function takes: its arguments are the record's fields, those of a record
+within it in its place. It picks its backend when it runs. What it returns of fake tensors is what plain torch returns,
+with which every backend agrees in shapes and dtypes. Autograd stays in two_phase.py, whose Functions call these while a
+graph is traced.
 """
 
-from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MergeGradInputs, MergeGrads, MergeInputs, MergeSaved, ReadGradInputs, ReadInputs, Sealed
-from attnres.ops.dispatch import KERNELS, backend_for
-from attnres.ops.norms import Norm, norm_kind
-from attnres.ops.precision import compute_dtype, is_read_rounded
-
-BY_ADDRESS = False
+from attnres.ops import eager
+from attnres.ops.backend import (
+    Backend,
+    MergeGradInputs,
+    MergeGrads,
+    MergeInputs,
+    MergeSaved,
+    ReadGradInputs,
+    ReadInputs,
+    Sealed,
+)
+from attnres.ops.dispatch import backend_for
+from attnres.ops.precision import compute_dtype
 
 _LIBRARY = torch.library.Library("attnres", "DEF")
 
+_SCHEMA: dict[Any, str] = {
+    Tensor: "Tensor",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[Tensor | None]: "Tensor?[]",
+    torch.dtype: "ScalarType",
+    float: "float",
+    bool: "bool",
+}
 
-def _operator(function: FunctionType) -> Callable[..., Any]:
-    """Make the operator `attnres::NAME` of a function `_NAME`, whose annotations are its schema. What
-    `torch.library.custom_op` adds, an autograd of its own and checks at every call, takes longer than a short read."""
-    name = function.__name__.removeprefix("_")
-    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    return getattr(torch.ops.attnres, name).default
+Path = tuple[int, ...]
+"""Where a value is in a record: the place of its field, and for one of a record within it the place in there."""
+
+
+class MixInputs(NamedTuple):
+    """Inputs of `Backend.mix`."""
+
+    sources: Sequence[Tensor]
+    weights: Tensor
+    dtype: torch.dtype
+
+
+def _arguments(record: Any, path: Path = (), prefix: str = "", *, optional: bool = False) -> Iterator[tuple[Path, str]]:
+    """Yield the path and the schema of each argument. Of a record that may be absent every field may be None."""
+    for place, (name, kind) in enumerate(get_type_hints(record).items()):
+        absent = optional or type(None) in get_args(kind)
+        inner = next((part for part in (kind, *get_args(kind)) if hasattr(part, "_fields")), None)
+        if inner is not None:
+            yield from _arguments(inner, (*path, place), f"{prefix}{name}_", optional=absent)
+            continue
+        value = _SCHEMA.get(kind) or _SCHEMA.get(get_args(kind)[0], "str")  # of a Literal its strings
+        yield (*path, place), f"{value}{'?' if absent else ''} {prefix}{name}"
+
+
+def _nested(record: Any, values: Iterator[Any]) -> Any:
+    """Return the record of an operator's arguments; None of one within it whose fields are all None."""
+    fields = list[Any]()
+    for kind in get_type_hints(record).values():
+        inner = next((part for part in (kind, *get_args(kind)) if hasattr(part, "_fields")), None)
+        fields.append(next(values) if inner is None else _nested(inner, values))
+    return record(*fields) if any(field is not None for field in fields) else None
+
+
+def _leaves(nest: Any) -> list[Tensor | None]:
+    """Return the tensors of a nest, and None where it has that; what is neither is left out."""
+    if nest is None or isinstance(nest, Tensor):
+        return [nest]
+    return [leaf for part in nest for leaf in _leaves(part)] if isinstance(nest, (list, tuple)) else []
+
+
+class _Operator:
+    """A function of a backend as an operator. It returns tensors: one without numbers where the function has None, and
+    a copy where it has one that shares memory with an argument or another result, which no operator may return.
+
+    Args:
+        name: after `attnres::`.
+        record: of the function's inputs.
+        call: calls the function on a backend.
+        choose: returns the backend.
+    """
+
+    def __init__(
+        self, name: str, record: Any, call: Callable[[Backend, Any], Any], choose: Callable[[Any], Backend]
+    ) -> None:
+        self.record, self.call, self.choose = record, call, choose
+        arguments = list(_arguments(record))
+        self.paths = tuple(path for path, _ in arguments)
+        _LIBRARY.define(f"{name}({', '.join(schema for _, schema in arguments)}) -> Tensor[]")
+        _LIBRARY.impl(name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"attnres::{name}", self._fake)
+        self.operator = getattr(torch.ops.attnres, name).default
+
+    def _run(self, *values: Any) -> list[Tensor]:
+        inputs = _nested(self.record, iter(values))
+        arguments = [tensor for tensor in _leaves(values) if tensor is not None]
+        places = {tensor.data_ptr() for tensor in arguments}
+        results = list[Tensor]()
+        for tensor in _leaves(self.call(self.choose(inputs), inputs)):
+            if tensor is None:
+                tensor = arguments[0].new_empty(0, dtype=torch.float32)
+            elif tensor.storage_offset() > 0 or tensor.data_ptr() in places:
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
+            results.append(tensor.contiguous())
+            places.add(tensor.data_ptr())
+        return results
+
+    def _fake(self, *values: Any) -> list[Tensor]:
+        like = next(tensor for tensor in _leaves(values) if tensor is not None)
+        results = _leaves(self.call(cast(Backend, eager), _nested(self.record, iter(values))))
+        return [
+            like.new_empty(0, dtype=torch.float32) if tensor is None else tensor.new_empty(tensor.shape)
+            for tensor in results
+        ]
+
+    def __call__(self, inputs: Any) -> list[Tensor]:
+        values: list[Any] = []  # list[Any]() is no call that dynamo traces
+        for path in self.paths:
+            value = inputs
+            for place in path:
+                value = None if value is None else value[place]
+            values.append(list(value) if isinstance(value, (list, tuple)) else value)
+        return self.operator(*values)
 
 
 def _or_none(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.numel() else None
 
 
-def _filled(tensor: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.float32) if tensor is None else tensor
+def _merged(backend: Backend, m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
+    x, saved, partial = backend.merge(m)
+    return x, saved._replace(h=None) if saved.h is m.output else saved, partial  # an input, which `merge` puts there
 
 
-def _apart(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Tensor]:
-    """Return `results`, copying what shares memory with an input or another one: an operator may return neither."""
-    places = {tensor.data_ptr() for tensor in arguments}
-    out = []
-    for tensor in results:
-        shares = tensor.storage_offset() > 0 or tensor.data_ptr() in places
-        tensor = tensor.clone(memory_format=torch.contiguous_format) if shares else tensor.contiguous()
-        places.add(tensor.data_ptr())
-        out.append(tensor)
-    return out
+def _merged_back(backend: Backend, m: MergeGradInputs) -> MergeGrads:
+    grads = backend.merge_backward(m._replace(last_dtype=None, added_dtype=None))
+    output = grads.output
+    return grads if output is None or m.output_dtype is None else grads._replace(output=output.to(m.output_dtype))
 
 
-@_operator
-def _read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> list[Tensor]:
-    backend = backend_for(sources, queries.dtype, dtype, reads=len(queries))
-    outputs, *rest = backend.read_sealed(ReadInputs(queries, sources, eps, dtype))
-    return _apart([*outputs, *rest], sources)
+def _backend_of_merge(m: MergeInputs) -> Backend:
+    vectors = [tensor for tensor in (m.output, m.added, *m.opens) if tensor is not None]
+    out_dtype = (m.norm and m.norm.out_dtype) or m.dtype
+    return backend_for(vectors, compute_dtype(m.dtype), m.dtype, out_dtype, opens=len(m.opens))
 
 
-@torch.library.register_fake("attnres::read_sealed")
-def _(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> list[Tensor]:
-    (tokens, d), n, reads, new = sources[0].shape, len(sources), queries.shape[0], queries.new_empty
-    outputs = [new(tokens, d, dtype=dtype) for _ in range(reads)]
-    return [*outputs, new(reads, tokens), new(reads, tokens), new(tokens, n, reads), new(tokens, n)]
+def _backend_of_merge_backward(m: MergeGradInputs) -> Backend:
+    assert m.saved.h is not None
+    return backend_for([m.saved.h, m.grad, *m.opens], compute_dtype(m.saved.h.dtype), opens=len(m.opens))
+
+
+_read_sealed = _Operator(
+    "read_sealed",
+    ReadInputs,
+    lambda backend, r: backend.read_sealed(r),
+    lambda r: backend_for(r.sources, r.queries.dtype, r.dtype, reads=len(r.queries)),
+)
+_read_sealed_backward = _Operator(
+    "read_sealed_backward",
+    ReadGradInputs,
+    lambda backend, r: backend.read_sealed_backward(r),
+    lambda r: backend_for(r.sources, r.queries.dtype, reads=len(r.queries)),
+)
+_merge = _Operator("merge", MergeInputs, _merged, _backend_of_merge)
+_merge_backward = _Operator("merge_backward", MergeGradInputs, _merged_back, _backend_of_merge_backward)
+_mix = _Operator(
+    "mix",
+    MixInputs,
+    lambda backend, r: [backend.mix(*r)],
+    lambda r: backend_for(r.sources, r.weights.dtype, r.dtype),
+)
 
 
 def read_sealed(r: ReadInputs) -> Sealed:
-    """As `eager.read_sealed`."""
-    queries, sources, eps, dtype = r
-    out = _read_sealed(queries, list(sources), eps, dtype)
+    out = _read_sealed(r)
     return Sealed(out[:-4], *out[-4:])
 
 
-@_operator
-def _read_sealed_backward(
-    queries: Tensor,
-    sources: Sequence[Tensor],
-    inv_rms: Tensor,
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    dtop: Sequence[Tensor],
-    carried: Sequence[Tensor],
-) -> list[Tensor]:
-    backend = backend_for(sources, queries.dtype, reads=len(queries))
-    earlier = [_or_none(grad) for grad in carried]
-    dqueries, dsources = backend.read_sealed_backward(
-        ReadGradInputs(queries, sources, inv_rms, logits, grads, dtop, earlier)
-    )
-    return _apart([dqueries, *dsources], [*grads, *carried])
-
-
-@torch.library.register_fake("attnres::read_sealed_backward")
-def _(
-    queries: Tensor,
-    sources: Sequence[Tensor],
-    inv_rms: Tensor,
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    dtop: Sequence[Tensor],
-    carried: Sequence[Tensor],
-) -> list[Tensor]:
-    return [torch.empty_like(queries), *(source.new_empty(source.shape) for source in sources)]
-
-
 def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
-    """As `eager.read_sealed_backward`."""
-    queries, sources, inv_rms, logits, grads, dtop, carried = r
-    earlier = [_filled(grad, queries) for grad in carried]
-    out = _read_sealed_backward(queries, list(sources), inv_rms, logits, list(grads), list(dtop), earlier)
+    out = _read_sealed_backward(r)
     return out[0], out[1:]
 
 
-def _norm(
-    kind: int, weight: Tensor | None, bias: Tensor | None, eps: float, out_dtype: torch.dtype | None
-) -> Norm | None:
-    return Norm(weight, bias, eps, kind == 2, out_dtype) if kind else None
-
-
-@_operator
-def _merge(
-    opens: Sequence[Tensor],
-    added: Tensor | None,
-    query: Tensor | None,
-    eps: float,
-    output: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    kind: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm_eps: float,
-    out_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    vectors = [t for t in (output, added, *opens) if t is not None]
-    norm = _norm(kind, weight, bias, norm_eps, out_dtype)
-    backend = backend_for(vectors, compute_dtype(dtype), dtype, out_dtype, opens=len(opens))
-    x, saved, partial = backend.merge(MergeInputs(opens, added, query, eps, output, top, total, norm, dtype))
-    h = saved.h if opens else None  # without open sources it is the output itself
-    saved = saved.named(len(opens), normed=norm is not None)
-    return _apart([x, *(_filled(t, x) for t in (h, *saved[1:6], partial))], vectors)
-
-
-@torch.library.register_fake("attnres::merge")
-def _(
-    opens: Sequence[Tensor],
-    added: Tensor | None,
-    query: Tensor | None,
-    eps: float,
-    output: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    kind: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm_eps: float,
-    out_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    first = opens[0] if opens else output
-    assert first is not None
-    (tokens, d), k, compute = first.shape, len(opens), compute_dtype(dtype)
-
-    def new(present: object, *shape: int, dtype: torch.dtype = compute) -> Tensor:
-        return first.new_empty(shape, dtype=dtype) if present else first.new_empty(0, dtype=torch.float32)
-
-    return [
-        new(True, tokens, d, dtype=out_dtype if kind else dtype),
-        new(k, tokens, d, dtype=dtype if kind and is_read_rounded(first, dtype) else compute),
-        new(kind, tokens),
-        new(k, tokens, k),
-        new(k and output is not None, tokens),
-        new(k, tokens, k),
-        new(k, tokens, k),
-        new(added is not None, tokens, d, dtype=dtype),
-    ]
-
-
 def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
-    """As `eager.merge`."""
-    opens, added, query, eps, output, top, total, norm, dtype, _ = m
-    weight, bias, norm_eps, _, out_dtype = norm or Norm()
-    x, *saved, partial = _merge(
-        list(opens),
-        added,
-        query,
-        eps,
-        output,
-        top,
-        total,
-        norm_kind(norm),
-        weight,
-        bias,
-        norm_eps,
-        out_dtype or dtype,
-        dtype,
-    )
-    k = len(opens)
-    if not k:
-        assert output is not None
-        h = output.to(dtype) if norm and is_read_rounded(output, dtype) else output
-        return x, MergeSaved(h, saved[1] if norm else None), None
-    h, rstd, weights, sealed, scores, inv_rms = saved
-    absent = (None if norm is None else rstd, weights, None if output is None else sealed, scores, inv_rms)
-    return x, MergeSaved(h, *absent), None if added is None else partial
-
-
-def _dtype_of_phase1(h: Tensor, grad: Tensor, kind: int) -> torch.dtype:
-    """The dtype of phase-1 outputs, and so of their gradients (see `two_phase.read_sealed`)."""
-    kernels = KERNELS.get(h.device.type)
-    return compute_dtype(h.dtype) if kernels is not None and kernels.cached else h.dtype if kind else grad.dtype
-
-
-@_operator
-def _merge_backward(
-    grad: Tensor,
-    carried: Sequence[Tensor],
-    opens: Sequence[Tensor],
-    query: Tensor | None,
-    kind: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm_eps: float,
-    h: Tensor,
-    rstd: Tensor | None,
-    weights: Tensor | None,
-    sealed: Tensor | None,
-    scores: Tensor | None,
-    inv_rms: Tensor | None,
-) -> list[Tensor]:
-    saved = MergeSaved(h, rstd, weights, sealed, scores, inv_rms)
-    norm = _norm(kind, weight, bias, norm_eps, None)
-    backend = backend_for([h, grad, *opens], compute_dtype(h.dtype), opens=len(opens))
-    d = backend.merge_backward(MergeGradInputs(grad, [_or_none(g) for g in carried], opens, query, norm, saved))
-    output = None if d.output is None else d.output.to(_dtype_of_phase1(h, grad, kind))
-    grads = [*(_filled(t, grad) for t in (output, d.top, d.query, d.weight, d.bias)), *d.opens]
-    return _apart(grads, [grad, h, *carried])
-
-
-@torch.library.register_fake("attnres::merge_backward")
-def _(
-    grad: Tensor,
-    carried: Sequence[Tensor],
-    opens: Sequence[Tensor],
-    query: Tensor | None,
-    kind: int,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    norm_eps: float,
-    h: Tensor,
-    rstd: Tensor | None,
-    weights: Tensor | None,
-    sealed: Tensor | None,
-    scores: Tensor | None,
-    inv_rms: Tensor | None,
-) -> list[Tensor]:
-    (tokens, d), compute = h.shape, compute_dtype(h.dtype)
-
-    def new(present: object, *shape: int, dtype: torch.dtype = compute) -> Tensor:
-        return h.new_empty(shape, dtype=dtype) if present else h.new_empty(0, dtype=torch.float32)
-
-    to_sealed = not opens or sealed is not None
-    return [
-        new(to_sealed, tokens, d, dtype=_dtype_of_phase1(h, grad, kind)),
-        new(to_sealed, tokens),
-        new(opens, d),
-        new(weight is not None, d),
-        new(bias is not None, d),
-        *(source.new_empty(source.shape) for source in opens),
-    ]
+    if not m.opens and m.norm is None:
+        assert m.output is not None
+        return m.output.to(m.dtype), MergeSaved(m.output), None
+    x, h, scalars, partial = _merge(m._replace(saves="h"))
+    saved = MergeSaved(_or_none(h) if m.opens or h.numel() else m.output, scalars)
+    return x, saved, None if m.added is None else partial
 
 
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
-    """As `eager.merge_backward`."""
-    grad, carried, opens, query, norm, saved, *_ = m
-    assert saved.h is not None
-    weight, bias, norm_eps, _, _ = norm or Norm()
-    earlier = [_filled(g, grad) for g in carried]
-    output, top, dquery, dweight, dbias, *dopens = _merge_backward(
-        grad, earlier, list(opens), query, norm_kind(norm), weight, bias, norm_eps, saved.h, *saved[1:6]
-    )
-    none = _or_none
-    return MergeGrads(none(output), none(top), dopens, none(dquery), none(dweight), none(dbias))
-
-
-@_operator
-def _mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
-    return backend_for(sources, weights.dtype, dtype).mix(sources, weights, dtype)
-
-
-@torch.library.register_fake("attnres::mix")
-def _(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
-    return sources[0].new_empty(sources[0].shape, dtype=dtype)
+    output, top, *out = _merge_backward(m)
+    k = len(m.opens)
+    query, weight, bias, _ = out[k:]
+    return MergeGrads(_or_none(output), _or_none(top), out[:k], _or_none(query), _or_none(weight), _or_none(bias))
 
 
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `eager.mix`."""
-    return _mix(list(sources), weights, dtype)
+    return _mix(MixInputs(sources, weights, dtype))[0]

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attnres.errors import UserError
 from attnres.ops import plain, registered
@@ -40,7 +41,6 @@ from attnres.ops.backend import (
     MergeSaved,
     ReadGradInputs,
     ReadInputs,
-    check_shapes,
 )
 from attnres.ops.dispatch import KERNELS, backend_for
 from attnres.ops.norms import Norm, norm_kind
@@ -121,24 +121,6 @@ class _Form(NamedTuple):
         return Norm(weight, bias, self.norm_eps, self.kind == 2, self.out_dtype) if self.kind else None
 
 
-def _flat(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """(..., d) as (T, d), None as it is, what a collective is still writing once it is there."""
-    flat = []
-    for t in tensors:
-        if t is not None:
-            t = (t if type(t) is Tensor else settled(t)).reshape(-1, t.shape[-1])
-        flat.append(t)
-    return flat
-
-
-def _viewed(tensors: Sequence[Tensor], shape: torch.Size) -> list[Tensor]:
-    """(T, d) as `shape`, and no views to autograd, whose outputs of a Function may not be changed in place."""
-    viewed = []
-    for t in tensors:
-        viewed.append(torch.ops.aten._unsafe_view(t, shape))
-    return viewed
-
-
 class _Unrecorded:
     """Stands for a Function's context where no gradient is wanted."""
 
@@ -159,14 +141,8 @@ class _ReadSealed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, form: _Form, queries: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        backend = form.backend
-        if not backend.BY_ADDRESS:
-            check_shapes(sources, sources[0].shape)
-            check_shapes((queries,), (len(queries), sources[0].shape[-1]))
-        vectors = sources if backend.BY_ADDRESS else _flat(sources)
-        outputs, top, total, logits, inv_rms = backend.read_sealed(ReadInputs(queries, vectors, form.eps, form.dtype))
-        if not backend.BY_ADDRESS:
-            outputs = _viewed(outputs, sources[0].shape)
+        inputs = ReadInputs(queries, sources, form.eps, form.dtype)
+        outputs, top, total, logits, inv_rms = form.backend.read_sealed(inputs)
         ctx.save_for_backward(queries, logits, inv_rms, *sources)
         ctx.form = form
         totals = total.unbind(0)
@@ -185,16 +161,9 @@ class _ReadSealed(torch.autograd.Function):
             outputs.append(queries.new_zeros(shape, dtype=form.dtype) if output is None else output)
             tops.append(queries.new_zeros(len(logits)) if top is None else top)
         carried = grads[-len(sources) :]
-        if form.backend.BY_ADDRESS:
-            dqueries, dsources = form.backend.read_sealed_backward(
-                ReadGradInputs(queries, sources, inv_rms, logits, outputs, tops, carried)
-            )
-            return (None, dqueries, *dsources)
-        with full_precision(queries):  # a backward may be called under autocast too
-            dqueries, dsources = form.backend.read_sealed_backward(
-                ReadGradInputs(queries, _flat(sources), inv_rms, logits, _flat(outputs), tops, _flat(carried))
-            )
-        return (None, dqueries, *_viewed(dsources, shape))
+        inputs = ReadGradInputs(queries, sources, inv_rms, logits, outputs, tops, carried)
+        dqueries, dsources = form.backend.read_sealed_backward(inputs)
+        return (None, dqueries, *dsources)
 
 
 class _Merge(torch.autograd.Function):
@@ -232,32 +201,21 @@ class _Merge(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         # rest: k open sources; then, if the read is to be made again in backward, the sealed ones and their logits.
         ctx.set_materialize_grads(False)
-        backend, k = form.backend, form.k
+        k = form.k
         opens = rest[:k]
         last = opens[-1].dtype if opens else None
         norm = form.norm(weight, bias)
         saves: Any = "h" if form.watched else "least" if form.recorded else "nothing"
-        if backend.BY_ADDRESS:
-            x, saved, partial = backend.merge(
-                MergeInputs(opens, added, query, form.eps, output, top, total, norm, form.dtype, saves)
-            )
-        else:
-            shape = opens[0].shape if output is None else output.shape
-            check_shapes((added, *opens), shape)
-            check_shapes((query,), shape[-1:])
-            flat_output, flat_added, *flat = _flat((output, added, *opens))
-            x, saved, partial = backend.merge(
-                MergeInputs(flat, flat_added, query, form.eps, flat_output, top, total, norm, form.dtype, saves)
-            )
-            (x,) = _viewed([x.clone() if x is flat_output else x], shape)
-            partial = None if partial is None else _viewed([partial], shape)[0]
+        x, saved, partial = form.backend.merge(
+            MergeInputs(opens, added, query, form.eps, output, top, total, norm, form.dtype, saves)
+        )
         if x is output:
             x = x.clone()
         if partial is not None:
             opens = (*opens[:-1], partial)
         h = None if form.recompute else saved.h
         again = output if saved.h is None and not form.recompute else None
-        ctx.save_for_backward(weight, bias, query, again, h, *saved[1:], *opens, *rest[k:])
+        ctx.save_for_backward(weight, bias, query, again, h, saved.scalars, *opens, *rest[k:])
         dtypes = (
             None if output is None else output.dtype,
             last,
@@ -270,10 +228,10 @@ class _Merge(torch.autograd.Function):
         if not form.watched:
             return tuple(results)
         # What is only looked at; empty where it is an input, x itself or known beforehand.
-        none, saved = x.new_empty(0), saved.named(k, normed=form.kind > 0)
+        none, scalars = x.new_empty(0), saved.named(k, normed=form.kind > 0)
         h = none if saved.h is None or not k or norm is None else saved.h.to(form.dtype)
-        weights = none.clone() if saved.weights is None else saved.weights
-        sealed = none.clone() if saved.sealed is None else saved.sealed
+        weights = none.clone() if scalars.weights is None else scalars.weights
+        sealed = none.clone() if scalars.sealed is None else scalars.sealed
         ctx.mark_non_differentiable(h, sealed, weights)
         return (*results, h, sealed, weights)
 
@@ -281,33 +239,20 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plain.refuse_second_derivative()
         form, shape, x_dtype, has_top, dtypes = ctx.form
-        backend, k, count = form.backend, form.k, len(MergeSaved._fields)
-        weight, bias, query, again, *rest = ctx.saved_tensors
-        saved, rest = MergeSaved(*rest[:count]), rest[count:]
+        k = form.k
+        weight, bias, query, again, h, scalars, *rest = ctx.saved_tensors
+        saved = MergeSaved(h, scalars)
         opens, recomputed, carried = rest[:k], rest[k:], grads[1 : 1 + k]
         grad = grads[0]
         if grad is None:
-            grad = next(part for part in (saved.scalars, saved.rstd, *rest) if part is not None).new_zeros(
-                shape, dtype=x_dtype
-            )
+            grad = next(part for part in (scalars, *rest) if part is not None).new_zeros(shape, dtype=x_dtype)
         if form.recompute:
             h_dtype = form.dtype if form.kind else compute_dtype(form.dtype)
             saved = saved._replace(h=_read_again(form, recomputed, opens, saved, h_dtype))
         norm = form.norm(weight, bias)
-        if backend.BY_ADDRESS:
-            output, top, dopens, dquery, dweight, dbias, added = backend.merge_backward(
-                MergeGradInputs(grad, carried, opens, query, norm, saved, form.dtype, again, *dtypes)
-            )
-        else:
-            grad, again, h, *flat = _flat((grad, again, saved.h, *opens, *carried))
-            saved = saved._replace(h=h)
-            with full_precision(grad):
-                output, top, dopens, dquery, dweight, dbias, added = backend.merge_backward(
-                    MergeGradInputs(grad, flat[k:], flat[:k], query, norm, saved, form.dtype, again, *dtypes)
-                )
-            dopens = _viewed(dopens, shape)
-            output = None if output is None else _viewed([output], shape)[0]
-            added = None if added is None else _viewed([added], shape)[0]
+        output, top, dopens, dquery, dweight, dbias, added = form.backend.merge_backward(
+            MergeGradInputs(grad, carried, opens, query, norm, saved, form.dtype, again, *dtypes)
+        )
         output_dtype, _, added_dtype = dtypes
         output, top = None if output_dtype is None else output, top if has_top else None
         if added_dtype is not None and added is None:
@@ -331,15 +276,14 @@ def _read_again(
     dtype: torch.dtype,
 ) -> Tensor:
     """The read before its norm, from its weights: what `recompute` does instead of keeping it."""
-    _, _, weights, sealed, *_ = saved.named(form.k, normed=form.kind > 0)
+    _, weights, sealed, *_ = saved.named(form.k, normed=form.kind > 0)
     parts = [] if weights is None else [weights]
     if recomputed:
         shares = recomputed[-1][:, :, form.index].softmax(1)
         parts.insert(0, shares if sealed is None else shares * sealed.unsqueeze(1))
     every = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     sources = [*recomputed[:-1], *opens]
-    with full_precision(every):
-        return form.backend.mix(sources if form.backend.BY_ADDRESS else _flat(sources), every.contiguous(), dtype)
+    return form.backend.mix(sources, every.contiguous(), dtype)
 
 
 def _backend(
@@ -357,8 +301,8 @@ def _backend(
 
 
 def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -> tuple[Tensor, ...]:
-    """What the function gives."""
-    if form.backend.BY_ADDRESS and not plain.is_needed():
+    """Return what the function gives: of a backend, or of torch operations where one cannot serve."""
+    if not torch.compiler.is_compiling() and not plain.is_needed():
         if torch.is_grad_enabled():
             return _recorded(function)(form, *arguments)
         return function.forward(_UNRECORDED, form, *arguments)
@@ -462,10 +406,11 @@ def merge(
         return Merged(x, handed_on)
     if not k:
         assert read is not None and output is not None
-        tokens = read.top.numel()
-        return Merged(x, (), *_flat([output.detach()]), read.top.new_ones(tokens), x.new_empty(tokens, 0))
+        h, tokens = output.detach(), read.top.numel()
+        return Merged(x, (), h.reshape(-1, h.shape[-1]), read.top.new_ones(tokens), x.new_empty(tokens, 0))
     h, sealed, weights = out[1 + k :]
-    return Merged(x, handed_on, *_flat([x.detach() if norm is None else h]), sealed, weights)
+    h = x.detach() if norm is None else h
+    return Merged(x, handed_on, h.reshape(-1, h.shape[-1]), sealed, weights)
 
 
 def _settled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -508,6 +453,12 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     out_dtype = out_dtype or dtype
     if torch.compiler.is_compiling() and h.device.type in KERNELS:  # which fuses it with what is around it
         return plain.apply(h.to(compute_dtype(dtype)), norm).to(out_dtype)
+    kernels = KERNELS.get(h.device.type)
+    of_one_dtype = weight is not None and weight.dtype == dtype == out_dtype
+    fits = of_one_dtype and bias is None and not norm.center
+    if fits and kernels is not None and kernels.torch_norm and not plain.is_needed():
+        with full_precision(h):
+            return F.rms_norm(h, h.shape[-1:], weight, eps)
     backend = _backend(_settled((h,)), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
     recorded = torch.is_grad_enabled()
     form = _Form(backend, 0, 0.0, dtype, norm_kind(norm), eps, out_dtype, recorded=recorded)

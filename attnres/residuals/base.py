@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnres.ops import Norm, Plan, apply_norm, explain
 from attnres.ops.bank import Banks, Program
-from attnres.ops.dispatch import bank_plan
+from attnres.ops.dispatch import KERNELS, bank_plan
 from attnres.residuals.layout import About, Learned, Read, Source, Traits, outputs
 from attnres.residuals.program import BankReads, has_hooks, why_no_bank
 from attnres.residuals.values import ValueResidual
@@ -128,6 +128,17 @@ class Residual(nn.Module):
         self.program: Program | str | None = None
         """Its reads as a program for a bank, or why there is none; made when it is first asked for."""
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Residual":
+        """Move or cast as asked, but keep parameters in fp32 where 16 bits are asked for (`.to(torch.bfloat16)`,
+        Lightning's bf16-true): steps of a small rate would round to nothing there."""
+
+        def precise(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            narrows = tensor.is_floating_point() and new.element_size() < 4 <= tensor.element_size()
+            return tensor.to(new.device) if narrows else new
+
+        return super()._apply(precise, recurse)
+
     # -- what a forward pass does ---------------------------------------------------------------------------------
     def forward(self, verb: str, *args: Any) -> Any:
         """Do one of start, read, write, finish, hidden_state, mix_values, set_progress, penalty, or itself, which
@@ -212,8 +223,9 @@ class Residual(nn.Module):
         reason = why_no_bank(self, embedding, training=training)
         if reason is None:
             assert isinstance(self.program, Program)
-            shared = self.program.shared(embedding.numel() // self.width, self.width, embedding.dtype)
-            return bank_plan(in_common=bool(shared))
+            device, tokens = embedding.device.type, embedding.numel() // self.width
+            shared = self.program.shared(tokens, self.width, embedding.dtype, cached=KERNELS[device].bank.cached)
+            return bank_plan(device, in_common=bool(shared))
         plan = self.general_plan(embedding, training=training)
         return dataclasses.replace(plan, reasons=(*plan.reasons, f"no bank of sources: {reason}"))
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from attnres.device import autocast_dtype
-from attnres.ops import cpu, plain
+from attnres.ops import plain
 from attnres.ops.backend import Call
 from attnres.ops.bank import Bank, Group, Program, Step
+from attnres.ops.dispatch import KERNELS, stored_dtype
 from attnres.ops.precision import compute_dtype
 from attnres.residuals.layout import Source
 
@@ -74,8 +75,15 @@ def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> s
         return "plain torch is asked for, or a transform or a trace is under way"
     if not embedding.numel():
         return "there are no tokens"
-    autocast = autocast_dtype("cpu")
-    return cpu.why_not(Call((embedding,), compute_dtype(embedding.dtype), () if autocast is None else (autocast,)))
+    device, dtype = embedding.device.type, embedding.dtype
+    kernels = KERNELS.get(device)
+    if kernels is None or kernels.bank is None:
+        return f"there is none for device {device}"
+    if stored_dtype(device, dtype) != dtype:
+        return "finished sources are stored in another dtype than the stream's"
+    autocast = autocast_dtype(device)
+    outputs = () if autocast is None else (autocast,)
+    return kernels.why_not(Call((embedding,), compute_dtype(dtype), outputs, opens=residual.program.alone))
 
 
 def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:
@@ -84,10 +92,11 @@ def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:
         return None
     assert isinstance(residual.program, Program)
     queries = residual.bank_queries()
-    if type(queries) is not Tensor or not queries.is_cpu or queries.dtype is not torch.float32:
+    if type(queries) is not Tensor or queries.device != embedding.device or queries.dtype is not torch.float32:
         return None  # the general path computes it, or says what is wrong
     embedding = embedding.detach().contiguous()
-    bank = residual.banks.take(residual.program, embedding)
+    kernels = KERNELS[embedding.device.type]
+    bank = residual.banks.take(kernels.bank, kernels.load(), residual.program, embedding)
     bank.begin(embedding, queries.contiguous())
     return bank
 
@@ -150,7 +159,9 @@ def program_of(reads: BankReads) -> Program | str:
     for row in set(range(count)) - set(sums):
         step = steps[needed[row]]
         steps[needed[row]] = step._replace(done=(*step.done, row))
-    return Program(tuple(steps), tuple(groups), count, tuple(sums), reads.eps)
+    grouped = {index for group in groups for index in range(group.start, group.stop)}
+    alone = max((len(step.rows) for index, step in enumerate(steps) if index not in grouped), default=1)
+    return Program(tuple(steps), tuple(groups), count, tuple(sums), reads.eps, alone)
 
 
 _Key = tuple[int | None, int, int]

@@ -18,6 +18,7 @@ from attnres.ops import compute_dtype
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import Traits
 from attnres.residuals.mechanisms import MECHANISMS
+from attnres.residuals.queries import QUERY_LR, Queried
 from attnres.residuals.values import VALUE_KINDS
 
 PLUGINS = "ATTNRES_RESIDUALS"
@@ -190,13 +191,15 @@ def _is_mechanism(value: Any) -> bool:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the settings that a residual takes, with their defaults; `value_residual` is one of every residual."""
+    """Return the settings that a residual takes, with their defaults: `value_residual` is one of every residual,
+    `query_lr` of those with queries that train at a tenth of the learning rate."""
     mechanism = residual_class(name)
     parameters = [
         p for maker in (mechanism, *mechanism.parts) for p in inspect.signature(maker.__init__).parameters.values()
     ]
     settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return settings | {"value_residual": "none"}
+    slow = issubclass(mechanism, Queried) and mechanism.slow
+    return settings | {"value_residual": "none"} | ({"query_lr": 1.0} if slow else {})
 
 
 def settings_in_full(name: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -225,6 +228,7 @@ def make_residual(
     *,
     sublayers: Sequence[str] | None = None,
     value_residual: str = "none",
+    query_lr: float | None = 1.0,
     **settings: Any,
 ) -> Residual:
     """Return the residual called `name` for L sublayers of width d.
@@ -234,6 +238,9 @@ def make_residual(
         sublayers: the kinds of a layer's sublayers, in order; attention and MLP unless given.
         value_residual: what the values of a model's attentions take from the first layer's (`ValueResidual`); the model
             makes it, as it knows its heads.
+        query_lr: learning rate of queries and key gains relative to the optimizer's, carried by how they are stored
+            (`Queried`); None takes 0.1 where they need it, and is ignored by residuals without queries. With 1.0 the
+            optimizer has to give them a tenth: see `attnres.regroup`.
 
     Where `read_scale` is left at "mean" and the first pass shows that this is another model at the start than the
     standard residual (small embeddings, a large eps), a UserWarning says so.
@@ -243,7 +250,9 @@ def make_residual(
     """
     if name == "standard":
         settings = {key: value for key, value in settings.items() if key not in settings_of("block")}
-    check_settings(name, settings)
+        query_lr = None
+    takes_rate = "query_lr" in settings_of(name)
+    check_settings(name, settings if takes_rate or query_lr in (None, 1.0) else {**settings, "query_lr": query_lr})
     if num_sublayers < 1 or width < 1:
         raise UserError(f"{num_sublayers} sublayers of width {width}: expected at least 1 of each")
     if value_residual not in VALUE_KINDS:
@@ -254,6 +263,9 @@ def make_residual(
         residual.sublayers = tuple(sublayers)
     mechanism.__init__(residual, num_sublayers, width, **settings)
     residual.value_kind = value_residual
+    if isinstance(residual, Queried) and takes_rate and query_lr != 1.0:
+        tenth = QUERY_LR if residual.slow else 1.0  # a temperature may make it needless
+        residual.set_query_lr(tenth if query_lr is None else query_lr)
     residual.scale_is_default = "read_scale" not in settings
     if value_residual != "none":
         residual.traits = residual.traits._replace(starts_standard=False)

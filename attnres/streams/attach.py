@@ -16,8 +16,6 @@ from attnres.streams.known_norms import Exchanged, exchange, own_class
 from attnres.streams.layers import attach_stream, kinds_of
 from attnres.streams.readers import make_plain, parts_in
 
-QUERY_RATE = 0.1
-"""Setting `query_lr` of what is attached, unless given: other people's optimizers have one rate for all."""
 _BOUND, _BOUND_16 = 1e-4, 0.1
 """How far outputs may be from those before, as a part of the largest: rounding in fp32, and in 16 bits."""
 _WHOLE = "norms=None gives every layer one read, whatever is inside of it"
@@ -82,7 +80,8 @@ def attach(
     _refuse_taken(module)
     name = residual_class(residual).name
     own = settings_of(name)
-    defaults = {"read_scale": read_scale, "query_lr": QUERY_RATE}
+    # other people's optimizers have one rate for all: None is a tenth where queries need it
+    defaults = {"read_scale": read_scale, "query_lr": None}
     settings = {key: value for key, value in defaults.items() if key in own} | settings
     run = None if example is None else _Example(module, example)
     layers, found = _find(module, layers, norms, final_norm, run)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from attnres.device import autocast_dtype
 from attnres.errors import UserError
-from attnres.ops.bank import Bank, is_copied
+from attnres.ops.bank import Bank
 from attnres.ops.norms import Norm
 from attnres.ops.sharded import settled
 from attnres.residuals import Residual
@@ -66,7 +66,7 @@ class BankStream(Stream):
             raise self._refusal()
         known = bank.norms[index]
         if known is None or not known.holds(norm):
-            known = bank.norms[index] = KnownNorm(norm, self.like)
+            known = bank.norms[index] = KnownNorm(norm, self.like, bank)
             bank.set_norm(known.fused)
         x = bank.read()
         if known.fused is None:
@@ -85,11 +85,12 @@ class BankStream(Stream):
             raise TypeError(UNREAD.format(index))
         if type(output) is not Tensor:
             output = settled(output)
-        if output.requires_grad or not output.is_cpu or output.data_ptr() == 0 or output.shape != self.like.shape:
+        like = self.like
+        if output.requires_grad or output.device != like.device or output.shape != like.shape or not output.data_ptr():
             raise RuntimeError(
                 f"sublayer {index} gave a {type(output).__name__} of shape {tuple(output.shape)} on {output.device}, "
-                f"requires_grad={output.requires_grad}: expected {tuple(self.like.shape)} in memory of the CPU and "
-                "without gradients, as the pass began; begin it with gradients on"
+                f"requires_grad={output.requires_grad}: expected {tuple(like.shape)} in memory of "
+                f"{like.device} and without gradients, as the pass began; begin it with gradients on"
             )
         bank.write(output)
         values = self.values if self._inputs is None else self._inputs.first
@@ -116,12 +117,14 @@ class KnownNorm:
         fused: its arithmetic, where that is known; else None, and `apply` is the module's forward, or nothing.
     """
 
-    def __init__(self, module: nn.Module | None, like: Tensor) -> None:
+    def __init__(self, module: nn.Module | None, like: Tensor, bank: Bank) -> None:
         spec = as_it_is if module is None else describe_norm(module, like)
         self.module, self.fused = module, spec if isinstance(spec, Norm) else None
         self.apply = as_it_is if isinstance(spec, Norm) else spec
         self.places = _places(self.fused)
-        self.is_copied = self.fused is not None and any(map(is_copied, (self.fused.weight, self.fused.bias)))
+        vectors = () if self.fused is None else (self.fused.weight, self.fused.bias)
+        self.is_copied = not all(vector is None or bank.takes(vector) for vector in vectors)
+        self.device = like.device.type
         self.eps_name = "eps" if isinstance(module, nn.LayerNorm | nn.RMSNorm) else "variance_epsilon"
 
     def holds(self, module: nn.Module | None) -> bool:
@@ -138,7 +141,7 @@ class KnownNorm:
             and vectors.get("bias") is fused.bias
             and self.places == _places(fused)
             and getattr(module, self.eps_name) == fused.eps
-            and autocast_dtype("cpu") is fused.out_dtype
+            and autocast_dtype(self.device) is fused.out_dtype
         )
 
 

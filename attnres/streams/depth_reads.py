@@ -109,6 +109,8 @@ class DepthReads(nn.Module):
         residual: a mechanism's name; None and "standard" are x + f(norm(x)), and ignore settings of "block", so that
             one word switches.
         sublayers: kinds of a layer's sublayers, in order; attention and MLP unless given.
+        query_lr: learning rate of queries and key gains relative to the one that your optimizer gives every parameter;
+            0.1 unless given, where the mechanism needs it.
         settings: of the mechanism.
 
     Raises:
@@ -123,6 +125,7 @@ class DepthReads(nn.Module):
         residual: str | None = "block",
         *,
         sublayers: Sequence[str] | None = None,
+        query_lr: float | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -131,7 +134,9 @@ class DepthReads(nn.Module):
                 f"value_residual is '{settings['value_residual']}', and where your attention makes its values is not "
                 "known here: leave it out"
             )
-        self.residual = make_residual(residual or "standard", num_sublayers, width, sublayers=sublayers, **settings)
+        self.residual = make_residual(
+            residual or "standard", num_sublayers, width, sublayers=sublayers, query_lr=query_lr, **settings
+        )
 
     def start(self, embedding: Tensor) -> HiddenState:
         """Return the hidden state before the first sublayer, from the token embedding (..., d)."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.residuals import Residual
 from attnres.streams.banked import start_stream
-from attnres.streams.neighbours import fit_fsdp1, keep_from_decay
+from attnres.streams.neighbours import fit_fsdp1, keep_from_decay, tell_of_frozen_reads
 from attnres.streams.readers import REMEDY, Parts, make_reading, make_taking, make_whole, replaced
 from attnres.streams.stream import FINISHED, STARTED, WAITING, Stream, note_progress, passed_over, progress
 
@@ -20,6 +20,7 @@ _CAPTURES = "transformers.utils.output_capturing"
 
 keep_from_decay()
 fit_fsdp1()
+tell_of_frozen_reads()
 
 
 def attach_stream(

@@ -1,6 +1,7 @@
 """What other libraries are told of models with depth reads, once they are imported."""
 
 import functools
+import warnings
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,7 @@ from torch import nn
 from attnres.errors import UserError
 from attnres.imports import when_imported
 from attnres.residuals import Residual
+from attnres.residuals.queries import Queried
 
 
 def keep_from_decay() -> None:
@@ -59,6 +61,31 @@ def _fit_fsdp1(fsdp: Any) -> None:
             ) from error
 
     fsdp.FullyShardedDataParallel.__init__ = __init__
+
+
+def tell_of_frozen_reads() -> None:
+    """Let PEFT warn where a new adapter freezes depth reads that were to be trained: with zero queries the model is
+    then the plain one, and slower."""
+    when_imported("peft.peft_model", _tell_of_frozen_reads)
+
+
+def _tell_of_frozen_reads(peft: Any) -> None:
+    plain = peft.PeftModel.__init__
+
+    @functools.wraps(plain)
+    def __init__(self: Any, model: nn.Module, peft_config: Any, *args: Any, **options: Any) -> None:
+        reads = {path: part for path, part in model.named_modules() if isinstance(part, Queried)}
+        trained = {path.rpartition(".")[2] for path, part in reads.items() if part.query.requires_grad}
+        plain(self, model, peft_config, *args, **options)
+        inner = [part for part in self.modules() if isinstance(part, Queried)]
+        if trained and not peft_config.inference_mode and not any(part.query.requires_grad for part in inner):
+            warnings.warn(
+                f"{type(peft_config).__name__} freezes the queries of the depth reads: to train them, give it "
+                f"modules_to_save={sorted(trained)}",
+                stacklevel=3,
+            )
+
+    peft.PeftModel.__init__ = __init__
 
 
 def share_defaults(model_type: str, plain: str) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attnres.errors import unknown
 from attnres.residuals import Residual
+from attnres.residuals.queries import Queried
 from attnres.training.config import READ_RATE, OptimConfig
 from attnres.training.finetune import is_adapter
 from attnres.training.muon import OwnedMuon, StackedMuon
@@ -44,23 +45,26 @@ that has them."""
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a width does to rates.
+    """What a model does to rates.
 
     Attributes:
         ratio: m. final: names of the parameters of the final norm.
+        query_lr: the part of the rate that queries and gains carry themselves (the setting of that name).
     """
 
     ratio: float = 1.0
     final: frozenset[str] = field(default_factory=frozenset)
+    query_lr: float = 1.0
 
     @classmethod
     def of(cls, model: Any, base_width: int | None) -> "Transfer":
         """That of a model of the package; of any model where there is no base width."""
+        query_lr = next((part.query_lr for part in model.modules() if isinstance(part, Queried)), 1.0)
         if base_width is None:
-            return cls()
+            return cls(query_lr=query_lr)
         own = {id(parameter) for parameter in _final_norm(model).parameters()}
         final = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in own)
-        return cls(model.residual("itself").width / base_width, final)
+        return cls(model.residual("itself").width / base_width, final, query_lr)
 
     def divisor(self, kind: str, name: str, *, muon: bool = False) -> float:
         """What the rate of a parameter of this kind and name is divided by."""
@@ -158,7 +162,7 @@ def optimizers_of(
             # Pseudo-queries are decayed where that is asked for, back to the uniform mean.
             pull = config.residual_decay if kind in OF_RESIDUAL and name.endswith(QUERY) else decay
             divisor = transfer.divisor(kind, name)
-            rates = (_adamw_rate(kind, config) / divisor, pull * divisor)
+            rates = (_adamw_rate(kind, config, transfer.query_lr) / divisor, pull * divisor)
             plain.setdefault(rates, []).append(name)
         divisor = transfer.divisor(kind, "", muon=True)
         for groups, members, lr, pull in (
@@ -179,11 +183,13 @@ def optimizers_of(
     return optimizers
 
 
-def _adamw_rate(kind: str, config: OptimConfig) -> float:
-    """Return AdamW's peak rate of a kind: `residual_lr` has the rule for a residual's."""
-    if kind in OF_RESIDUAL and config.residual_lr is not None:
-        return config.residual_lr
-    return config.lr * READ_RATE if kind == "read" else config.lr
+def _adamw_rate(kind: str, config: OptimConfig, query_lr: float = 1.0) -> float:
+    """Return AdamW's peak rate of a kind. One of three rules applies: `residual_lr`, `query_lr`, or `READ_RATE`."""
+    if kind not in OF_RESIDUAL:
+        return config.lr
+    if config.residual_lr is not None:
+        return config.residual_lr / (query_lr if kind == "read" else 1.0)  # the rate of w itself, not of w / query_lr
+    return config.lr * READ_RATE if kind == "read" and query_lr == 1.0 else config.lr
 
 
 def _alike(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:

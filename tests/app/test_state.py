@@ -16,7 +16,12 @@ KEYS = ("one-20~0123456789ab", "two~ba9876543210")
 
 
 def fields(query):
-    return dict(pair.split("=") for pair in query.replace("%20", " ").replace("+", " ").split("&"))
+    return dict([query.split("=")])
+
+
+def packed(value):
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return {"v": base64.urlsafe_b64encode(zlib.compress(text, 9)).decode()}
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
@@ -54,7 +59,9 @@ def test_a_link_means_the_same_models_in_any_list(view, keys):
 
 def test_a_link_names_no_path_and_little_else():
     link = encode(View("", None, (0, 1), cuts=(Cut(1, 4, 0), Cut(0, 2, 1, 7))), KEYS)
-    assert link == "m=one-20~0123456789ab.two~ba9876543210&e=1.4.0_0.2.1.7"
+    cuts = [{"model": 1, "read": 4, "source": 0, "token": None}, {"model": 0, "read": 2, "source": 1, "token": 7}]
+    unpacked = json.loads(zlib.decompress(base64.urlsafe_b64decode(fields(link)["v"] + "==")))
+    assert unpacked == {"keys": list(KEYS), "models": [0, 1], "cuts": cuts}
     assert decode({}, KEYS) == View()
     assert key_of("/home/me/my runs/block", None, b"").startswith("block~")
 
@@ -66,37 +73,55 @@ def test_a_renamed_model_is_found_by_its_content_and_one_that_is_there_twice_is_
     assert decode(fields(encode(View("", None, (0, 1)), twice)), twice).models == (0, 1)
 
 
+CUT = {"model": 0, "read": 1, "source": 1}
+
+
 @pytest.mark.parametrize(
     "broken",
     [
-        {"t": "!!"},
-        {"t": "AAAA"},
-        {"t": base64.urlsafe_b64encode(zlib.compress(b"\xff\xfe")).decode()},
-        {"m": ""},
-        {"m": "0"},
-        {"m": "0.1"},
-        {"m": ".".join([*KEYS, KEYS[0]])},
-        {"m": "/etc/passwd"},
-        {"r": "-1"},
-        {"r": "1e9"},
-        {"s": "<script>"},
-        {"k": "٣"},
-        {"k": "9999999"},
-        {"h": "2"},
-        {"e": "0.1"},
-        {"e": "0.1.1.1.1"},
-        {"b": "size"},
-        {"o": "two"},
-        {"u": "", "m": ".".join(KEYS)},
-        {"e": "0.1.x"},
-        {"e": "1.1.1"},
-        {"c": "1"},
-        {"e": "_".join(["0.1.1"] * 600)},
+        {"v": "!!"},
+        {"v": "AAAA"},
+        packed(b"\xff\xfe"),
+        packed(b"{"),
+        packed([]),
+        packed({}),
+        *(
+            packed({"keys": list(KEYS), "text": "a", **part})
+            for part in [
+                {"keys": 1},
+                {"keys": [0]},
+                {"keys": ["/etc/passwd"]},
+                {"keys": []},
+                {"models": [2]},
+                {"models": []},
+                {"models": [0, 1, 0]},
+                {"read": -1},
+                {"read": 1e9},
+                {"source": "<script>"},
+                {"token": "3"},
+                {"token": 9_999_999},
+                {"half": 2},
+                {"by": "size"},
+                {"span": "two"},
+                {"other": "", "models": [0, 1]},
+                {"cuts": [[0, 1]]},
+                {"cuts": [CUT | {"more": 1}]},
+                {"cuts": [CUT | {"model": 2}]},
+                {"cuts": [CUT] * 600},
+                {"text": "a" * (MAX_CHARACTERS + 1)},
+            ]
+        ),
     ],
 )
 def test_a_damaged_link_is_one_sentence(broken):
     with pytest.raises(UserError, match="damaged"):
         decode(broken, KEYS)
+
+
+@pytest.mark.parametrize("old", [{"m": "one-20~0123456789ab", "e": "0.1.1"}, {"t": "eJwDAAAAAAE"}])
+def test_a_link_of_an_earlier_version_says_so(old):
+    with pytest.raises(UserError, match="earlier version"):
+        decode(old, KEYS)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +165,10 @@ def test_a_cut_in_a_model_that_is_not_open_is_in_none_of_those_that_are():
 
 
 def test_a_small_link_cannot_unpack_to_a_large_text():
-    bomb = base64.urlsafe_b64encode(zlib.compress(b"a" * 10_000_000, 9)).decode()
+    bomb = packed(b'{"text":"' + b"a" * 10_000_000 + b'"}')
     with pytest.raises(UserError, match="damaged"):
-        decode({"t": bomb}, KEYS)
+        decode(bomb, KEYS)
+    bomb = bomb["v"]
     assert len(bomb) < 20_000
     whole = "a" * MAX_CHARACTERS
     assert decode(fields(encode(View(whole), KEYS)), KEYS).text == whole

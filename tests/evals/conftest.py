@@ -15,7 +15,7 @@ def write_jsonl(path: Path, rows):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """A folder with every built-in task, in the formats of the real files."""
+    """Every built-in task in the formats of the real files, and a file in each shape of a user's own."""
     folder = tmp_path_factory.mktemp("data")
     rng = random.Random(0)
 
@@ -24,22 +24,13 @@ def data(tmp_path_factory):
 
     for name, query, n in (
         ("hellaswag_val", "{}", 4),
-        ("arc_easy", "Question: {}?", 4),
-        ("arc_challenge", "Question: {}?", 4),
-        ("piqa", "Question: {}?\n", 2),
-        ("boolq", "Passage: {}.\nQuestion: is it so?", 2),
+        ("questions", "Question: {}?\nAnswer:", 4),
+        ("pairs", "Question: {}?\nAnswer:", 2),
     ):
-        rows = [
-            {
-                "query": query.format(sentence(i)),
-                "choices": ["no", "yes"] if name == "boolq" else choices(n),
-                "gold": rng.randrange(n),
-            }
-            for i in range(9)
-        ]
+        rows = [{"query": query.format(sentence(i)), "choices": choices(n), "gold": rng.randrange(n)} for i in range(9)]
         write_jsonl(folder / f"{name}.jsonl", rows)
     write_jsonl(
-        folder / "winogrande.jsonl",
+        folder / "contexts.jsonl",
         [
             {"context_options": [sentence(i), sentence(i + 50)], "continuation": sentence(i + 99, 4), "gold": i % 2}
             for i in range(7)

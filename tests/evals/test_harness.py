@@ -2,6 +2,7 @@
 
 import copy
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ dataset_path: json
 dataset_kwargs: {{data_files: {{validation: {file}}}}}
 validation_split: validation
 output_type: multiple_choice
-doc_to_text: "{query}"
+doc_to_text: "{{{{query}}}}"
 doc_to_target: gold
 doc_to_choice: choices
 metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
@@ -42,9 +43,8 @@ def yaml(data, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "tasks"
     folder.mkdir()
-    queries = {"hellaswag_val": "{{query}}", "arc_easy": "{{query}}\\nAnswer:", "piqa": "{{query.rstrip()}}\\nAnswer:"}
-    for name, query in queries.items():
-        text = CHOICES.format(name=name, file=data / f"{name}.jsonl", query=query)
+    for name in ("hellaswag_val", "questions", "pairs"):
+        text = CHOICES.format(name=name, file=data / f"{name}.jsonl")
         (folder / f"{name}.yaml").write_text(text)
     (folder / "lambada.yaml").write_text(WORDS.format(file=data / "lambada_openai.jsonl"))
     return folder
@@ -91,7 +91,8 @@ def test_every_item_agrees_with_lm_eval(folders, data, yaml, model):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    pairs = {"hellaswag": "our_hellaswag_val", "arc_easy": "our_arc_easy", "piqa": "our_piqa", "lambada": "our_lambada"}
+    pairs = {"hellaswag": "our_hellaswag_val", "lambada": "our_lambada"}
+    pairs |= {str(data / f"{name}.jsonl"): f"our_{name}" for name in ("questions", "pairs")}
     checkpoint = open_checkpoint(folders[model])
     theirs = simple_evaluate(
         HFLM(pretrained=checkpoint.load(), tokenizer=checkpoint.tokenizer, batch_size=3),
@@ -105,6 +106,7 @@ def test_every_item_agrees_with_lm_eval(folders, data, yaml, model):
     compared = 0
     for name, other in pairs.items():
         samples = sorted(theirs["samples"][other], key=lambda sample: sample["doc_id"])
+        name = Path(name).stem
         rows = ours.items[name][0]
         assert len(samples) == len(rows)
         for sample, row in zip(samples, rows):
@@ -123,19 +125,23 @@ def test_every_item_agrees_with_lm_eval(folders, data, yaml, model):
 def test_tasks_of_lm_eval_stand_beside_ours_and_are_paired(folders, data, yaml):
     models = (str(folders["block"]), str(folders["full"]))
     config = EvalConfig(
-        models, ("arc_easy", "lm-eval:our_arc_easy"), data=str(data), lm_eval_tasks=str(yaml), limit=7, device="cpu"
+        models,
+        (str(data / "questions.jsonl"), "lm-eval:our_questions"),
+        lm_eval_tasks=str(yaml),
+        limit=7,
+        device="cpu",
     )
     tasks = evaluate(config, progress=False).record["tasks"]
-    ours = {figure["key"]: figure for figure in tasks["arc_easy"]["figures"]}
-    theirs = {figure["key"]: figure for figure in tasks["lm-eval:our_arc_easy"]["figures"]}
+    ours = {figure["key"]: figure for figure in tasks["questions"]["figures"]}
+    theirs = {figure["key"]: figure for figure in tasks["lm-eval:our_questions"]["figures"]}
     for key in ("acc", "acc_norm"):
         assert theirs[key]["values"] == ours[key]["values"]
         assert theirs[key]["differences"] == ours[key]["differences"]
 
 
 def test_an_unknown_task_of_lm_eval_is_named(folders, yaml):
-    config = EvalConfig((str(folders["block"]),), ("lm-eval:our_arc_esy",), lm_eval_tasks=str(yaml))
-    with pytest.raises(UserError, match="unknown lm-eval task 'our_arc_esy': did you mean 'our_arc_easy'"):
+    config = EvalConfig((str(folders["block"]),), ("lm-eval:our_qestions",), lm_eval_tasks=str(yaml))
+    with pytest.raises(UserError, match="unknown lm-eval task 'our_qestions': did you mean 'our_questions'"):
         evaluate(config, progress=False)
 
 

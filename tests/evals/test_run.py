@@ -16,6 +16,9 @@ from attnres.evals.run import evaluate, show
 from attnres.evals.tasks import TASKS
 from attnres.models import open_checkpoint
 
+OWN = ("questions", "pairs", "contexts")
+"""Files of a user's own."""
+
 
 def go(models, data, tasks=tuple(TASKS), **options):
     models = tuple(str(model) for model in models)
@@ -28,7 +31,8 @@ def figure(results, task, key):
 
 @pytest.fixture(scope="module")
 def both(folders, data):
-    return go([folders["block"], folders["full"]], data, window=32, batch_tokens=500)
+    own = (str(data / f"{name}.jsonl") for name in OWN)
+    return go([folders["block"], folders["full"]], data, (*TASKS, *own), window=32, batch_tokens=500)
 
 
 def test_every_task_has_its_figures(both):
@@ -37,14 +41,12 @@ def test_every_task_has_its_figures(both):
         "wikitext2": ["perplexity_non_overlapping", "perplexity_sliding", "bits_per_byte"],
         "lambada": ["acc", "perplexity", "acc_first_token"],
         "hellaswag": ["acc", "acc_norm", "acc_per_token"],
-        "arc_easy": ["acc", "acc_norm"],
-        "arc_challenge": ["acc", "acc_norm"],
-        "piqa": ["acc", "acc_norm"],
-        "winogrande": ["acc"],
-        "boolq": ["acc"],
+        "questions": ["acc", "acc_norm"],
+        "pairs": ["acc", "acc_norm"],
+        "contexts": ["acc", "acc_norm"],
     }
     assert figure(both, "hellaswag", "acc")["chance"] == 0.25
-    assert figure(both, "boolq", "acc")["chance"] == 0.5
+    assert figure(both, "pairs", "acc")["chance"] == 0.5
     labels = [f["label"] for f in both.record["tasks"]["wikitext2"]["figures"]]
     assert labels[:2] == ["perplexity, non-overlapping windows of 32", "perplexity, sliding windows of 32 by 16"]
     for task in both.record["tasks"].values():
@@ -77,9 +79,9 @@ def test_perplexity_is_that_of_the_text(both, folders, data):
 
 
 def test_accuracy_is_that_of_the_rows(both):
-    rows = both.items["arc_easy"][0]
+    rows = both.items["questions"][0]
     right = [int(np.argmax(row["logprobs"])) == row["gold"] for row in rows]
-    assert figure(both, "arc_easy", "acc")["values"][0]["value"] == np.mean(right)
+    assert figure(both, "questions", "acc")["values"][0]["value"] == np.mean(right)
     rows = both.items["lambada"][1]
     assert figure(both, "lambada", "acc")["values"][1]["value"] == np.mean([row["greedy"] for row in rows])
     expected = math.exp(-np.mean([row["logprobs"][0] for row in rows]))
@@ -87,7 +89,7 @@ def test_accuracy_is_that_of_the_rows(both):
 
 
 def test_a_model_against_itself_differs_by_nothing(folders, data):
-    same = go([folders["block"], folders["block"]], data, ("wikitext2", "lambada", "piqa"), window=32)
+    same = go([folders["block"], folders["block"]], data, ("wikitext2", "lambada", "hellaswag"), window=32)
     for task in same.record["tasks"].values():
         for entry in task["figures"]:
             assert entry["differences"][0]["value"] == 0
@@ -95,13 +97,13 @@ def test_a_model_against_itself_differs_by_nothing(folders, data):
 
 
 def test_other_tokenizers_are_compared_only_where_that_means_something(folders, data):
-    results = go([folders["block"], folders["other"]], data, ("wikitext2", "lambada", "piqa"), window=32)
+    results = go([folders["block"], folders["other"]], data, ("wikitext2", "lambada", "hellaswag"), window=32)
     for key in ("perplexity_non_overlapping", "perplexity_sliding"):
         (entry,) = figure(results, "wikitext2", key)["differences"]
         assert (entry["value"], entry["reason"]) == (None, "different tokens: bits per byte compare, this does not")
     assert figure(results, "lambada", "acc_first_token")["differences"][0]["value"] is None
     assert figure(results, "wikitext2", "bits_per_byte")["differences"][0]["paired"] is False
-    for task, key in (("lambada", "acc"), ("lambada", "perplexity"), ("piqa", "acc")):
+    for task, key in (("lambada", "acc"), ("lambada", "perplexity"), ("hellaswag", "acc")):
         assert figure(results, task, key)["differences"][0]["paired"]
     output = printed(results)
     assert "WikiText-2, perplexity, sliding windows of 32 by 16: different tokens" in output
@@ -143,8 +145,8 @@ def test_what_does_not_fit_is_cut_or_left_out_and_said(folders, data, tmp_path):
 
 
 def test_limit_takes_the_first_items_and_windows(folders, data):
-    results = go([folders["block"]], data, ("wikitext2", "piqa"), window=16, stride=4, limit=3)
-    assert figure(results, "piqa", "acc")["values"][0]["items"] == 3
+    results = go([folders["block"]], data, ("wikitext2", "hellaswag"), window=16, stride=4, limit=3)
+    assert figure(results, "hellaswag", "acc")["values"][0]["items"] == 3
     assert figure(results, "wikitext2", "perplexity_non_overlapping")["values"][0]["items"] == 3
     rows = results.items["wikitext2"][0]
     assert sum(row["tokens"] for row in rows if row["windows"] == "sliding") == 47
@@ -158,8 +160,8 @@ def test_files_are_written_whole(both, tmp_path):
     assert record["environment"]["torch"] == torch.__version__
     rows = [json.loads(line) for line in items.read_text().splitlines()]
     assert items.name == "results.items.jsonl"
-    assert {row["task"] for row in rows} == set(TASKS)
-    assert sum(row["task"] == "piqa" for row in rows) == 18
+    assert {row["task"] for row in rows} == {*TASKS, *OWN}
+    assert sum(row["task"] == "hellaswag" for row in rows) == 18
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["results.items.jsonl", "results.json"]
 
 
@@ -190,7 +192,7 @@ def test_ctrl_c_leaves_nothing(folders, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "score", stop)
     out = tmp_path / "results.json"
     with pytest.raises(SystemExit) as left:
-        cli.main(["eval", str(folders["block"]), "--data", str(data), "--tasks", "piqa", "--out", str(out)])
+        cli.main(["eval", str(folders["block"]), "--data", str(data), "--tasks", "hellaswag", "--out", str(out)])
     assert left.value.code == 130
     assert list(tmp_path.iterdir()) == []
 
@@ -200,9 +202,9 @@ def test_ctrl_c_leaves_nothing(folders, data, tmp_path, monkeypatch, capsys):
     [
         ({"models": ()}, "no model given: expected attnres eval MODEL"),
         ({"tasks": ()}, "no task given: expected some of wikitext2, lambada"),
-        ({"tasks": ("pica",)}, "unknown task 'pica': did you mean 'piqa'"),
-        ({"tasks": ("piqa", "piqa")}, "task piqa is given twice"),
-        ({"tasks": ("piqa",), "lm_eval_tasks": "x"}, "lm_eval_tasks is given and no task of lm-eval: name one as"),
+        ({"tasks": ("helaswag",)}, "unknown task 'helaswag': did you mean 'hellaswag'"),
+        ({"tasks": ("hellaswag", "hellaswag")}, "task hellaswag is given twice"),
+        ({"tasks": ("hellaswag",), "lm_eval_tasks": "x"}, "lm_eval_tasks is given and no task of lm-eval: name one as"),
         ({"limit": 0}, "limit is 0: expected a whole number, at least 1"),
         ({"window": 1}, "window is 1: expected a whole number, at least 2"),
         ({"window": 65}, "window is 65 and .* takes 64 tokens"),
@@ -213,7 +215,7 @@ def test_ctrl_c_leaves_nothing(folders, data, tmp_path, monkeypatch, capsys):
 )
 def test_bad_settings_are_one_sentence_before_any_model_is_loaded(folders, data, monkeypatch, options, message):
     monkeypatch.setattr("attnres.models.Checkpoint.load", lambda *_: pytest.fail("loaded"))
-    config = {"models": (str(folders["block"]),), "tasks": ("piqa",), "data": str(data)} | options
+    config = {"models": (str(folders["block"]),), "tasks": ("hellaswag",), "data": str(data)} | options
     with pytest.raises(UserError, match=message):
         evaluate(EvalConfig(**config), progress=False)
 
@@ -226,17 +228,17 @@ def test_a_second_model_that_is_missing_is_found_before_the_first_is_loaded(fold
 
 def test_progress_says_where_it_is(folders, data, monkeypatch, capsys):
     monkeypatch.setattr("attnres.progress.LINES_EVERY", 0.0)
-    config = EvalConfig((str(folders["block"]),), ("piqa",), data=str(data), batch_tokens=100)
+    config = EvalConfig((str(folders["block"]),), ("hellaswag",), data=str(data), batch_tokens=100)
     evaluate(config)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 2
-    assert "100%  piqa" in lines[-1]
+    assert "100%  hellaswag" in lines[-1]
     assert "tokens/s  left 0 s" in lines[-1]
 
 
 def test_names_are_shortened_but_told_apart(folders, data, tmp_path):
     for parent in ("a", "b"):
         shutil.copytree(folders["block"], tmp_path / parent / "model")
-    output = printed(go([tmp_path / "a" / "model", tmp_path / "b" / "model"], data, ("piqa",)))
+    output = printed(go([tmp_path / "a" / "model", tmp_path / "b" / "model"], data, ("hellaswag",)))
     assert "a/model" in output
     assert "b/model" in output

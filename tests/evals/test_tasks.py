@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attnres import UserError
-from attnres.evals.tasks import TASKS, read_task
+from attnres.evals.tasks import OF_LM_EVAL, TASKS, read_task
 
 DATA = Path(os.environ.get("ATTNRES_TEST_DATA", "absent")) / "eval"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="ATTNRES_TEST_DATA does not name a folder with eval/")
@@ -22,22 +22,10 @@ ROWS = {
         "endings": ["[step] waits.", "works.", "sleeps.", "eats."],
         "label": "1",
     },
-    "arc_easy": {
-        "question": "Why?",
-        "choices": {"text": ["a", "b", "c", "d"], "label": ["1", "2", "3", "4"]},
-        "answerKey": "3",
-    },
-    "piqa": {"goal": "Open it.", "sol1": "Pull.", "sol2": "Push.", "label": 0},
-    "winogrande": {"sentence": "Ann met Bo because _ was late.", "option1": "Ann", "option2": "Bo", "answer": "2"},
-    "boolq": {"passage": "Ice floats.", "question": "does ice float", "label": 1},
     "lambada": {"text": "I came to see the king"},
 }
 FIRST = {
     "hellaswag": ("Roof repair: A man sits.. On a roof. He", "  waits.", 1),
-    "arc_easy": ("Question: Why?\nAnswer:", " a", 2),
-    "piqa": ("Question: Open it.\nAnswer:", " Pull.", 0),
-    "winogrande": ("Ann met Bo because Ann", " was late.", 1),
-    "boolq": ("Ice floats.\nQuestion: does ice float?\nAnswer:", " no", 1),
     "lambada": ("I came to see the", " king", 0),
 }
 
@@ -77,18 +65,10 @@ def test_wikitext_from_the_hub_and_from_a_file_are_the_same_text(hub, tmp_path):
 
 LOCAL = {
     "hellaswag_val": {"query": "Roof: He", "choices": ["a.", "b."], "gold": 1},
-    "arc_easy": {"query": "Question: Why?", "choices": ["a", "b"], "gold": 0},
-    "piqa": {"query": "Question: Open it.\n", "choices": ["a", "b"], "gold": 0},
-    "boolq": {"query": "Passage: Ice floats.\nQuestion: does ice float?", "choices": ["no", "yes"], "gold": 1},
-    "winogrande": {"context_options": ["x Ann", "x Bo"], "continuation": "was late.", "gold": 1},
     "lambada_openai": {"context": "see the", "continuation": "king"},
 }
 PROMPTS = {
     "hellaswag": "Roof: He",
-    "arc_easy": "Question: Why?\nAnswer:",
-    "piqa": "Question: Open it.\nAnswer:",
-    "boolq": "Ice floats.\nQuestion: does ice float?\nAnswer:",
-    "winogrande": "x Ann",
     "lambada": "see the",
 }
 
@@ -118,10 +98,10 @@ GOOD = '{"query": "q", "choices": ["a", "b"], "gold": 0}'
 
 def test_a_file_that_is_called_like_a_task_is_a_file(tmp_path):
     """Its lines are taken as they are, where the task's would be put into its words."""
-    path = tmp_path / "arc_easy.jsonl"
+    path = tmp_path / "hellaswag.jsonl"
     path.write_text(json.dumps({"query": "Which?", "choices": ["a", "b"], "gold": 0}))
     task = read_task(str(path), None, None)
-    assert task.name == "arc_easy.jsonl" and task.items[0].pairs[0][0] == "Which?"
+    assert task.name == "hellaswag.jsonl" and task.items[0].pairs[0][0] == "Which?"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +116,7 @@ def test_a_file_that_is_called_like_a_task_is_a_file(tmp_path):
         ('{"query": 3, "choices": ["a", "b"], "gold": 0}', "line 1: expected"),
         ('{"context": "a"}', "line 1: expected"),
         ("", "mine.jsonl has no items"),
-        (f'{GOOD}\n{{"context": "a", "continuation": "b"}}', "mixes words to foretell and choices"),
+        (f'{GOOD}\n{{"context": "a", "continuation": "b"}}', "mixes words to predict and choices"),
     ],
 )
 def test_a_malformed_file_is_named_with_its_line(tmp_path, text, message):
@@ -145,20 +125,29 @@ def test_a_malformed_file_is_named_with_its_line(tmp_path, text, message):
         read_task(str(tmp_path / "mine.jsonl"))
 
 
+def test_a_task_that_is_lm_evals_says_its_name_there(tmp_path):
+    from lm_eval.tasks import TaskManager
+
+    for name in OF_LM_EVAL:
+        with pytest.raises(UserError, match=f"lm-eval:{name} "):
+            read_task(name, tmp_path)
+    assert set(OF_LM_EVAL) <= set(TaskManager().all_tasks)
+
+
 def test_other_mistakes(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"unknown task 'helaswag': did you mean 'hellaswag'"):
         read_task("helaswag")
-    with pytest.raises(UserError, match=r"has no piqa\*\.jsonl: expected one file for the task piqa"):
-        read_task("piqa", tmp_path)
+    with pytest.raises(UserError, match=r"has no lambada\*\.jsonl: expected one file for the task lambada"):
+        read_task("lambada", tmp_path)
     with pytest.raises(UserError, match=r"absent does not exist: --data is the folder"):
-        read_task("piqa", tmp_path / "absent")
+        read_task("lambada", tmp_path / "absent")
     (tmp_path / "rows.jsonl").write_text(GOOD)
     with pytest.raises(UserError, match=r"rows.jsonl is a file: --data is the folder of the tasks' files"):
-        read_task("piqa", tmp_path / "rows.jsonl")
-    for name in ("piqa_a.jsonl", "piqa_b.jsonl"):
+        read_task("lambada", tmp_path / "rows.jsonl")
+    for name in ("lambada_a.jsonl", "lambada_b.jsonl"):
         (tmp_path / name).write_text(GOOD)
-    with pytest.raises(UserError, match=r"has piqa_a.jsonl and piqa_b.jsonl: expected one file"):
-        read_task("piqa", tmp_path)
+    with pytest.raises(UserError, match=r"has lambada_a.jsonl and lambada_b.jsonl: expected one file"):
+        read_task("lambada", tmp_path)
     with pytest.raises(UserError, match=r"cannot read .*absent.jsonl: No such file"):
         read_task(str(tmp_path / "absent.jsonl"))
     (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
@@ -169,7 +158,7 @@ def test_other_mistakes(tmp_path, monkeypatch):
         read_task(str(tmp_path / "empty.txt"))
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install 'attnres\[data\]'"):
-        read_task("piqa")
+        read_task("lambada")
 
 
 def test_a_hub_out_of_reach_is_one_sentence(hub, monkeypatch):
@@ -177,16 +166,15 @@ def test_a_hub_out_of_reach_is_one_sentence(hub, monkeypatch):
         raise ConnectionError("no route\nmore")
 
     monkeypatch.setattr(sys.modules["datasets"], "load_dataset", fail)
-    with pytest.raises(UserError, match=r"task piqa cannot be read from baber/piqa on the hub \(no route\)"):
-        read_task("piqa")
+    with pytest.raises(UserError, match=r"task lambada cannot be read from .*lambada_openai on the hub \(no route\)"):
+        read_task("lambada")
 
 
 @needs_data
 @pytest.mark.parametrize("name", list(TASKS))
 def test_the_real_files_are_read(name):
     task = read_task(name, DATA)
-    counts = {"lambada": 5153, "hellaswag": 10042, "arc_easy": 2376, "arc_challenge": 1172}
-    counts |= {"piqa": 1838, "winogrande": 1267, "boolq": 3270, "wikitext2": 0}
+    counts = {"lambada": 5153, "hellaswag": 10042, "wikitext2": 0}
     assert len(task.items) == counts[name]
 
 

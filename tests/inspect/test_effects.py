@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from attnres import UserError
 from attnres.inspect.edits import Ablate, Reweigh, intervene
-from attnres.inspect.effects import effect, predict, token_id
+from attnres.inspect.effects import effect, predict
+from attnres.inspect.subject import token_id
 from attnres.inspect.survey import corpus_effect
 from attnres.models import build
 

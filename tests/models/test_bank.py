@@ -11,8 +11,9 @@ from sample_mechanisms import crossed
 from tiny import SIZE, stir
 
 from attnres.models import build
-from attnres.ops import cpu, dispatch
+from attnres.ops import backend, cpu, dispatch, eager
 from attnres.ops.bank import KEPT, Bank, Banks, Program
+from attnres.ops.cpu import CpuBank
 from attnres.residuals import RESIDUALS, make_residual
 from attnres.residuals.program import _program, why_no_bank
 from attnres.streams.banked import BankStream, start_stream
@@ -74,12 +75,26 @@ def close(ours, general):
     torch.testing.assert_close(ours, general, rtol=0, atol=tolerance * general.abs().amax().item())
 
 
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bank_of_any_backend_gives_what_the_general_path_gives(residual, settings, size, dtype, monkeypatch):
+    """Here of plain torch's: the bank of devices without one of their own."""
+    row = dispatch.KERNELS["cpu"]._replace(load=lambda: eager, why_not=lambda call: None, bank=Bank)
+    monkeypatch.setitem(dispatch.KERNELS, "cpu", row)
+    model = make(residual, settings, size, dtype)
+    for ids in (draw(2, 7), draw(1, 3)):
+        close(in_bank(model, ids), in_general(model, ids))
+    in_bank(model, draw(1, 3))
+    (bank,) = model.residual.banks._waiting
+    assert type(bank) is Bank and not bank._rows
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @cases
 def test_logits_are_those_of_the_general_path(residual, settings, size, dtype, monkeypatch):
     model = make(residual, settings, size, dtype)
     for batch, length, cached in ((1, 1, 0), (3, 1, 0), (2, 21, 0), (2, 21, 1 << 20)):
-        monkeypatch.setattr(dispatch, "CACHED", cached)  # 0: phase 1 wherever it moves less
+        monkeypatch.setattr(backend, "CACHED", cached)  # 0: phase 1 wherever it moves less
         ids = draw(batch, length)
         close(in_bank(model, ids), in_general(model, ids))
 
@@ -98,9 +113,9 @@ def test_cached_decoding_is_a_whole_pass(residual, settings, size):
 @cases
 def test_memory_that_is_not_needed_any_more_may_hold_anything(residual, settings, size, monkeypatch):
     """What a read does not need is poisoned before it: a source that shares its memory would be gone."""
-    monkeypatch.setattr(dispatch, "CACHED", 0)
+    monkeypatch.setattr(backend, "CACHED", 0)
     model, ids = make(residual, settings, size), draw(2, 7)
-    expected, read = in_bank(model, ids), Bank.read
+    expected, read = in_bank(model, ids), CpuBank.read
 
     def poisoned(bank):
         program, index = bank.program, bank.index
@@ -115,7 +130,7 @@ def test_memory_that_is_not_needed_any_more_may_hold_anything(residual, settings
         assert not any(x.data_ptr() == memory.data_ptr() for memory in bank.sums)
         return x
 
-    monkeypatch.setattr(Bank, "read", poisoned)
+    monkeypatch.setattr(CpuBank, "read", poisoned)
     assert torch.equal(in_bank(model, ids), expected)
 
 
@@ -316,7 +331,7 @@ def test_one_rule_says_who_takes_a_bank_and_explain_says_it(monkeypatch):
 
     assert "one pass in a bank on the C kernels" in why(model.residual)
     assert "gradients are on" in why(model.residual, training=True)
-    monkeypatch.setattr(dispatch, "CACHED", 0)
+    monkeypatch.setattr(backend, "CACHED", 0)
     assert "two phases in a bank" in why(make_residual("block", 12, 32, block_size=4))
     model.residual.observer = object()
     assert "an observer or an editor watches" in why(model.residual)
@@ -366,7 +381,7 @@ def test_queries_of_another_dtype_or_layout_are_read_as_what_they_are():
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"])
 def test_the_memory_is_what_the_kernels_write_whatever_is_usual(default, monkeypatch):
     """Numbers in fp32 on this CPU, also where torch makes others by default."""
-    monkeypatch.setattr(dispatch, "CACHED", 0)
+    monkeypatch.setattr(backend, "CACHED", 0)
     program = _program(make_residual("block", 12, 32, block_size=4))
     assert isinstance(program, Program)
     before = torch.get_default_dtype()
@@ -375,7 +390,7 @@ def test_the_memory_is_what_the_kernels_write_whatever_is_usual(default, monkeyp
             torch.set_default_device("meta")
         else:
             torch.set_default_dtype(default)
-        bank = Bank(program, 3, 32, torch.bfloat16)
+        bank = CpuBank(program, 3, 32, torch.bfloat16, cpu)
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(before)

@@ -16,7 +16,7 @@ from attnres.evals.figures import ask
 from attnres.evals.scoring import encode_pairs
 from attnres.evals.speaker import open_speaker
 from attnres.evals.tasks import read_task
-from attnres.inspect.effects import prompt_ids
+from attnres.inspect.subject import prompt_ids
 from attnres.inspect.survey import encode
 from attnres.models.encoding import encode_document, encode_prompt, token_in_front
 from attnres.models.open import open_checkpoint

@@ -76,6 +76,7 @@ def test_every_family_is_converted_exactly_or_refused_with_a_sentence(family, na
     assert torch.equal(cached, new.generate(IDS, use_cache=False, **options))
 
 
+@pytest.mark.filterwarnings("ignore:.*freezes the queries")
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("name", SEVERAL)
 def test_adapters_around_the_projections_take_their_part(name):

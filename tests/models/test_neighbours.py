@@ -1,5 +1,7 @@
 """Other libraries treat a model with depth reads as they treat the plain one, and its queries as what they are."""
 
+import warnings
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -66,6 +68,18 @@ def test_a_module_that_was_given_reads_is_not_decayed(tmp_path):
     assert names and not [name for name in names if "residual" in name]
 
 
+def test_an_adapter_that_freezes_the_reads_is_told_of():
+    for options, warns in (({}, True), ({"modules_to_save": ["residual"]}, False), ({"inference_mode": True}, False)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            get_peft_model(convert(narrow_llama(20, 0), "full"), LoraConfig(target_modules=["q_proj"], **options))
+        assert any("modules_to_save=['residual']" in str(one.message) for one in caught) == warns
+    frozen = convert(narrow_llama(20, 0), "full")
+    frozen.residual.requires_grad_(False)  # on purpose
+    get_peft_model(frozen, LoraConfig(target_modules=["q_proj"]))
+
+
+@pytest.mark.filterwarnings("ignore:.*freezes the queries")
 @pytest.mark.parametrize("kind", ["LORA", "IA3"])
 def test_peft_has_default_targets(kind):
     from peft import IA3Config

@@ -157,6 +157,7 @@ def test_what_is_missing_is_named(folders, tmp_path):
         open_checkpoint(folder)
 
 
+@pytest.mark.filterwarnings("ignore:.*freezes the queries")
 def make_other(kind, model, place):
     """Make a folder, or a file, that people take for a model, and return what of it is named."""
     place.mkdir()

@@ -89,8 +89,6 @@ def test_kernels_for_another_device_are_a_backend_and_a_row(monkeypatch):
     calls = []
 
     class Counting:
-        BY_ADDRESS = False
-
         def __getattr__(self, name):
             calls.append(name)
             return getattr(eager, name)
@@ -98,7 +96,7 @@ def test_kernels_for_another_device_are_a_backend_and_a_row(monkeypatch):
     def why_not(call):
         return f"{call.opens} open sources are more than 3" if call.opens > 3 else None
 
-    row = Kernels("other", "the kernels of another device", "such a device", Counting, why_not)
+    row = Kernels("cpu", "other", "the kernels of another device", "such a device", Counting, why_not)
     counting = Counting()
     monkeypatch.setitem(dispatch.KERNELS, "cpu", row._replace(load=lambda: counting))
     sources = [torch.randn(3, 16, requires_grad=True) for _ in range(4)]

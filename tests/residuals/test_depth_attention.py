@@ -1,10 +1,11 @@
-"""Full and Block as whole networks of sublayers, against networks written out plainly in fp64."""
+"""Full and Block as whole networks of sublayers, against `full_plain`, the networks written out plainly."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from attnres import Norm, UserError, depth_read_reference, make_residual, ops
+from attnres import Norm, UserError, make_residual, ops
+from attnres.residuals import full_plain
 from attnres.residuals.mechanisms import depth_attention
 from attnres.residuals.program import program_of
 
@@ -37,25 +38,11 @@ class Network:
         leaves = [self.embedding, *residual.parameters()]
         return [out, *torch.autograd.grad(out, leaves, self.upstream, allow_unused=True, materialize_grads=True)]
 
-    def one_pass(self, query, gain, block_size):
-        """The definition: sources in a list, one softmax a read (an independent implementation)."""
-        blocks, partial = [self.embedding], None
-
-        def read(index):
-            sources = blocks if partial is None else [*blocks, partial]
-            h, _ = depth_read_reference(sources, query[index], gain[index])
-            h, norm = h.to(self.embedding.dtype), self.norms[index]
-            return F.rms_norm(h, (WIDTH,), norm.weight, norm.eps)
-
-        for index, weight in enumerate(self.weights):
-            if index and index % block_size == 0:
-                blocks.append(partial)
-                partial = None
-            out = torch.tanh(read(index) @ weight)
-            partial = out if partial is None else partial + out
-        blocks.append(partial)
-        partial = None
-        return read(len(self.weights))
+    def plainly(self, compute, *args):
+        """Return what `full_plain` computes."""
+        sublayers = [lambda x, weight=weight: torch.tanh(x @ weight) for weight in self.weights]
+        norms = [lambda h, n=norm: F.rms_norm(h, (WIDTH,), n.weight, n.eps) for norm in self.norms]
+        return compute(self.embedding, sublayers, norms, *args)
 
 
 def trained(name, sublayers, dtype=torch.float64, seed=1, **settings):
@@ -79,7 +66,7 @@ dtypes = pytest.mark.parametrize("dtype", EXACT, ids=["fp64", "fp32"])
 def test_block_is_its_definition_forward_and_backward(backend, sublayers, block_size, dtype):
     network, residual = Network(sublayers, dtype), trained("block", sublayers, dtype, block_size=block_size)
     out, *grads = network.gradients(residual)
-    expected = network.one_pass(residual.query, residual.gain, block_size)
+    expected = network.plainly(full_plain.block, residual.query, residual.gain, block_size)
     leaves = [network.embedding, residual.query, residual.gain]
     expected_grads = torch.autograd.grad(expected, leaves, network.upstream, allow_unused=True, materialize_grads=True)
     for a, b in zip([out, *grads], [expected, *expected_grads]):
@@ -88,11 +75,15 @@ def test_block_is_its_definition_forward_and_backward(backend, sublayers, block_
 
 @dtypes
 @pytest.mark.parametrize("sublayers", [1, 2, 7, 12])
-def test_blocks_of_one_sublayer_are_full(backend, sublayers, dtype):
-    network = Network(sublayers, dtype)
-    full, block = trained("full", sublayers, dtype), trained("block", sublayers, dtype, block_size=1)
-    for a, b in zip(network.gradients(full), network.gradients(block)):
+def test_full_is_its_definition_and_blocks_of_one_sublayer_are_full(backend, sublayers, dtype):
+    network, residual = Network(sublayers, dtype), trained("full", sublayers, dtype)
+    found = network.gradients(residual)
+    expected = network.plainly(full_plain.full, residual.query, residual.gain)
+    leaves = [network.embedding, residual.query, residual.gain]
+    grads = torch.autograd.grad(expected, leaves, network.upstream, allow_unused=True, materialize_grads=True)
+    for a, b, c in zip(found, [expected, *grads], network.gradients(trained("block", sublayers, dtype, block_size=1))):
         torch.testing.assert_close(a, b, **EXACT[dtype])
+        torch.testing.assert_close(c, b, **EXACT[dtype])
 
 
 @dtypes

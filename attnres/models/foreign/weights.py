@@ -15,6 +15,7 @@ from attnres.models.classes import CLASSES
 from attnres.models.foreign import format_of
 from attnres.models.foreign.format import Format, WrittenFormat
 from attnres.residuals import Residual
+from attnres.residuals.queries import Queried
 from attnres.text import first_of
 
 _READ = re.compile(r"(_res_(proj|norm|bias|gate_logit|gate_proj|alpha)|\.res_(proj|norm)|depth_attn\.)")
@@ -89,7 +90,10 @@ def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
     not have is zero.
     """
     table: Any = model.get_input_embeddings().weight
-    residual, state = model.residual.state_dict(), {}
+    inner = model.residual("itself")
+    residual, state = inner.state_dict(), {}
+    if isinstance(inner, Queried):
+        residual |= {"query": inner.queries.detach(), "gain": inner.gains.detach()}
     for row in kind.rows(model.residual):
         tensor = residual[row.ours][row.index].reshape(row.shape) if row.ours in residual else torch.zeros(row.shape)
         narrow = tensor.to(table.dtype)

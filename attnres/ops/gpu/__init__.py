@@ -7,6 +7,7 @@ import torch
 
 from attnres.errors import first_line
 from attnres.ops.backend import MAX_ONE_PASS, MAX_SHARED, Backend, Call, Kernels
+from attnres.ops.bank import Bank
 
 MAX_WIDTH = 16384
 """The widest vector: a row is held in registers."""
@@ -41,6 +42,7 @@ def why_not(call: Call) -> str | None:
 
 
 KERNELS = Kernels(
+    device="cuda",
     name="gpu",
     title="the Triton kernels",
     found="CUDA with Triton",
@@ -48,5 +50,7 @@ KERNELS = Kernels(
     why_not=why_not,
     narrow=True,  # reads move memory: half the bytes, and phase 1 multiplies bf16 instead of TF32
     few_compiled={2: 1 << 24},  # the host is behind the GPU for so long; phase 1 of any size is an operator
+    torch_norm=True,
+    bank=Bank,
     most_open=6,  # Inductor's kernel holds all vectors of a token in registers, of which backward of nine spills most
 )

@@ -3,6 +3,4 @@
 from attnres.ops.gpu.merge import merge, merge_backward, mix
 from attnres.ops.gpu.sealed import read_sealed, read_sealed_backward
 
-__all__ = ["BY_ADDRESS", "merge", "merge_backward", "mix", "read_sealed", "read_sealed_backward"]
-
-BY_ADDRESS = True
+__all__ = ["merge", "merge_backward", "mix", "read_sealed", "read_sealed_backward"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +75,19 @@ def row_stride(tensor: Tensor) -> int:
     return tensor.shape[-1] if tensor.is_contiguous() else tensor.stride(0)
 
 
+def laid_out(
+    tensors: Iterable[Tensor | None], shape: torch.Size
+) -> tuple[tuple[Any, ...], tuple[int | None, ...] | None]:
+    """Return `rows` of each tensor, and the elements from row to row of each, or None if all are contiguous."""
+    laid, apart = list[Tensor | None](), False
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) is not Tensor or tensor.shape != shape or not tensor.is_contiguous()):
+            tensor = rows(tensor, shape)
+            apart = apart or row_stride(tensor) != shape[-1]
+        laid.append(tensor)
+    return tuple(laid), tuple(None if t is None else row_stride(t) for t in laid) if apart else None
+
+
 class Launch(NamedTuple):
     """A kernel with everything it is called with; on meta tensors it is only looked at."""
 
@@ -86,4 +100,40 @@ class Launch(NamedTuple):
     def run(self, device: torch.device) -> None:
         elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
         with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
-            self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
+            self._launch(device)
+
+    def _launch(self, device: torch.device) -> None:
+        kernel, programs, arguments, constants, options = self
+        if INTERPRETED:
+            kernel[(programs,)](**arguments, **constants, **options)
+            return
+        key = [kernel, device.index]
+        _add_kinds(key, arguments.values())
+        key = (*key, *constants.values(), *options.values())
+        compiled = _COMPILED.get(key)
+        if compiled is None:  # Triton looks at each argument by name, which takes longer than the launch
+            _COMPILED[key] = kernel[(programs,)](**arguments, **constants, **options)
+        else:
+            named = arguments | constants
+            compiled[(programs, 1, 1)](*[named[name] for name in kernel.arg_names])
+
+
+_COMPILED: dict[Any, Any] = {}
+"""Kernels as Triton compiled them, by what it compiles them for."""
+
+
+def _add_kinds(key: list[Any], values: Iterable[Any]) -> None:
+    """Add at least what Triton tells a kernel's arguments apart by: dtypes, alignment to 16 bytes, and of integers
+    whether they are 1, a multiple of 16, or too large for 32 bits."""
+    for value in values:
+        kind = type(value)
+        if kind is Tensor or isinstance(value, Tensor):
+            key.append(value.dtype)
+            key.append(value.data_ptr() % 16)
+        elif kind is tuple:
+            key.append(len(value))
+            _add_kinds(key, value)
+        elif kind is int:
+            key.append(value if value < 2 else (value % 16 == 0, value >> 31))
+        else:
+            key.append(kind)

@@ -7,19 +7,28 @@ tokens: each program keeps its share in registers, and the shares are added in a
 bit.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MAX_ONE_PASS, MergeGradInputs, MergeGrads, MergeInputs, MergeSaved, check_shapes
+from attnres.ops.backend import (
+    MAX_ONE_PASS,
+    MergeGradInputs,
+    MergeGrads,
+    MergeInputs,
+    MergeSaved,
+    check_shapes,
+    scalar_rows,
+)
 from attnres.ops.gpu.launch import (
     DTYPES,
     REGISTERS,
     Launch,
+    laid_out,
     multiprocessors,
     power_of_two,
-    row_stride,
     rows,
     shared_memory,
     warps_for,
@@ -30,16 +39,6 @@ MOST_AGAIN = 8
 """Open sources of a merge up to which its backward makes h again from them: it holds their rows meanwhile."""
 
 PROGRAM_WARPS = 16  # of the backward on each multiprocessor, all its programs together
-
-
-def _strides(tensors: Sequence[Tensor | None], width: int) -> tuple[int | None, ...] | None:
-    """Elements from row to row of each tensor, or None if they are all contiguous."""
-    strides, apart = list[int | None](), False
-    for tensor in tensors:
-        stride = None if tensor is None else row_stride(tensor)
-        apart = apart or (stride is not None and stride != width)
-        strides.append(stride)
-    return tuple(strides) if apart else None
 
 
 def _check_opens(count: int) -> None:
@@ -58,12 +57,9 @@ def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor
     k, block, tokens = len(opens), power_of_two(width), first.numel() // width
     if query is not None:
         check_shapes((query,), (width,))
-
-    def scalars(*shape: int) -> Tensor:
-        return first.new_empty(shape, dtype=torch.float32)
-
-    opens = [rows(source, shape) for source in opens]
-    added, output = (None if v is None else rows(v, shape) for v in (added, output))
+    opens, open_strides = laid_out(opens, shape)
+    (added,), added_stride = laid_out((added,), shape)
+    (output,), output_stride = laid_out((output,), shape)
     partial = None if added is None else first.new_empty(shape, dtype=dtype)
     h = h_out = None
     if output is not None and not opens and torch.promote_types(output.dtype, dtype) == dtype:
@@ -75,19 +71,16 @@ def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor
         x = h
     else:
         x = x_out = first.new_empty(shape, dtype=dtype if norm is None else norm.out_dtype or torch.float32)
-    saved = MergeSaved(h)
-    if saves != "nothing":
-        each = [scalars(tokens, k) if k else None for _ in range(3)]
-        sealed = scalars(tokens) if k and output is not None else None
-        saved = MergeSaved(h, None if norm is None else scalars(tokens), each[0], sealed, *each[1:])
+    rows_of_scalars = scalar_rows(k, sealed=output is not None)
+    scalars = None if saves == "nothing" else first.new_empty((rows_of_scalars, tokens), dtype=torch.float32)
     arguments = {
-        "opens": tuple(opens),
-        "open_strides": _strides(opens, width),
+        "opens": opens,
+        "open_strides": open_strides,
         "added": added,
-        "added_stride": _strides([added], width),
+        "added_stride": added_stride,
         "query": None if query is None else query.contiguous(),
         "output": output,
-        "output_stride": _strides([output], width),
+        "output_stride": output_stride,
         "top": top,
         "top_stride": None if top is None else top.stride(0),
         "total": total,
@@ -97,11 +90,7 @@ def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor
         "partial_out": partial,
         "h_out": h_out,
         "x_out": x_out,
-        "rstd_out": saved.rstd,
-        "weights_out": saved.weights,
-        "sealed_out": saved.sealed,
-        "scores_out": saved.scores,
-        "inv_rms_out": saved.inv_rms,
+        "scalars_out": scalars,
         "eps": float(eps),
         "norm_eps": 0.0 if norm is None else float(norm.eps),
     }
@@ -117,7 +106,7 @@ def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor
     options = {"num_warps": warps_for(block), "num_stages": 1}
     if WIDE.value < block <= 2 * WIDE.value:
         options["maxnreg"] = 64  # two programs on a multiprocessor: one loads while the other ends its row
-    return Launch(merge_row, tokens, arguments, constants, options), (x, saved, partial)
+    return Launch(merge_row, tokens, arguments, constants, options), (x, MergeSaved(h, scalars), partial)
 
 
 def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
@@ -136,6 +125,7 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     return results
 
 
+@functools.cache
 def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> tuple[int, int]:
     """Programs on a multiprocessor, and stages of their pipeline: at least two rows wait in shared memory, or none.
 
@@ -156,13 +146,16 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
     shape, width = grad.shape, grad.shape[-1]
     k, block, tokens = len(opens), power_of_two(width), grad.numel() // width
     warps = warps_for(block, per_thread=8)  # eight rows or so are in registers at once
-    grad = rows(grad, shape)
-    h, output = (None if v is None else rows(v, shape) for v in (saved.h, output))
-    opens = [rows(source, shape) for source in opens]
-    carried = [None if earlier is None else rows(earlier, shape) for earlier in carried[:k]]
+    (grad,), grad_stride = laid_out((grad,), shape)
+    (h,), h_stride = laid_out((saved.h,), shape)
+    (output,), output_stride = laid_out((output,), shape)
+    opens, open_strides = laid_out(opens, shape)
+    carried, carried_strides = laid_out(carried[:k], shape)
 
-    streams = [v for v in (grad, h, output, *opens, *carried) if v is not None]
-    sizes = [stream.element_size() for stream in streams]
+    sizes = list[int]()
+    for stream in (grad, h, output, *opens, *carried):
+        if stream is not None:
+            sizes.append(stream.itemsize)
     scratch = 4096 + (4 * block if len(set(sizes)) > 1 else 0)  # rows of unlike dtypes are dealt out unlike
     resident, stages = _residents(warps, block * sum(sizes), shared_memory(grad.device), scratch)
     programs = min(tokens, resident * multiprocessors(grad.device))
@@ -171,14 +164,15 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
     shares = grad.new_empty(((k > 0) + weighted + biased, programs, width), dtype=torch.float32)
     each = iter(shares.unbind(0))
     dquery, dweight, dbias = (next(each) if wanted else None for wanted in (k > 0, weighted, biased))
-    has_sealed = not opens or saved.sealed is not None
+    joined = k > 0 and saved.scalars is not None and len(saved.scalars) == scalar_rows(k, sealed=True)
+    to_sealed = joined or not opens
     if output_dtype is None:
         output_dtype = grad.dtype if norm is None or h is None else h.dtype
     copied = not opens and norm is None  # the gradient of the read is that of its output
-    doutput = grad.new_empty(shape, dtype=output_dtype) if has_sealed and not copied else None
+    doutput = grad.new_empty(shape, dtype=output_dtype) if to_sealed and not copied else None
     grads = MergeGrads(
         doutput,
-        grad.new_empty((tokens,), dtype=torch.float32) if has_sealed else None,
+        grad.new_empty((tokens,), dtype=torch.float32) if to_sealed else None,
         [source.new_empty(shape) for source in opens[: k - 1]],
         None,
         None,
@@ -191,22 +185,18 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
             grads = grads._replace(added=opens[-1].new_empty(shape, dtype=added_dtype))
     arguments = {
         "grad": grad,
-        "grad_stride": _strides([grad], width),
-        "opens": tuple(opens),
-        "open_strides": _strides(opens, width),
-        "carried": tuple(carried),
-        "carried_strides": _strides(carried, width),
+        "grad_stride": grad_stride,
+        "opens": opens,
+        "open_strides": open_strides,
+        "carried": carried,
+        "carried_strides": carried_strides,
         "query": None if not opens or query is None else query.contiguous(),
         "weight": None if norm is None or norm.weight is None else norm.weight.contiguous(),
         "h": h,
-        "h_stride": _strides([h], width),
+        "h_stride": h_stride,
         "output": output,
-        "output_stride": _strides([output], width),
-        "rstd": saved.rstd,
-        "weights": saved.weights,
-        "sealed": saved.sealed,
-        "scores": saved.scores,
-        "inv_rms": saved.inv_rms,
+        "output_stride": output_stride,
+        "scalars": saved.scalars,
         "dopens": tuple(grads.opens),
         "dadded": grads.added,
         "doutput": grads.output,
@@ -226,6 +216,7 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
         "BLOCK": block,
         "STAGES": stages,
         "DTYPE": DTYPES[dtype or torch.float32],
+        "SEALED": joined,
         "ROUNDED": doutput is not None and doutput.dtype != torch.float32,
     }
     options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
@@ -253,10 +244,10 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
 def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None, dtype: torch.dtype) -> Launch:
     shape, width = sources[0].shape, sources[0].shape[-1]
     block, tokens = power_of_two(width), sources[0].numel() // width
-    sources = [rows(source, shape) for source in sources]
+    sources, strides = laid_out(sources, shape)
     arguments = {
-        "sources": tuple(sources),
-        "strides": _strides(sources, width),
+        "sources": sources,
+        "strides": strides,
         "weights": weights,
         "weights_stride": weights.stride(0),
         "earlier": earlier,

@@ -70,11 +70,7 @@ def merge_row(
     partial_out,
     h_out,
     x_out,
-    rstd_out,
-    weights_out,
-    sealed_out,
-    scores_out,
-    inv_rms_out,
+    scalars_out,
     eps,
     norm_eps,
     K: tl.constexpr,
@@ -85,8 +81,10 @@ def merge_row(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: x, and what the backward needs. SLOTS: the power of two that holds K. Absent tensors are None."""
+    """One token: x, and what the backward needs (`MergeSaved`). SLOTS: the power of two that holds K. Absent tensors
+    are None."""
     t = tl.program_id(0).to(tl.int64)
+    tokens = tl.num_programs(0).to(tl.int64)
     if K > 0:
         following = _load(opens[0], _start(open_strides, 0, t, D), D, BLOCK, False)
     if added is not None:
@@ -133,13 +131,13 @@ def merge_row(
                 mass = mass * shrink + p
                 highest = higher
         acc = acc / mass
-        if weights_out is not None:
-            at = t * K + slots
-            tl.store(weights_out + at, tl.exp(scores - highest) / mass, mask=slots < K)
-            tl.store(scores_out + at, scores, mask=slots < K)
-            tl.store(inv_rms_out + at, inv_rms, mask=slots < K)
-        if sealed_out is not None:
-            tl.store(sealed_out + t, tl.exp(first_top - highest) * first_total / mass)
+        if scalars_out is not None:
+            at = scalars_out + tokens + t * K + slots
+            tl.store(at, tl.exp(scores - highest) / mass, mask=slots < K)
+            tl.store(at + tokens * K, scores, mask=slots < K)
+            tl.store(at + 2 * tokens * K, inv_rms, mask=slots < K)
+            if output is not None:
+                tl.store(scalars_out + tokens * (1 + 3 * K) + t, tl.exp(first_top - highest) * first_total / mass)
     if not NORM:
         if h_out is not None:
             _store(h_out, t * D, acc, D, BLOCK)
@@ -155,8 +153,8 @@ def merge_row(
             if D != BLOCK:
                 h = tl.where(tl.arange(0, BLOCK) < D, h, 0.0)
         rstd = tl.rsqrt(tl.sum(h * h) / D + norm_eps)
-        if rstd_out is not None:
-            tl.store(rstd_out + t, rstd)
+        if scalars_out is not None:
+            tl.store(scalars_out + t, rstd)
         x = h * rstd
         if weight is not None:
             x *= _load(weight, 0, D, BLOCK, True).to(tl.float32)
@@ -179,11 +177,7 @@ def merge_rows_backward(
     h_stride,
     output,
     output_stride,
-    rstd,
-    weights,
-    sealed,
-    scores,
-    inv_rms,
+    scalars,
     dopens,
     dadded,
     doutput,
@@ -201,16 +195,23 @@ def merge_rows_backward(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
     DTYPE: tl.constexpr,
+    SEALED: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
     """A share of the tokens: their gradients, and this program's row of dquery, dweight, dbias. Absent ones are None;
-    an absent h is made again, rounded to DTYPE before a norm. ROUNDED: doutput is narrower than fp32.
+    an absent h is made again, rounded to DTYPE before a norm. SEALED: there are sealed sources beside open ones.
+    ROUNDED: doutput is narrower than fp32.
 
     ds_j = p_j (<dh, v_j> - delta),  dv_j = p_j dh + ds_j r_j (q - s_j r_j v_j / d),  delta = <dh, h>
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     if K > 0:
+        each = tl.cast(tokens, tl.int64)
+        weights = scalars + each
+        scores = weights + each * K
+        inv_rms = scores + each * K
+        sealed = inv_rms + each * K
         if STAGES > 1:
             q = _load(query, 0, D, BLOCK, True).to(tl.float32)
         dq = tl.zeros([BLOCK], tl.float32)
@@ -242,7 +243,7 @@ def merge_rows_backward(
             if NORM:
                 hat = hat.to(DTYPE).to(tl.float32)
         if NORM:
-            scale = tl.load(rstd + t)
+            scale = tl.load(scalars + t)
             if CENTER:
                 mean_h = tl.sum(hat) / D
                 hat -= mean_h  # beyond the end of the row dh is zero
@@ -272,7 +273,7 @@ def merge_rows_backward(
             delta = tl.sum(dh * hat)
         if dtop is not None:
             share = 1.0
-            if sealed is not None:
+            if SEALED:
                 share = tl.load(sealed + t)
         if ROUNDED:  # phase 1 subtracts <do, h> from <do, v>: both of the rounded do
             do = (dh * share).to(doutput.dtype.element_ty)

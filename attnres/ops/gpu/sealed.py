@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnres.ops.backend import MAX_SHARED, ReadGradInputs, ReadInputs, Sealed, check_shapes
-from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, multiprocessors, power_of_two, row_stride, rows
+from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, laid_out, multiprocessors, power_of_two
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
@@ -27,34 +27,30 @@ HELD = {(True, False): (8, 256), (False, False): (8, 128), (True, True): (8, 88)
 class _Bunch(NamedTuple):
     """Tensors (T, d) of at most two dtypes; bit j of `wide` is set where tensor j has that of tensor `other`.
 
-    One stride stands for all, None for contiguous rows.
+    One stride stands for all, None for contiguous rows. aligned: all rows start at a multiple of 16 bytes.
     """
 
     tensors: tuple[Tensor, ...]
-    strides: tuple[int, ...] | None
+    strides: tuple[int | None, ...] | None
     wide: int
     other: int
-
-    @property
-    def aligned(self) -> bool:
-        """Whether all rows start at a multiple of 16 bytes."""
-        starts = (t.data_ptr() if t.device.type != "meta" else 0 for t in self.tensors)
-        return not any(start % 16 for start in starts) and not any(
-            row_stride(t) * t.element_size() % 16 for t in self.tensors
-        )
+    aligned: bool
 
 
 def _bunch(tensors: Sequence[Tensor]) -> _Bunch:
-    shape = tensors[0].shape
-    tensors = [rows(t, shape) for t in tensors]
-    first = tensors[0].dtype
-    if len({t.dtype for t in tensors}) > 2:
-        tensors = [t if t.dtype == first else t.float() for t in tensors]
-    strides = tuple(row_stride(t) for t in tensors)
-    others = [j for j, t in enumerate(tensors) if t.dtype != first]
-    if len(set(strides)) == 1:
-        strides = None if strides[0] == shape[-1] else strides[:1]
-    return _Bunch(tuple(tensors), strides, sum(1 << j for j in others), (others or [0])[0])
+    first, shape = tensors[0].dtype, tensors[0].shape
+    laid, strides = laid_out(tensors, shape)
+    if len({t.dtype for t in laid}) > 2:
+        laid, strides = laid_out([t if t.dtype == first else t.float() for t in laid], shape)
+    wide = other = misplaced = 0
+    for j, t in enumerate(laid):
+        if t.dtype != first:
+            wide, other = wide | 1 << j, other or j
+        stride: Any = shape[-1] if strides is None else strides[j]
+        misplaced |= (t.data_ptr() | stride * t.itemsize) & 15
+    if strides is not None and len(set(strides)) == 1:
+        strides = strides[:1]
+    return _Bunch(laid, strides, wide, other, not misplaced)
 
 
 def _check(n: int, reads: int) -> None:

@@ -121,7 +121,7 @@ class Adaptive(Boundary):
         with full_precision(sources[0]):
             gates = F.logsigmoid(self.opening).to(dtype)
             held = F.pad(gates[:block], (1, 0)) + (gates[block] if block < len(gates) else 0.0)
-            query = self.query[block].to(dtype) * self.gain[block].to(dtype)
+            query = self.queries[block].to(dtype) * self.gains[block].to(dtype)
             values = [source.to(dtype) for source in sources]
             logits = [(v @ query) * (v.square().mean(-1) + self.key_norm_eps).rsqrt() for v in values]
             logits[:-1] = [logit + bias for logit, bias in zip(logits, held)]

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, depth_read, full_precision, scaled_query
-from attnres.residuals.base import NormLike, Residual, Slot, State, with_norm
+from attnres.residuals.base import NormLike, Slot, State, with_norm
 from attnres.residuals.layout import EMBEDDING, About, Source, Traits, block_sources
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
 from attnres.residuals.program import BankReads
+from attnres.residuals.queries import Queried
 from attnres.residuals.settings import not_both, positive, whole
 from attnres.residuals.watch import watched
 
@@ -27,7 +28,7 @@ class Boundaries(NamedTuple):
     ends: tuple[Tensor, ...]
 
 
-class Boundary(Residual):
+class Boundary(Queried):
     """A plain residual inside a block; after block n a mix of all states at block ends becomes the stream.
 
         e_n = x,   x <- sum_{i <= n} a_i e_i,   a = softmax_i( w_n . (g_n * e_i / rms(e_i)) ),   e_0 = v_0
@@ -63,17 +64,15 @@ class Boundary(Residual):
         self.block_size = _resolve(num_sublayers, block_size, num_blocks)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         self.num_blocks = math.ceil(num_sublayers / self.block_size)
-        self.query = nn.Parameter(torch.empty(self.num_blocks, width))
-        self.gain = nn.Parameter(torch.empty(self.num_blocks, width))
+        self.add_queries(self.num_blocks)
         Boundary.init_parameters(self)  # those of a subclass are not there yet
 
     def init_parameters(self) -> None:
-        nn.init.zeros_(self.query)
-        nn.init.ones_(self.gain)
+        self.init_queries()
 
     def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         """The stream after block `block`, the weights (sources, ...), and what they weigh."""
-        query, gain = self.query[block], self.gain[block]
+        query, gain = self.queries[block], self.gains[block]
         h, weights = depth_read(sources, query, gain, eps=self.key_norm_eps, return_weights=True)
         return h, weights, sources
 
@@ -106,14 +105,14 @@ class Boundary(Residual):
         return BankReads([self.sources(index) for index in reads], queries, self.key_norm_eps)
 
     def bank_queries(self) -> Tensor:
-        return scaled_query(self.query, self.gain)
+        return scaled_query(self.queries, self.gains)
 
     @torch.no_grad()
     def direction(self, index: int) -> Tensor | None:
         if self._inside(index):
             return None
         block = self._block(index)
-        return self.query[block] * self.gain[block]
+        return self.queries[block] * self.gains[block]
 
     def _block(self, index: int) -> int:
         """Return the number of the block that ends before read `index`, from 0."""

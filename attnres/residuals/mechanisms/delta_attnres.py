@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnres.ops import compute_dtype, depth_read
-from attnres.residuals.base import NormLike, Residual, Slot, slots_of
+from attnres.residuals.base import NormLike, Slot, slots_of
 from attnres.residuals.layout import About, Source, Traits, block_sources, outputs
 from attnres.residuals.mechanisms.block import resolve_block_sizes
+from attnres.residuals.queries import Queried
 from attnres.residuals.settings import positive
 
 
@@ -23,7 +23,7 @@ class Deltas(NamedTuple):
     partial: tuple[Tensor, ...] = ()
 
 
-class DeltaAttnRes(Residual):
+class DeltaAttnRes(Queried):
     """h_l = x_l + sum_i a_i v_i,  a = softmax_i( w_l . (g_l * v_i / rms(v_i)) ),  x_l = v_0 + .. + v_{l-1}; h_0 = v_0.
 
     v_i are the embedding and each sublayer's output. With `block_size` S above 1 (Delta Block) they are the embedding
@@ -64,13 +64,11 @@ class DeltaAttnRes(Residual):
         self.bounds = (0, *accumulate(sizes))
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         self.traits = self.traits._replace(starts_standard=max(sizes) == 1)
-        self.query = nn.Parameter(torch.empty(num_sublayers, width))
-        self.gain = nn.Parameter(torch.empty(num_sublayers, width))
+        self.add_queries(num_sublayers)
         self.init_parameters()
 
     def init_parameters(self) -> None:
-        nn.init.zeros_(self.query)
-        nn.init.ones_(self.gain)
+        self.init_queries()
 
     def start(self, embedding: Tensor) -> Deltas:
         return Deltas(embedding, (embedding,))
@@ -82,7 +80,7 @@ class DeltaAttnRes(Residual):
         if self.watched:
             weights = h.new_ones(h[..., 0].numel(), len(values), dtype=compute_dtype(h.dtype))
         if 0 < index < self.num_sublayers:
-            query, gain = self.query[index], self.gain[index]
+            query, gain = self.queries[index], self.gains[index]
             added, shares = depth_read(finished, query, gain, eps=self.key_norm_eps, return_weights=True)
             h = h + added
             if weights is not None:
@@ -102,7 +100,7 @@ class DeltaAttnRes(Residual):
         return block_sources(self.bounds, index)
 
     def direction(self, index: int) -> Tensor | None:
-        return (self.query[index] * self.gain[index]).detach() if 0 < index < self.num_sublayers else None
+        return (self.queries[index] * self.gains[index]).detach() if 0 < index < self.num_sublayers else None
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         return (*slots_of(self.sources(index), index), *([Slot(f"stream {index}", False)] if index else []))

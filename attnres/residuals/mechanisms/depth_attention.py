@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnres.ops import (
     Norm,
@@ -23,11 +23,12 @@ from attnres.ops import (
     sealed_sum,
     stored_dtype,
 )
-from attnres.residuals.base import NormLike, Residual, Slot, slots_of, with_norm
+from attnres.residuals.base import NormLike, Slot, slots_of, with_norm
 from attnres.residuals.layout import Learned, Source, Traits
 from attnres.residuals.mechanisms.gates import Gates
 from attnres.residuals.mechanisms.weighting import Weighting, settings_among
 from attnres.residuals.program import BankReads
+from attnres.residuals.queries import Queried
 from attnres.residuals.settings import mean_or_sum, positive, whole
 
 SMALLEST_SCALE = 0.9
@@ -61,7 +62,7 @@ class DepthState(NamedTuple):
     queries: tuple[Tensor, ...] = ()
 
 
-class DepthAttention(Residual):
+class DepthAttention(Queried):
     """Each sublayer reads a learned softmax over earlier outputs, h_l = sum_i a_{i->l} v_i.
 
         a_{.->l} = softmax_i( w_l . (g_l * v_i / rms(v_i)) )
@@ -111,8 +112,7 @@ class DepthAttention(Residual):
         self.window = None if window is None else whole("window", window)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         reads = num_sublayers + self.output_read
-        self.query = nn.Parameter(torch.empty(reads, width))
-        self.gain = nn.Parameter(torch.empty(reads, width))
+        self.add_queries(reads)
         self.weighting = Weighting(reads, width, **settings_among(options, Weighting))
         self.gates = Gates(reads, width, **options)
         self.special = self.weighting.special or (None if self.gates.idle else "gates")
@@ -123,9 +123,7 @@ class DepthAttention(Residual):
         self.init_parameters()
 
     def init_parameters(self) -> None:
-        std = self.weighting.query_std
-        nn.init.normal_(self.query, std=std) if std else nn.init.zeros_(self.query)
-        nn.init.ones_(self.gain)
+        self.init_queries(self.weighting.query_std)
         self.weighting.init_parameters()
         self.gates.init_parameters()
 
@@ -315,7 +313,7 @@ class DepthAttention(Residual):
         return BankReads(sources, queries, self.key_norm_eps, groups, self.read_scale == "sum")
 
     def bank_queries(self) -> Tensor:
-        query, temperature = scaled_query(self.query, self.gain), self.weighting.read_temperature
+        query, temperature = scaled_query(self.queries, self.gains), self.weighting.read_temperature
         return query if temperature == 1.0 else query / temperature
 
     def _read_plainly(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
@@ -325,11 +323,12 @@ class DepthAttention(Residual):
         sources = [every[place] for place in self._places(len(every))]
         mixed = self.weighting.read(
             sources,
-            self.query[index],
-            self.gain[index],
+            self.queries[index],
+            self.gains[index],
             index,
             bias=None if bias is None else bias[index],
             stream=lambda: self._plain_stream(state),
+            query_lr=self.query_lr,
             scale=self.weighting.total(len(sources)) if self.read_scale == "sum" else 1.0,
             eps=self.key_norm_eps,
             edit=None if editor is None else lambda weights: editor.edit(index, weights),
@@ -373,7 +372,7 @@ class DepthAttention(Residual):
     def direction(self, index: int) -> Tensor | None:
         if index >= len(self.query) or not self.weighting.bounded:
             return None
-        return self.query[index] * self.gain[index]
+        return self.queries[index] * self.gains[index]
 
     def sharpness(self, index: int) -> float | None:
         largest = super().sharpness(index)

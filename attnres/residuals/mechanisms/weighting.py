@@ -133,6 +133,7 @@ class Weighting(nn.Module):
         *,
         bias: Tensor | None,
         stream: Callable[[], Tensor],
+        query_lr: float,
         scale: float,
         eps: float,
         edit: Callable[[Tensor], Tensor] | None,
@@ -143,6 +144,7 @@ class Weighting(nn.Module):
         Args:
             sources: (..., d) each. query, gain: (d,). bias: on the last source's logit.
             stream: gives the plain residual stream (..., d), where a read needs it.
+            query_lr: what `query_weight` is multiplied by.
             scale: of the read. eps: of the norms.
             edit: makes the weights (tokens, sources) that are used out of those that are not edited; with several heads
                 each source's factor goes to all.
@@ -155,7 +157,7 @@ class Weighting(nn.Module):
             query, gain = query.to(dtype), gain.to(dtype)
             if self.query_weight is not None:
                 state = F.rms_norm(stream().to(dtype), (len(gain),), None, eps)
-                query = query + F.linear(state, self.query_weight[index].to(dtype))
+                query = query + F.linear(state, query_lr * self.query_weight[index].to(dtype))
             scaled_query = query * gain / self.read_temperature
             factors = [(v.square().mean(-1, keepdim=True) + eps).rsqrt() for v in values]
             logits = [self._logit(v, scaled_query, factor) for v, factor in zip(values, factors, strict=True)]

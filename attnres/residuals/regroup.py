@@ -1,0 +1,102 @@
+"""Groups for the parameters of depth reads in an optimizer that somebody else made."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+from attnres.residuals.base import Residual
+from attnres.residuals.queries import QUERY_LR, Queried
+
+MARK = "attnres"
+"""Field of a parameter group that `regroup` made: "read" or "residual"."""
+
+
+def regroup(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], model: nn.Module, rate: float = QUERY_LR
+) -> None:
+    """Give the residuals' parameters of a model groups of their own: no weight decay, no Muon, slow queries.
+
+    Rules by the number of dimensions take queries and gains, (reads, d), for matrices. A new group has the settings of
+    the one that its parameters were in. Queries and gains get `rate` times that group's rate, unless the setting
+    `query_lr` carries the rate already: exactly one of the two applies.
+
+        optimizer = model.configure_optimizers(...)     # somebody else's
+        attnres.regroup(optimizer, model)               # again after a checkpoint is loaded: it changes nothing
+        scheduler = LambdaLR(optimizer, ...)
+
+    Call it before a scheduler is made, and before the state of a regrouped optimizer is loaded. FSDP2's parameters
+    are regrouped as they are.
+
+    Args:
+        optimizer: one, or several. Of several, parameters leave Muon for the first that is not Muon.
+        rate: relative to the rate of the group that a query was in.
+
+    Raises:
+        UserError: the optimizer does not have a trainable parameter of a residual, has a scheduler already, or is Muon
+            and there is no other.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    kinds = _kinds(model)
+    known = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    missing = [
+        name for name, p in model.named_parameters() if id(p) in kinds and p.requires_grad and id(p) not in known
+    ]
+    if missing:
+        raise UserError(
+            f"the optimizer does not have '{missing[0]}', which would never train: make it of all parameters of the "
+            "model, after it has depth reads"
+        )
+    for one in optimizers:
+        for group in list(one.param_groups):
+            moved = [p for p in group["params"] if id(p) in kinds]
+            if not moved or MARK in group:
+                continue
+            if hasattr(one.step, "_wrapped_by_lr_sched"):
+                raise UserError("the optimizer has a scheduler, which knows no new groups: make it after regroup")
+            home, fields = _home(optimizers, one, group)
+            group["params"] = [p for p in group["params"] if id(p) not in kinds]
+            if home is not one or fields.get("use_muon") != group.get("use_muon"):
+                for parameter in moved:  # a momentum that was made orthogonal is nothing that Adam goes on from
+                    one.state.pop(parameter, None)
+            for kind, mesh in dict.fromkeys((kinds[id(p)], _mesh(p)) for p in moved):
+                part = [p for p in moved if (kinds[id(p)], _mesh(p)) == (kind, mesh)]
+                scale = rate if kind == "slow" else 1.0
+                lr = {key: fields[key] * scale for key in ("lr", "initial_lr") if key in fields}
+                name = "residual" if kind == "residual" else "read"
+                home.add_param_group({**fields, **lr, "params": part, "weight_decay": 0.0, MARK: name})
+
+
+def _kinds(model: nn.Module) -> dict[int, str]:
+    """Return for the parameters of each residual, by id, "slow" (the group slows them), "read" or "residual"."""
+    kinds: dict[int, str] = {}
+    for module in (module for module in model.modules() if isinstance(module, Residual)):
+        kind = "read" if isinstance(module, Queried) and module.query_lr != 1.0 else "slow"
+        kinds |= {id(p): kind if name in module.slow else "residual" for name, p in module.named_parameters()}
+    return kinds
+
+
+def _home(
+    optimizers: Iterable[torch.optim.Optimizer], own: torch.optim.Optimizer, group: dict[str, Any]
+) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    """Return the optimizer whose new groups take the parameters of a group, and their fields."""
+    candidates = [(own, group), *((one, other) for one in optimizers for other in one.param_groups)]
+    for one, fields in candidates:
+        if not _is_muon(one, fields) and MARK not in fields:
+            return one, {key: value for key, value in fields.items() if key not in ("params", "param_names")}
+    raise UserError(
+        f"{type(own).__name__} has queries and gains, which it would make orthogonal, and there is no other optimizer: "
+        "give regroup both, [muon, adamw]"
+    )
+
+
+def _is_muon(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    # Keller Jordan's MuonWithAuxAdam says of each group which of the two it is for
+    return group.get("use_muon", "muon" in type(optimizer).__name__.lower())
+
+
+def _mesh(parameter: Tensor) -> Any:
+    """Return a DTensor's device mesh: one step takes no whole tensors beside shares of a mesh."""
+    return getattr(parameter, "device_mesh", None)
