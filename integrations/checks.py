@@ -1,13 +1,17 @@
 """What every code base is measured by. A test gives its own model, how depth reads get into it, and one pass."""
 
 import copy
+import importlib.util
 import io
 import re
 import subprocess
+import sys
+import types
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -234,3 +238,39 @@ def deep_copied(subject: Subject) -> None:
     twin = copy.deepcopy(model)
     assert distance(subject.run(twin)[0], subject.run(model)[0]) == 0
     assert reads(twin).query is not reads(model).query
+
+
+class _StandIn(types.ModuleType):
+    """A module whose names are all empty classes."""
+
+    class InterpolationMode:
+        NEAREST, BILINEAR, BICUBIC, BOX, HAMMING, LANCZOS = range(6)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def import_timm() -> Any:
+    """Import timm. Where torchvision is missing, for no build fits torch's, its data pipeline gets empty classes.
+
+    The stand-in goes again: other libraries ask whether there is a torchvision.
+    """
+    parts = ("", ".transforms", ".transforms.functional", ".datasets", ".ops", ".ops.misc")
+    paths = [f"torchvision{part}" for part in parts]
+    missing = importlib.util.find_spec("torchvision") is None
+    for path in paths if missing else ():
+        sys.modules[path] = _StandIn(path)
+        sys.modules[path].__path__ = []
+        parent, _, name = path.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], name, sys.modules[path])
+    try:
+        timm = pytest.importorskip("timm", reason="make integrations installs it")
+        importlib.import_module("timm.optim")
+        importlib.import_module("timm.utils")
+        return timm
+    finally:
+        for path in paths if missing else ():
+            del sys.modules[path]

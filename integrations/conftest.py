@@ -77,19 +77,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not session.config.getoption("--write-table") or session.testsfailed or not rows:
         return
     text = PAGE.read_text(encoding="utf-8")
-    known = {match[1]: match[0] for match in re.finditer(r"(?m)^\| \[[^\]]+\]\([^)]*integrations/(\w+)\).*\n", text)}
+    known = {match[1]: match[0] for match in re.finditer(r"(?m)^\| .*\(`integrations/(\w+)`\).*\n", text)}
     for name, row in rows.items():
         row["last run"] = str(date.today())
-        title, version = (
-            (ROOT / "integrations" / name / "README.md").read_text(encoding="utf-8").split("\n", 3)[::2][:2]
-        )
-        cells = [f"[{title}]({SOURCE}/{name}) {version}", *(row.get(key, "-") for key in COLUMNS[1:])]
-        known[name] = f"| {' | '.join(cells)} |\n"
+        title, _, version, *_ = (ROOT / "integrations" / name / "README.md").read_text(encoding="utf-8").splitlines()
+        tried = version.removeprefix("Tried with ").rstrip(".")
+        cells = [f"{title.removeprefix('# ')}, {tried} (`integrations/{name}`)"]
+        known[name] = f"| {' | '.join(cells + [row.get(key, '-') for key in COLUMNS[1:]])} |\n"
     head = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
-    table = head + "".join(known[name] for name in sorted(known))
-    start, end = "<!-- measured: make integrations -->\n", "<!-- end -->"
+    start, end = "<!-- measured by make integrations -->\n", "<!-- end -->"
     before, rest = text.split(start)
+    table = head + "".join(known[name] for name in sorted(known))
     PAGE.write_text(f"{before}{start}{table}{end}{rest.split(end)[1]}", encoding="utf-8")
-
-
-SOURCE = "https://github.com/attnres/attnres/tree/main/integrations"

@@ -1,8 +1,5 @@
 """A Vision Transformer of timm with depth reads, on a CPU."""
 
-import importlib.util
-import sys
-import types
 from functools import partial
 
 import pytest
@@ -12,30 +9,7 @@ from torch.nn import functional
 import attnres
 from integrations import checks
 
-
-class _StandIn(types.ModuleType):
-    """timm imports torchvision for its data and one frozen norm; a build of torch for CPUs may have none that fits."""
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Mode if name == "InterpolationMode" else type(name, (), {})
-
-
-class _Mode:
-    NEAREST, BILINEAR, BICUBIC, BOX, HAMMING, LANCZOS = range(6)
-
-
-_PARTS = ("transforms", "transforms.functional", "datasets", "ops", "ops.misc")
-if importlib.util.find_spec("torchvision") is None:
-    for path in ("torchvision", *(f"torchvision.{name}" for name in _PARTS)):
-        sys.modules[path] = _StandIn(path)
-        sys.modules[path].__path__ = []
-        parent, _, name = path.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], name, sys.modules[path])
-
-timm = pytest.importorskip("timm", reason="make integrations installs it")
+timm = checks.import_timm()
 X, Y = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)), torch.tensor([1, 3])
 
 

@@ -28,7 +28,8 @@ def build():
 
 
 def connect(model, residual, **settings):
-    return attnres.convert(model, residual, **({} if residual == "standard" else settings)).train()
+    settings = {} if residual == "standard" else settings | {"query_lr": 0.1}
+    return attnres.convert(model, residual, **settings).train()
 
 
 def run(model):
@@ -39,14 +40,7 @@ def run(model):
 QWEN = checks.Subject(build, connect, run)
 
 
-class SlowReads(Trainer):
-    def create_optimizer(self, *args, **kwargs):
-        optimizer = super().create_optimizer(*args, **kwargs)
-        attnres.regroup(optimizer, self.model)
-        return optimizer
-
-
-def trained(model, folder, steps=10, resume=None, trainer=SlowReads, **options):
+def trained(model, folder, steps=10, resume=None, **options):
     arguments = TrainingArguments(
         str(folder),
         max_steps=steps,
@@ -60,20 +54,20 @@ def trained(model, folder, steps=10, resume=None, trainer=SlowReads, **options):
         lr_scheduler_type="constant",
         **options,
     )
-    made = trainer(model, arguments, train_dataset=ROWS)
+    made = Trainer(model, arguments, train_dataset=ROWS)
     made.train(resume_from_checkpoint=resume)
     return made
 
 
 def test_zero_queries_are_the_model_of_transformers(note):
-    note("how", "`attnres.convert`, 1 line; 3 for the rate")
+    note("how", "`attnres.convert`, 1 line")
     checks.zero_queries(QWEN, note)
 
 
 def test_ten_steps_and_resuming(note, tmp_path):
     arguments = TrainingArguments(str(tmp_path / "none"), weight_decay=0.1, report_to=[], use_cpu=True)
     plain = Trainer(QWEN.connected(), arguments)
-    note("its optimizer", f"{checks.groups(plain.create_optimizer(), plain.model)}, one rate; regroup")
+    note("its optimizer", f"{checks.groups(plain.create_optimizer(), plain.model)}, one rate; query_lr")
     whole = trained(QWEN.connected(), tmp_path / "whole")
     assert checks.reads(whole.model).query[1:].abs().max() > 0
     again = trained(QWEN.connected(), tmp_path / "again", resume=str(tmp_path / "whole" / "checkpoint-5"))
