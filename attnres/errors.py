@@ -157,6 +157,15 @@ def foreign(what: str, advice: str) -> Generator[None]:
         raise (mechanism_fault(error) or UserError(f"{what} ({first_line(error)}): {advice}")) from error
 
 
+def install(extra: str) -> str:
+    """Return the command that installs an extra of this package.
+
+    >>> install("data")
+    "pip install 'attention-residuals[data]'"
+    """
+    return f"pip install 'attention-residuals[{extra}]'"
+
+
 def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:
     """An error for a name that does not exist, with the nearest one that does.
 

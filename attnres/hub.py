@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from attnres.errors import UserError, first_line
+from attnres.errors import UserError, first_line, install
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -81,7 +81,7 @@ def _reading(what: str, repository: str, otherwise: str) -> Generator[Any]:
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
-        raise UserError(f"{what} needs the library datasets: pip install 'attnres[data]'{otherwise}") from error
+        raise UserError(f"{what} needs the library datasets: {install('data')}{otherwise}") from error
     try:
         yield datasets
     except Exception as error:  # the library, its readers and its connections raise many kinds

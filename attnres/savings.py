@@ -6,14 +6,15 @@ follows the fit itself, and says that it does.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-EXPONENTS = np.geomspace(0.01, 3, 400)
+EXPONENTS = (0.005, 2.0)
+"""The least and the largest that are tried."""
 
 
 class Reading(NamedTuple):
@@ -25,36 +26,74 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """L = floor + scale n^-exponent."""
+    """L = floor + scale (n / unit)^-exponent: `scale` is what can still be lost at n = unit, of tokens or compute."""
 
     floor: float
     scale: float
     exponent: float
+    unit: float = 1.0
 
-    def tokens(self, loss: float) -> float:
-        """Where this loss is reached; infinity where it never is."""
-        return math.inf if loss <= self.floor else ((loss - self.floor) / self.scale) ** (-1 / self.exponent)
+    def loss(self, n: float) -> float:
+        """Return the loss at n."""
+        return self.floor + self.scale * (n / self.unit) ** -self.exponent
+
+    def reached(self, loss: float) -> float:
+        """Return the n at which this loss is reached; infinity where it never is."""
+        if loss <= self.floor:
+            return math.inf
+        return self.unit * ((loss - self.floor) / self.scale) ** (-1 / self.exponent)
 
 
-def fit(tokens: np.ndarray, losses: np.ndarray) -> PowerLaw | None:
-    """The power law that is nearest in least squares, floor >= 0; None of fewer than three points.
+def fit(n: Sequence[float], losses: Sequence[float], floor: float | None = None, unit: float | None = None) -> PowerLaw:
+    """Fit by least squares, floor and scale >= 0: for each exponent of a fine grid these two are linear.
 
-    For each exponent of a grid floor and scale are linear.
+    Args:
+        n, losses: at least three points, with a fixed `floor` two.
+        unit: of n; None is the middle of its logarithms.
+
+    Source: the form of Kaplan et al. (2020) and Hoffmann et al. (2022); with floor 0 that of arXiv 2603.15031.
     """
-    if len(tokens) < 3:
-        return None
-    best, least = None, math.inf
-    unit = float(np.exp(np.log(tokens).mean()))
-    for exponent in EXPONENTS:
-        power = (tokens / unit) ** -exponent
-        scale = float(np.cov(power, losses, ddof=0)[0, 1] / power.var())
-        floor = float(losses.mean() - scale * power.mean())
-        if floor < 0:
-            floor, scale = 0.0, float(power @ losses / (power @ power))
-        squares = float(((floor + scale * power - losses) ** 2).sum())
-        if scale > 0 and squares < least:
-            best, least = PowerLaw(floor, scale * unit**exponent, float(exponent)), squares
-    return best
+    return fits(n, np.asarray(losses, dtype=float)[None], floor, unit)[0]
+
+
+def fits(
+    n: Sequence[float], losses: np.ndarray, floor: float | None = None, unit: float | None = None
+) -> list[PowerLaw]:
+    """Return `fit` of each row of losses (rows, points)."""
+    x = np.asarray(n, dtype=float)
+    needed = 3 if floor is None else 2
+    if len(set(x.tolist())) < needed:
+        raise ValueError(f"{len(set(x.tolist()))} places: a fit needs {needed}")
+    unit = unit or float(np.exp(np.log(x).mean()))
+    rows = np.arange(len(losses))
+    low, high = np.full(len(losses), EXPONENTS[0]), np.full(len(losses), EXPONENTS[1])
+    for _ in range(4):  # each time nearer
+        exponents = low[:, None] * (high / low)[:, None] ** np.linspace(0, 1, 41)
+        squares, level, scale = _linear((x / unit) ** -exponents[..., None], losses[:, None], floor)
+        best = squares.argmin(1)
+        exponent = exponents[rows, best]
+        step = (high / low) ** (1 / 40)
+        low, high = np.maximum(EXPONENTS[0], exponent / step), np.minimum(EXPONENTS[1], exponent * step)
+    columns = level[rows, best], scale[rows, best], exponent
+    return [PowerLaw(float(e), float(s), float(a), unit) for e, s, a in zip(*columns, strict=True)]
+
+
+def _linear(power: np.ndarray, y: np.ndarray, floor: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Squares left, floor and scale of y = floor + scale power along the last axis; where losses do not fall the floor
+    is their mean."""
+    if floor is None:
+        centred = power - power.mean(-1, keepdims=True)
+        scale = (centred * y).sum(-1) / (centred**2).sum(-1)
+        level = y.mean(-1) - scale * power.mean(-1)
+        below = level < 0
+        level = np.where(below, 0.0, level)
+        scale = np.where(below, (power * y).sum(-1) / (power**2).sum(-1), scale)
+        level = np.where(scale <= 0, y.mean(-1), level)
+    else:
+        scale = (power * (y - floor)).sum(-1) / (power**2).sum(-1)
+        level = np.full_like(scale, floor)
+    scale = np.maximum(scale, 1e-12)
+    return ((level[..., None] + scale[..., None] * power - y) ** 2).sum(-1), level, scale
 
 
 class LossCurve:
@@ -74,7 +113,7 @@ class LossCurve:
 
     @cached_property
     def law(self) -> PowerLaw | None:
-        return fit(self.at, self.losses)
+        return fit(self.at.tolist(), self.losses.tolist()) if len(self.at) > 2 else None
 
     def tokens(self, loss: float) -> Reading:
         """The tokens at which the curve has this loss. NaN where it began below, or beyond its end has no fit."""
@@ -83,15 +122,15 @@ class LossCurve:
             return Reading(math.nan, False)
         after = int(np.searchsorted(-losses, -loss))  # the first point that has it
         if after == len(n):
-            if self.law is None or not math.isfinite(end := self.law.tokens(float(losses[-1]))):
+            if self.law is None or not math.isfinite(end := self.law.reached(float(losses[-1]))):
                 return Reading(math.nan, True)
-            return Reading(float(n[-1] * self.law.tokens(loss) / end), True)
+            return Reading(float(n[-1] * self.law.reached(loss) / end), True)
         if losses[after] == loss:
             return Reading(float(n[after]), False)
         (high, low), (first, last) = losses[after - 1 : after + 1], n[after - 1 : after + 1]
         share = (high - loss) / (high - low)
-        if self.law is not None and math.isfinite(late := self.law.tokens(float(low))):
-            early, here = self.law.tokens(float(high)), self.law.tokens(loss)
+        if self.law is not None and math.isfinite(late := self.law.reached(float(low))):
+            early, here = self.law.reached(float(high)), self.law.reached(loss)
             share = math.log(here / early) / math.log(late / early)
         return Reading(float(first * (last / first) ** share), False)
 

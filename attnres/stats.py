@@ -6,6 +6,7 @@ excludes 0 or does not, and a published effect or not. NaN is what is not known.
 import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,15 +163,6 @@ def t_quantile(probability: float, degrees: float) -> float:
     return low
 
 
-def f_tail(ratio: float, first: int, second: int) -> float:
-    """Fisher's F: the probability that two variances of so many degrees of freedom have at least this ratio.
-
-    >>> round(f_tail(4.46, 2, 8), 3)
-    0.05
-    """
-    return _beta_share(second / (second + first * ratio), second / 2, first / 2)
-
-
 def chi2_tail(value: float, degrees: int) -> float:
     """Chi-squared: the probability of at least this value.
 
@@ -276,12 +268,13 @@ class Recipe:
     """All runs of one recipe, loss = mechanism + seed + noise, by least squares.
 
     sigma is the residual's of that fit, with its degrees of freedom: runs that share a seed may share luck, and what
-    they share is in no difference. Where every seed belongs to one mechanism alone, or so many do that nothing is left
-    over, the two cannot be told apart: then sigma is that within mechanisms. How much of a seed's luck counts where
-    mechanisms have other seeds is estimated from the same fits (Henderson's third method), so that runs whose seed no
-    other mechanism has count too: fully where seeds carry nothing. Where variances differ by Bartlett's test at 5 %,
-    a mechanism of several runs has its own, a small one drawn up to the others' (`moderated`: two or three runs that
-    lie close together by luck say little; a large one stays), and a difference its degrees of freedom by Welch.
+    they share is in no difference. Where so many seeds belong to one mechanism alone that this leaves less than half
+    of the degrees of freedom within mechanisms, the two can hardly be told apart: then sigma is that within mechanisms.
+    How much of a seed's luck counts where mechanisms have other seeds is estimated from the same fits (Henderson's
+    third method), so that runs whose seed no other mechanism has count too: fully where seeds carry nothing. Where
+    variances differ by Bartlett's test at 5 %, a mechanism of several runs has its own, a small one drawn up to the
+    others' (`moderated`: two or three runs that lie close together by luck say little; a large one stays), and a
+    difference its degrees of freedom by Welch.
 
     Attributes:
         sigma, degrees: as above; NaN and 0 where nothing is known. seed_sd: of a seed's luck.
@@ -303,7 +296,7 @@ class Recipe:
         left, rank = y - both @ np.linalg.lstsq(both, y)[0], int(np.linalg.matrix_rank(both))
         self.degrees, squares = total - rank, float(left @ left)
         share = 0.0  # variance of a seed's luck over sigma squared
-        if self.degrees:
+        if self.degrees * 2 >= total - groups and self.degrees:
             within = z - m @ np.linalg.lstsq(m, z)[0]
             trace, excess = float((within**2).sum()), float(alone @ alone) - squares
             sigma2 = squares / self.degrees
@@ -394,10 +387,31 @@ def _trigamma(x: float) -> float:
     return 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y * (1 / 42 - y / 30))) + below
 
 
-def judged(effects: Sequence[Effect], planned: Sequence[bool]) -> list[Effect]:
-    """Effects at their levels: those that were planned beforehand at 5 % each, all others together by Holm."""
+def judged(effects: Sequence[Effect], planned: Sequence[bool], comparisons: int = 0) -> list[Effect]:
+    """Effects at their levels: those that were planned beforehand at 5 % each, all others together by Holm.
+
+    `comparisons`: how many others were to be made, finished or not; those that are missing count as not rejected.
+    """
     found = list(effects)
     rest = [index for index, beforehand in enumerate(planned) if not beforehand]
-    for index, level in zip(rest, holm([found[index].p for index in rest]), strict=True):
+    missing = max(0, comparisons - len(rest))
+    for index, level in zip(rest, holm([*(found[index].p for index in rest), *[math.nan] * missing])):
         found[index] = found[index]._replace(level=level)
     return found
+
+
+def pooled(estimates: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Pool estimates (sigma, degrees of freedom) of one standard deviation; NaN and 0 of none that is known.
+
+    >>> pooled([(1.0, 3), (3.0, 1), (math.nan, 0)])
+    (1.7320508075688772, 4)
+    """
+    known = [(sigma, degrees) for sigma, degrees in estimates if degrees]
+    total = sum(degrees for _, degrees in known)
+    squares = sum(sigma**2 * degrees for sigma, degrees in known)
+    return (math.sqrt(squares / total), total) if total else (math.nan, 0)
+
+
+def widened(sigma: float, degrees: float) -> float:
+    """Return the standard deviation of a normal distribution with the 95 % interval that Student's t has here."""
+    return sigma * t_quantile(0.975, degrees) / NormalDist().inv_cdf(0.975) if degrees > 0 else math.nan

@@ -1,4 +1,4 @@
-"""Variants of one arm against its baseline: a table, a figure and a sentence that says no more than noise allows."""
+"""Variants of one arm against its baseline by the rule of `attnres.stats`: a table, a figure and a sentence."""
 
 import math
 import statistics
@@ -6,35 +6,78 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnres.figures.chart import Differences
-from attnres.stats import or_none
+from attnres.figures.chart import Differences, Interval
+from attnres.savings import LossCurve, Saving, saving
+from attnres.stats import QUESTIONS, Effect, Recipe, judged, or_none
 from attnres.text import UNKNOWN, listed, number
-from lab.analyses.exchange import Exchange, exchange
-from lab.analyses.noise import Noise, Spread, Verdict
 from lab.design import Measured, Table
 
 LARGER = 0.01
 """Share of a model's parameters above which those of a mechanism are said."""
+NO_NOISE = "No noise is known: one run each, and python -m lab noise was not run for this recipe."
+
+
+def noise_note(recipe: Recipe | None) -> str:
+    """Say under a table how far runs of one mechanism fall apart."""
+    if recipe is None or not recipe.degrees:
+        return NO_NOISE
+    return (
+        f"Loss = mechanism + seed over {sum(recipe.counts.values())} runs: sigma {recipe.sigma:.4f} with "
+        f"{recipe.degrees} degree{'s' * (recipe.degrees != 1)} of freedom."
+    )
+
+
+def interval(effect: Effect, digits: int = 4) -> str:
+    """Write the interval of a difference; "" where no noise is known."""
+    if not effect.margin >= 0:
+        return ""
+    return " to ".join(number(value, digits, signed=True) for value in (effect.low, effect.high))
 
 
 @dataclass(frozen=True)
 class Against:
-    """One variant against the baseline, over the seeds that both have.
+    """One variant against the baseline.
 
     Attributes:
-        mean: of the baseline with the difference added, so that all are of the baseline's seeds.
-        error: standard error of the differences seed by seed; NaN of one.
-        noise: by which it was judged. threshold: what the difference had to exceed.
+        mean: of its runs, seeds' luck taken out. runs: how many. effect: its mean less the baseline's, at its level.
+        published: the difference that others have; NaN without one.
+        lucky: more of its runs, or of the baseline's, diverged: what is left says nothing.
+        saved: tokens, against the baseline; None of what has no curve. compute, time: of a token, over the baseline's.
     """
 
     label: str
     mean: float
-    seeds: int
-    difference: float
-    error: float
-    noise: Noise
-    threshold: float
-    verdict: Verdict
+    runs: int
+    effect: Effect
+    published: float = math.nan
+    lucky: bool = False
+    saved: Saving | None = None
+    compute: float = math.nan
+    time: float = math.nan
+
+    @property
+    def excludes_0(self) -> bool:
+        return self.effect.excludes() and not self.lucky
+
+    @property
+    def words(self) -> str:
+        """What the interval excludes."""
+        if not self.effect.degrees:
+            return "no noise known"
+        if self.lucky:
+            return "others diverged"
+        said = f"{'excludes' if self.excludes_0 else 'includes'} 0"
+        if not math.isnan(self.published):
+            apart = "excludes" if self.effect.excludes(self.published) else "includes"
+            said += f", {apart} the published {number(self.published, 3, signed=True)}"
+        return said
+
+    def times_fewer(self, ratio: float = 1.0) -> str:
+        """Write the tokens saved, or with a ratio what else a token costs; marked where it is read off a fit."""
+        value = math.nan if self.saved is None else self.saved.of_compute(ratio)
+        if self.saved is None or not math.isfinite(value):
+            return UNKNOWN
+        return f"{value:.2f}×{' by a fit' * self.saved.extrapolated}"
 
 
 @dataclass(frozen=True)
@@ -42,167 +85,142 @@ class Contrast:
     """All variants of an arm against one of them.
 
     Attributes:
-        spread: the noise that they have in common, and that of those which vary more.
+        recipe: all runs that tell of the noise; None where nothing has finished.
         comparisons: how many were to be compared, finished or not.
-        diverged: of how many seeds, by label. curve: the standard model's losses by steps, in the recipe's arms.
-        ratios: time of a step over the baseline's, where that was measured.
+        diverged: of how many seeds, by label. by_lengths: whether tokens saved are read off whole schedules.
         shares: of the parameters that the residual itself has, by label; of trained models.
     """
 
     baseline: str
-    base: float
-    base_seeds: int
-    spread: Spread
+    recipe: Recipe | None
     comparisons: int
     others: list[Against]
     diverged: Mapping[str, int]
-    curve: Mapping[int, float]
-    ratios: Mapping[str, float]
+    by_lengths: bool
     shares: Mapping[str, float]
     quantity: str = "loss"
 
     @property
-    def noise(self) -> Noise:
-        return self.spread.shared
-
-    def verdicts(self, which: Verdict) -> list[str]:
-        """Labels with that verdict, the largest difference first."""
-        ranked = sorted((one for one in self.others if one.verdict == which), key=lambda one: -abs(one.difference))
-        return [one.label for one in ranked]
+    def base(self) -> float:
+        return math.nan if self.recipe is None else self.recipe.means.get(self.baseline, math.nan)
 
     def sentence(self) -> str:
-        """What may be said, in one sentence."""
+        """Say which intervals exclude 0, in one sentence."""
         seeds = [f"{label} ({count} seed{'s' * (count > 1)})" for label, count in self.diverged.items()]
-        if not self.others:
+        if not self.others or self.recipe is None:
             return f"Nothing can be compared{f'; diverged: {listed(seeds)}' if seeds else ' yet'}."
-        if self.noise.degrees < 1:
+        if not self.recipe.degrees:
             return (
                 f"Nothing is decided: with one seed each and no study of noise, no difference to {self.baseline} "
                 f"can be told from chance{f'; diverged: {listed(seeds)}' if seeds else ''}."
             )
-        sizes = {one.label: number(abs(one.difference), 4) for one in self.others}
-        parts = [
-            f"{verb} {self.baseline}: {listed([f'{label} (by {sizes[label]})' for label in labels])}"
-            for verb, which in (("better than", "better"), ("worse than", "worse"))
-            if (labels := self.verdicts(which))
-        ]
-        if open_ones := self.verdicts("undecided"):
-            parts.append(f"not to be told from {self.baseline}: {listed(open_ones)}")
+        parts = []
+        for where, sign in (("below", -1), ("above", 1)):
+            clear = [one for one in self.others if one.excludes_0 and sign * one.effect.difference > 0]
+            clear.sort(key=lambda one: -abs(one.effect.difference))
+            if clear:
+                sizes = [f"{one.label} (by {number(abs(one.effect.difference), 4)})" for one in clear]
+                parts.append(f"{where} {self.baseline}: {listed(sizes)}")
+        if rest := [one.label for one in self.others if not one.excludes_0]:
+            parts.append(f"the interval includes 0: {listed(rest)}")
         if seeds:
             parts.append(f"diverged: {listed(seeds)}")
         sentence = "; ".join(parts)
         of = f" of {self.comparisons}" * (self.comparisons > len(self.others))
-        return f"{sentence[0].upper()}{sentence[1:]} (noise: {self.noise}, {len(self.others)}{of} compared)."
+        noise = f"sigma {self.recipe.sigma:.4f} with {self.recipe.degrees} degrees of freedom"
+        return f"{sentence[0].upper()}{sentence[1:]} ({noise}, {len(self.others)}{of} compared)."
 
     def table(self, title: str, published: Mapping[str, str] | None = None) -> Table:
-        """A row a variant; `published`: what others have for it."""
-        head = ["variant", self.quantity, "seeds", "difference", "needed", "verdict"]
+        """Lay out a row a variant; `published`: what others have for it."""
         larger = any(share > LARGER for share in self.shares.values())
-        head += ["parameters"] * larger
-        rate = exchange(list(self.curve), list(self.curve.values())) if len(self.curve) > 1 else None
-        timed = rate is not None and len(self.ratios) > 1
-        head += ["steps saved"] * (rate is not None) + ["time saved"] * timed + ["published"] * (published is not None)
+        saves = any(one.saved is not None for one in self.others)
+        timed = any(not math.isnan(one.time) for one in self.others)
+        more = ["parameters"] * larger + ["tokens saved", "compute saved"] * saves + ["time saved"] * (saves and timed)
+        head = ["variant", self.quantity, "runs", "difference", "interval", "which", *more]
+        head += ["published"] * (published is not None)
         rows = []
-        base = [self.baseline, number(self.base, 4), str(self.base_seeds), "", "", "baseline"]
         for one in [None, *self.others]:
             label = self.baseline if one is None else one.label
-            row = base if one is None else _cells(one)
+            if one is None:
+                count = 0 if self.recipe is None else self.recipe.counts.get(label, 0)
+                row = [label, number(self.base, 4), str(count), "", "", "baseline"]
+            else:
+                difference = number(one.effect.difference, 4, signed=True)
+                row = [label, number(one.mean, 4), str(one.runs), difference, interval(one.effect), one.words]
             if larger:
-                row = [*row, _larger(self.shares.get(label, math.nan))]
-            if rate is not None:
-                row = [*row, "" if one is None else self._saved(one, rate)]
-            if rate is not None and timed:
-                row = [*row, "" if one is None else self._saved(one, rate, self.ratios.get(label, math.nan))]
+                row.append(_larger(self.shares.get(label, math.nan)))
+            ratios = [1.0, *([] if one is None else [one.compute]), *([one.time] if one is not None and timed else [])]
+            if saves:
+                row += [""] * (2 + timed) if one is None else [one.times_fewer(ratio) for ratio in ratios]
             rows.append([*row, *([published.get(label, "")] if published is not None else [])])
         for label, count in self.diverged.items():
-            blank = [""] * (len(head) - 3)
-            rows.append([label, "diverged", str(count), *blank])
-        notes = [self.noise.note]
-        if self.noise.degrees:
-            counts = sorted({one.seeds for one in self.others} or {1})
-            least = listed(
-                [
-                    f"with {n} seed{'s' * (n > 1)} a true one of {self.noise.detectable(n, n, self.comparisons):.4f}"
-                    for n in counts
-                ]
-            )
+            rows.append([label, "diverged", str(count), *[""] * (len(head) - 3)])
+        return Table(title, head, rows, self._notes(larger, saves, timed))
+
+    def _notes(self, larger: bool, saves: bool, timed: bool) -> list[str]:
+        notes = [noise_note(self.recipe)]
+        if self.recipe is not None and self.recipe.degrees:
             notes[0] += (
-                f" A difference has to exceed max(3, Student's t at 5 % over {self.comparisons} comparisons) standard "
-                f"errors; {least} would be seen in four of five such studies."
+                f" Intervals by Student's t: questions that were written down beforehand at 95 %, all others of "
+                f"{self.comparisons} comparisons together by Holm."
             )
-        notes += [f"{label} varies more than the others and is judged by its own: {own}." for label, own in self._own()]
-        notes.append("Differences are over the seeds that both have; ± is the standard error of them seed by seed.")
-        if any(one.seeds != self.base_seeds for one in self.others):
-            notes.append(
-                f"With fewer seeds than {self.baseline} has, what stands under {self.quantity} is its mean and that "
-                "difference."
-            )
+            if self.recipe.p_equal < 0.05:
+                notes[0] += " Variances differ (Bartlett): each mechanism has its own, and Welch's degrees."
         if larger:
             notes.append(
                 "Parameters: how many more a mechanism has than the model without it. A larger model is better by "
                 "itself, and nothing here is corrected for that."
             )
-        if rate is not None:
-            notes.append(
-                f"Steps saved: how many fewer than {self.baseline} it needs to be as good, by the standard model's own "
-                "losses at several lengths (python -m lab exchange), none where nothing is decided; ± is the standard "
-                "error by the noise of losses alone."
-                + " Time: with the time of a step, taken in turn, whose own error is not in it."
-                * timed
+        if saves:
+            read = (
+                "the standard model's own losses at several lengths (python -m lab exchange)"
+                if self.by_lengths
+                else "the curves of these runs, within one schedule, so a lower bound of either sign"
             )
-        return Table(title, head, rows, notes)
-
-    def _own(self) -> list[tuple[str, Noise]]:
-        labels = [self.baseline, *(one.label for one in self.others)]
-        return [(label, self.spread.own[label]) for label in labels if label in self.spread.own]
-
-    def _saved(self, one: Against, rate: Exchange, ratio: float = 1.0) -> str:
-        """What a decided difference is worth, with its standard error by the noise of losses; a bound where it lies
-        beyond the lengths that were trained."""
-        if one.verdict == "undecided" or math.isnan(ratio):
-            return UNKNOWN
-        base, loss = rate.within(self.base), rate.within(one.mean)
-        saved = rate.saved(loss, base, ratio)
-        if math.isnan(saved) or base != self.base:
-            return UNKNOWN
-        if loss != one.mean:
-            return f"{'>' if loss > one.mean else '<'} {number(100 * saved, 0)} %"
-        chance = one.noise.error(one.seeds, one.seeds)
-        less, more = (rate.saved(loss + side * chance, base, ratio) for side in (1, -1))
-        return f"{number(100 * saved, 0)} ± {number(50 * (more - less), 0)} %"
+            notes.append(
+                f"Tokens saved: how many times a variant's tokens {self.baseline} needs for the same loss, by {read}; "
+                f"below 1 it needs more itself. Compute{' and time' * timed}: the same by the FLOPs"
+                + " and the time of a step." * timed
+                + "." * (not timed)
+            )
+        return notes
 
     def chart(self, name: str, title: str) -> Differences:
-        """Differences with their standard errors over the band of the threshold."""
-        rows = [
-            (one.label, one.difference, one.noise.error(one.seeds, one.seeds) if one.noise.degrees else math.nan)
-            for one in self.others
-        ]
-        caption = (
-            f"Held-out loss minus that of {self.baseline}, nats per token. Grey: what a "
-            "verdict has to exceed (to the edge: more than is shown). Smaller is better."
-        )
-        threshold = [one.threshold for one in self.others]
-        return Differences(name, title, caption, "difference, nats per token", rows, threshold)
+        """Draw the differences with their intervals."""
+        rows = [Interval(one.label, one.effect.difference, one.effect.margin, one.excludes_0) for one in self.others]
+        caption = f"Held-out loss minus that of {self.baseline}, nats per token: left of the line is lower."
+        return Differences(name, title, caption, "difference, nats per token", rows)
 
     def values(self) -> dict[str, Any]:
-        """Plain numbers for result.json."""
+        """Return plain numbers for result.json."""
+        known = self.recipe
         return {
             "baseline": self.baseline,
             "base": or_none(self.base),
-            "sigma": or_none(self.noise.sigma),
-            "degrees": self.noise.degrees,
-            "variants": {
-                one.label: {
-                    "loss": or_none(one.mean),
-                    "seeds": one.seeds,
-                    "difference": or_none(one.difference),
-                    "error": or_none(one.error),
-                    "needed": or_none(one.threshold),
-                    "verdict": one.verdict,
-                }
-                for one in self.others
-            },
+            "sigma": None if known is None else or_none(known.sigma),
+            "degrees": 0 if known is None else known.degrees,
+            "variants": {one.label: _values(one) for one in self.others},
         }
+
+
+def _values(one: Against) -> dict[str, Any]:
+    effect = one.effect
+    values: dict[str, Any] = {
+        "loss": or_none(one.mean),
+        "runs": one.runs,
+        "difference": or_none(effect.difference),
+        "low": or_none(effect.low),
+        "high": or_none(effect.high),
+        "level": effect.level,
+        "excludes_0": one.excludes_0,
+    }
+    if not math.isnan(one.published):
+        values |= {"published": one.published, "excludes_published": effect.excludes(one.published)}
+    if one.saved is not None:
+        values["tokens_saved"] = or_none(one.saved.tokens)
+        values["compute_saved"] = or_none(one.saved.of_compute(one.compute))
+        values["extrapolated"] = one.saved.extrapolated
+    return values
 
 
 def contrast(
@@ -212,50 +230,70 @@ def contrast(
     labels: Sequence[str] | None = None,
     *,
     quantity: str = "loss",
-    higher_is_better: bool = False,
     comparisons: int = 0,
     floor: float = 0.0,
+    published: Mapping[str, float] | None = None,
 ) -> Contrast:
-    """Hold the finished variants of an arm against the baseline; those that share no seed with it are left out.
+    """Hold the finished variants of an arm against the baseline.
 
     Args:
-        quantity: of the last step; accuracies are `higher_is_better`.
+        quantity: of the last step.
         comparisons: how many are made in all; by default all variants that were asked for.
         floor: sigma is no smaller.
+        published: differences to this baseline, by label.
     """
-    sign = -1.0 if higher_is_better else 1.0
-    base = measured.finals(arm, baseline, quantity)
+    recipe = measured.recipe_of(arm, quantity, floor)
     names = [label for label in labels or measured.labels(arm) if label != baseline]
-    mean = statistics.fmean(base.values()) if base else math.nan
     asked = [label for label in labels or measured.asked_for(arm) if label != baseline]
     comparisons = comparisons or max(1, len(asked), len(names))
     diverged = {label: len(seeds) for label in (baseline, *names) if (seeds := measured.diverged(arm, label))}
-    spread, others = measured.spread(arm, quantity, floor), []
-    for label in names:
-        values = measured.finals(arm, label, quantity)
-        gaps = [value - base[seed] for seed, value in values.items() if seed in base]
-        if not gaps:
-            continue
-        difference, n = statistics.fmean(gaps), len(gaps)
-        error = statistics.stdev(gaps) / math.sqrt(n) if n > 1 else math.nan
-        noise = spread.between(label, n, baseline, n)
-        threshold = noise.threshold(n, n, comparisons)
-        verdict = noise.verdict(sign * difference, n, n, comparisons)
-        lost = diverged.get(label, 0) - diverged.get(baseline, 0)
-        if (verdict == "better" and lost > 0) or (verdict == "worse" and lost < 0):
-            verdict = "undecided"  # those that are left are the lucky ones
-        others.append(Against(label, mean + difference, n, difference, error, noise, threshold, verdict))
-    has_own_rate = "-lr" in baseline  # where the curve is of the recipe's
-    curve = measured.curve if measured.at_recipe(arm, quantity) and not has_own_rate else {}
+    known = [] if recipe is None or baseline not in recipe.names else [one for one in names if one in recipe.names]
+    planned = [measured.at_recipe(arm, quantity) and (label, baseline) in QUESTIONS for label in known]
+    effects = [recipe.effect(label, baseline) for label in known] if recipe is not None else []
+    effects = judged(effects, planned, comparisons - sum(planned))
+    # The curve is of the recipe's rates.
+    curve = measured.curve if measured.at_recipe(arm, quantity) and "-lr" not in baseline else {}
+    lengths = LossCurve(curve.items())
+    has_curve = len(lengths.losses) > 1
+    base_curve, flops = _curve(measured, arm, baseline), measured.flops(arm, baseline)
     times = {one: measured.step_times[arm, one] for one in (baseline, *names) if (arm, one) in measured.step_times}
-    # Round by round: the machine's speed changes, and what is taken in one turn has it in common.
-    ratios = {
-        label: statistics.median(a / b for a, b in zip(each, times[baseline]))
-        for label, each in times.items()
-        if baseline in times
-    }
+    others = []
+    for label, effect in zip(known, effects, strict=True):
+        assert recipe is not None
+        lost = diverged.get(label, 0) - diverged.get(baseline, 0)
+        mean, saved = recipe.means[label], None
+        if quantity == "loss" and has_curve:
+            own, other = (lengths.tokens(loss) for loss in (mean, recipe.means[baseline]))
+            saved = Saving(own.tokens / other.tokens, own.extrapolated or other.extrapolated, mean)
+        elif quantity == "loss" and len(base_curve.losses) > 1:
+            saved = saving(_curve(measured, arm, label), base_curve)
+        # Round by round: the machine's speed changes, and what is taken in one turn has it in common.
+        rounds = zip(times[label], times[baseline]) if label in times and baseline in times else ()
+        pairs = [mine / theirs for mine, theirs in rounds]
+        against = Against(
+            label,
+            mean,
+            recipe.counts[label],
+            effect,
+            (published or {}).get(label, math.nan),
+            # Those that are left are the lucky ones.
+            (lost > 0 and effect.difference < 0) or (lost < 0 and effect.difference > 0),
+            saved,
+            measured.flops(arm, label) / flops if flops else math.nan,
+            statistics.median(pairs) if pairs else math.nan,
+        )
+        others.append(against)
     shares = {label: _own_share(measured, arm, label) for label in (baseline, *names)}
-    return Contrast(baseline, mean, len(base), spread, comparisons, others, diverged, curve, ratios, shares, quantity)
+    return Contrast(baseline, recipe, comparisons, others, diverged, has_curve, shares, quantity)
+
+
+def _curve(measured: Measured, arm: str, label: str) -> LossCurve:
+    """Mean over seeds of the losses at the steps that all of them have."""
+    seeds: dict[int, dict[int, float]] = {}
+    for row in measured.of(arm, label):
+        seeds.setdefault(row.seed, {})[row.tokens] = row.value
+    common = set.intersection(*map(set, seeds.values())) if seeds else set()
+    return LossCurve((tokens, statistics.fmean(one[tokens] for one in seeds.values())) for tokens in common)
 
 
 def _own_share(measured: Measured, arm: str, label: str) -> float:
@@ -266,10 +304,3 @@ def _own_share(measured: Measured, arm: str, label: str) -> float:
 
 def _larger(share: float) -> str:
     return UNKNOWN if math.isnan(share) else f"{number(100 * share, 1, signed=True)} %" if share else ""
-
-
-def _cells(one: Against) -> list[str]:
-    needed = number(one.threshold, 4) if math.isfinite(one.threshold) else UNKNOWN
-    error = f" ± {number(one.error, 4)}" if math.isfinite(one.error) else ""
-    difference = f"{number(one.difference, 4, signed=True)}{error}"
-    return [one.label, number(one.mean, 4), str(one.seeds), difference, needed, one.verdict]

@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnres.comparison.plan import CompareConfig
+from attnres.stats import Recipe
 from attnres.text import label_and_seed
 from attnres.training.config import TrainConfig, from_dict
-from lab.analyses.noise import UNMEASURED, Noise, Spread, spread_of
 
 if TYPE_CHECKING:
     from attnres.figures.chart import Chart
@@ -92,6 +92,20 @@ class Row:
     value: float
 
 
+class KnownNoise(NamedTuple):
+    """What the study of noise has of the recipe at a number of steps.
+
+    Attributes:
+        sigma, degrees: of one run. runs: (label, seed, loss) of the standard model and its control.
+        remark: to be said wherever it is used, "" for nothing.
+    """
+
+    sigma: float
+    degrees: float
+    runs: tuple[tuple[str, int, float], ...] = ()
+    remark: str = ""
+
+
 @dataclass(frozen=True)
 class Measured:
     """Everything that a study's finished runs gave.
@@ -113,7 +127,7 @@ class Measured:
     begun: frozenset[str] = frozenset()
     step_times: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     recipe: frozenset[str] = frozenset()
-    noises: Mapping[int, Noise] = field(default_factory=dict)
+    noises: Mapping[int, KnownNoise] = field(default_factory=dict)
     curve: Mapping[int, float] = field(default_factory=dict)
     of_other_texts: tuple[str, ...] = ()
 
@@ -153,22 +167,16 @@ class Measured:
         """Whether that is what the noises and the curve are of."""
         return quantity == "loss" and arm in self.recipe
 
-    def noise(self, arm: str, quantity: str = "loss") -> Noise:
-        """The noise that an arm's runs have in common."""
-        return self.spread(arm, quantity).shared
-
-    def spread(self, arm: str, quantity: str = "loss", floor: float = 0.0) -> Spread:
-        """The noise of an arm's runs: that of its own seeds and, where the recipe trains it, that which the study of
-        noise has at as many steps, in which the standard model's runs of this arm are counted already."""
+    def recipe_of(self, arm: str, quantity: str = "loss", floor: float = 0.0) -> Recipe | None:
+        """Fit all runs of an arm and, where the preset's recipe trains it, those that the study of noise has at as many
+        steps; None where nothing has finished. `floor`: sigma is no smaller."""
         labels = self.labels(arm)
         steps = max((self.steps(arm, label) for label in labels), default=0)
-        known = self.noises.get(steps, UNMEASURED) if self.at_recipe(arm, quantity) else UNMEASURED
-        groups = {
-            label: list(self.finals(arm, label, quantity).values())
-            for label in labels
-            if not (known.degrees and label == "standard")
-        }
-        return spread_of(groups, known, floor)
+        known = self.noises[steps].runs if self.at_recipe(arm, quantity) and steps in self.noises else ()
+        runs = [(label, seed, value) for label in labels for seed, value in self.finals(arm, label, quantity).items()]
+        own = {(label, seed, round(value, 6)) for label, seed, value in runs}  # a run that both have is one
+        runs += [one for one in known if (*one[:2], round(one[2], 6)) not in own]
+        return Recipe(runs, floor) if own else None
 
     def flops(self, arm: str, label: str) -> float:
         """What one run of a label spent."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from rich.console import Console
 
@@ -28,8 +28,7 @@ from attnres.stats import plain
 from attnres.text import UNKNOWN, listed, number, run_name
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
-from lab.analyses.noise import Noise
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, KnownNoise, Measured, Result, Setting, Table
 from lab.measures import MEASURES, rows_of, step_times, to_csv
 from lab.presets import PRESETS
 from lab.store import ARCHIVE, RECORD, archive, asked, asked_in, run_folders, texts_of
@@ -40,8 +39,8 @@ FOOTER = (
     "Losses depend on the tokenizer and the text: compare them only within a table."
 )
 RULE = (
-    "Two gates for a claim: beyond the noise, and of the same sign at two sizes. What is decided at one size alone is "
-    "a hint."
+    "Two gates for a claim: the interval excludes 0, and the sign is the same at two sizes. What holds at one size "
+    "alone is a hint."
 )
 
 
@@ -49,7 +48,8 @@ class Sigma(TypedDict):
     """The noise of runs of a length, as the study of noise has it."""
 
     sigma: float | None
-    degrees: int
+    degrees: float
+    runs: NotRequired[dict[str, dict[str, float]]]
 
 
 class Values(TypedDict, total=False):
@@ -123,20 +123,25 @@ def survey(design: Design, setting: Setting, runs: Path | None = None) -> tuple[
 def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
     """Analyse what there is, and write runs.csv, runs.jsonl, result.json and study.html into the study's folder."""
     outcome = Outcome(design, setting, measured, design.analyse(setting, measured))
+    write_text(outcome.folder / "runs.csv", to_csv(measured.rows))
+    write_text(outcome.folder / ARCHIVE, archive(outcome.folder, measured.finished))
+    write_result(outcome)
+    write_text(outcome.folder / "study.html", study_page(outcome))
+    return outcome
+
+
+def write_result(outcome: Outcome) -> None:
+    """Write result.json alone, which a study whose runs are gone can have again (`outcome_in`)."""
     done, planned = outcome.counts
     result = {
-        **asked(design, setting),
+        **asked(outcome.design, outcome.setting),
         "finished": done,
         "planned": planned,
         "verdict": outcome.result.verdict,
         "values": plain(outcome.result.values, digits=9),
         "tables": [dataclasses.asdict(table) for table in outcome.result.tables],
     }
-    write_text(outcome.folder / "runs.csv", to_csv(measured.rows))
-    write_text(outcome.folder / ARCHIVE, archive(outcome.folder, measured.finished))
     write_json(outcome.folder / "result.json", result)
-    write_text(outcome.folder / "study.html", study_page(outcome))
-    return outcome
 
 
 def outcome_in(folder: Path) -> Outcome:
@@ -224,16 +229,18 @@ def _is_finished(arm: Arm, run: Path) -> bool:
     return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
 
 
-def _noises(values: Values, setting: Setting) -> dict[int, Noise]:
+def _noises(values: Values, setting: Setting) -> dict[int, KnownNoise]:
     """The noise of this preset and text as its study has it, by the steps of a run."""
     known = values.get("by_steps") or {}
-    outside = ", whose control, the same function, is OUTSIDE it" if values.get("control_inside") is False else ""
-    source = f"the study of noise at {setting.name}{outside}"
-    return {
-        int(n): Noise(one["sigma"], one["degrees"], source)
-        for n, one in known.items()
-        if n.isdecimal() and one["sigma"] is not None and one["degrees"] > 0
-    }
+    outside = f"The noise of {setting.name}: its control, the same function, lies OUTSIDE it."
+    remark = outside if values.get("control_inside") is False else ""
+    found = {}
+    for steps, one in known.items():
+        if steps.isdecimal() and one["sigma"] is not None and one["degrees"] > 0:
+            by_label = one.get("runs", {})
+            runs = ((label, int(seed), loss) for label, each in by_label.items() for seed, loss in each.items())
+            found[int(steps)] = KnownNoise(one["sigma"], one["degrees"], tuple(runs), remark)
+    return found
 
 
 def _curve(values: Values) -> dict[int, float]:
@@ -287,10 +294,11 @@ def _sections(outcome: Outcome) -> list[str]:
     done, planned = outcome.counts
     known = outcome.measured.noises
     floor = ", ".join(
-        f"sigma {one.sigma:.4f} at {steps:,} steps ({one.degrees + 1} seeds)" for steps, one in known.items()
+        f"sigma {one.sigma:.4f} at {steps:,} steps ({len(one.runs)} runs)" for steps, one in known.items()
     )
     if known and not outcome.measured.recipe:
         floor = f"as the tables say; the preset's recipe, which none of these runs is, has {floor}"
+    floor = " ".join([floor, *dict.fromkeys(one.remark for one in known.values() if one.remark)])
     facts = [
         ["what is done", design.about],
         ["published", design.published],
@@ -387,26 +395,28 @@ def contrasts(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str,
 def together(answers: Sequence[Mapping[str, Any]]) -> str:
     """What the same question's answers at several sizes say.
 
-    >>> better, open_ = {"verdict": "better", "difference": -0.04}, {"verdict": "undecided", "difference": -0.01}
-    >>> together([better, better]), together([better, open_])
-    ('better at 2 sizes', 'better at one, the same sign at the others')
-    >>> together([better, better, open_ | {"difference": 0.01}])
-    'better at 2 sizes, not of one sign at the others'
-    >>> together([open_, open_]), together([better, open_ | {"difference": 0.01}])
-    ('undecided', 'better at one, not of one sign')
+    >>> clear, open_ = {"excludes_0": True, "difference": -0.04}, {"excludes_0": False, "difference": -0.01}
+    >>> together([clear, clear]), together([clear, open_])
+    ('below 0 at 2 sizes', 'below 0 at one, the same sign at the others')
+    >>> together([clear, clear, open_ | {"difference": 0.01}])
+    'below 0 at 2 sizes, not of one sign at the others'
+    >>> together([open_, open_]), together([clear, open_ | {"difference": 0.01}])
+    ('includes 0', 'below 0 at one, not of one sign')
     """
-    decided = [str(one["verdict"]) for one in answers if one["verdict"] != "undecided"]
-    if not decided:
-        return "undecided"
-    if len(set(decided)) > 1:
+    above = [one["difference"] > 0 for one in answers if one["excludes_0"]]
+    if not above:
+        return "includes 0"
+    if len(set(above)) > 1:
         return "of both signs"
-    signs = {one["difference"] > 0 for one in answers}
-    if len(decided) > 1:
-        return f"{decided[0]} at {len(decided)} sizes{', not of one sign at the others' * (len(signs) > 1)}"
-    return f"{decided[0]} at one, {'the same sign at the others' if len(signs) == 1 else 'not of one sign'}"
+    side, signs = "above 0" if above[0] else "below 0", {one["difference"] > 0 for one in answers}
+    if len(above) > 1:
+        return f"{side} at {len(above)} sizes{', not of one sign at the others' * (len(signs) > 1)}"
+    return f"{side} at one, {'the same sign at the others' if len(signs) == 1 else 'not of one sign'}"
 
 
 def _cell(answer: Mapping[str, Any] | None) -> str:
     if answer is None:
         return UNKNOWN
-    return f"{number(answer['difference'], 4, signed=True)}, {answer['verdict']} ({answer['seeds']})"
+    low, high = answer["low"], answer["high"]
+    bounds = f" ({number(low, 4, signed=True)} to {number(high, 4, signed=True)})" if low is not None else ""
+    return f"{number(answer['difference'], 4, signed=True)}{bounds}, {answer['runs']} runs"

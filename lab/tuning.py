@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,8 @@ from attnres.comparison.plan import label_of, parse_variant
 from attnres.residuals import make_residual
 from attnres.text import listed, number
 from attnres.training.config import READ_RATE
-from lab.analyses.halving import at_best
-from lab.contrast import Contrast, contrast
+from lab.analyses import at_best
+from lab.contrast import Contrast, contrast, noise_note
 from lab.design import Arm, Design, Measured, Result, Setting, Table
 
 RECIPE, COARSE, BEST = "recipe", "coarse", "best"
@@ -146,11 +147,21 @@ def _held_beside(
     contrasts, tables = [], []
     for base, members in groups.items():
         labels = [label_of(ways[variant]) for variant in members]
-        one = contrast(measured, arm, label_of(ways[base]), labels, comparisons=comparisons)
+        gaps = {label_of(ways[one]): _published_gap(published[one], published[base]) for one in members}
+        effects = {label: gap for label, gap in gaps.items() if gap is not None}
+        one = contrast(measured, arm, label_of(ways[base]), labels, comparisons=comparisons, published=effects)
         if one.others or base == "standard":
             contrasts.append(one)
             tables.append(one.table(title if base == "standard" else f"{title}, beside {base}", texts))
     return _Beside(contrasts, tables, comparisons)
+
+
+def _published_gap(one: str, base: str) -> float | None:
+    """The difference of two published losses, of texts that begin with them; None where one does not."""
+    if both := re.match(r"(\d+\.\d+) where standard has (\d+\.\d+)", one):
+        return round(float(both[1]) - float(both[2]), 6)
+    losses = [re.match(r"\d+\.\d+", text) for text in (one, base)]
+    return round(float(losses[0][0]) - float(losses[1][0]), 6) if losses[0] and losses[1] else None
 
 
 def _by_loss(measured: Measured, variants: Sequence[str]) -> list[str]:
@@ -183,7 +194,10 @@ def _search_table(setting: Setting, measured: Measured, variants: Sequence[str])
         "One seed each; of parameters of its own: the whole of AdamW's rate or a tenth, whichever the recipe has not."
     ]
     return Table(
-        "Losses by rate, seed 0", ["variant", *WAYS, "best minus recipe's"], rows, [*notes, measured.noise(RECIPE).note]
+        "Losses by rate, seed 0",
+        ["variant", *WAYS, "best minus recipe's"],
+        rows,
+        [*notes, noise_note(measured.recipe_of(RECIPE))],
     )
 
 

@@ -54,9 +54,23 @@ def test_the_fit_is_the_best_of_a_fine_grid():
     n = np.geomspace(10, 1e4, 6)
     losses = law(n) + np.random.default_rng(2).normal(scale=0.05, size=6)
     found = fit(n, losses)
-    squares = ((found.floor + found.scale * n**-found.exponent - losses) ** 2).sum()
+    squares = ((found.loss(n) - losses) ** 2).sum()
     for exponent in np.linspace(0.02, 2.5, 100):
         design = np.stack([np.ones(6), n**-exponent], 1)
         (floor, scale), *_ = np.linalg.lstsq(design, losses)
         if floor >= 0 and scale > 0:
             assert squares <= ((design @ (floor, scale) - losses) ** 2).sum() * (1 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "losses", "loss", "base"),
+    [((2000, 4000, 8000, 16000), (3.60, 3.40, 3.30, 3.28), 3.28, 3.30), ((100, 200, 400), (4, 3, 2.99), 2.99, 3.0)],
+)
+def test_measured_lengths_are_met_where_a_fit_would_miss_them(steps, losses, loss, base):
+    """Neither curve is a power law with an exponent of 2 at most."""
+    curve = LossCurve(zip(steps, losses))
+    assert [curve.tokens(one).tokens for one in losses] == pytest.approx(steps)
+    assert curve.tokens(base).tokens / curve.tokens(loss).tokens == pytest.approx(0.5)
+    places = [curve.tokens(one).tokens for one in np.linspace(losses[0], losses[-1] - 0.001, 300)]
+    assert places == sorted(places), "a lower loss takes more steps, between the lengths and beyond them"
+    assert not any(curve.tokens(one).extrapolated for one in losses) and curve.tokens(losses[-1] - 0.001).extrapolated

@@ -94,13 +94,27 @@ def test_two_mechanisms_of_the_same_seeds_are_the_paired_t_test():
 
 def test_seeds_that_carry_nothing_leave_the_means_of_all_runs():
     """Then a difference is that of the plain means, by the residual's sigma; of least squares with numpy."""
-    a, b = [1.0, 2.0, 3.0, 2.5, 1.5, 2.0], [3.0, 2.0, 1.0]
+    groups = {"a": [1.0, 2.0, 3.0, 2.5], "b": [3.0, 2.0, 1.0], "c": [2.0, 1.0, 3.0]}
+    runs = [(name, seed, value) for name, values in groups.items() for seed, value in enumerate(values)]
+    recipe = Recipe(runs)
+    effect = recipe.effect("b", "a")
+    assert effect.difference == pytest.approx(np.mean(groups["b"]) - np.mean(groups["a"]))
+    design = np.array([[*(one == name for name in groups), *(seed == k for k in range(4))] for one, seed, _ in runs])
+    _, _, rank, _ = np.linalg.lstsq(design.astype(float), y := np.array([value for *_, value in runs]), rcond=None)
+    left = y - design @ np.linalg.lstsq(design.astype(float), y, rcond=None)[0]
+    assert recipe.degrees == len(y) - rank == 4 and recipe.sigma == pytest.approx(math.sqrt(left @ left / 4))
+    assert effect.error == pytest.approx(recipe.sigma * math.sqrt(1 / 4 + 1 / 3))
+
+
+def test_where_most_seeds_are_of_one_mechanism_noise_is_that_within_mechanisms():
+    """The two-sample t-test with pooled variance: of its eight degrees pairs would leave one."""
+    rng = np.random.default_rng(1)
+    a, b = rng.normal(size=8), rng.normal(1.0, size=2)
     recipe = Recipe([*(("a", seed, value) for seed, value in enumerate(a)), *(("b", s, v) for s, v in enumerate(b))])
     effect = recipe.effect("b", "a")
-    assert effect.difference == pytest.approx(np.mean(b) - np.mean(a))
-    gaps = np.array(b) - np.array(a[:3])
-    assert recipe.degrees == 2 and recipe.sigma == pytest.approx(np.std(gaps, ddof=1) / math.sqrt(2))
-    assert effect.error == pytest.approx(recipe.sigma * math.sqrt(1 / 6 + 1 / 3))
+    pooled_variance = (7 * a.var(ddof=1) + b.var(ddof=1)) / 8
+    assert effect.difference == pytest.approx(b.mean() - a.mean()) and effect.degrees == 8
+    assert effect.error == pytest.approx(math.sqrt(pooled_variance * (1 / 8 + 1 / 2)))
 
 
 def test_unequal_variances_have_welchs_degrees():

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnres.errors import UserError, first_line
+from attnres.errors import UserError, first_line, install
 
 DEMO = Path("runs/demo")
 
@@ -33,10 +33,10 @@ def explore(
         raise UserError(f"{len(models)} models were given: the explorer shows one, or two side by side")
     address = check_port(host, port)
     if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        raise UserError("the explorer needs Starlette and uvicorn: pip install 'attnres[app]'")
+        raise UserError(f"the explorer needs Starlette and uvicorn: {install('app')}")
     from attnres.app.explorer import choose_threads, find_demo, open_models
     from attnres.app.page import Page
-    from attnres.inspect.texts import corpus_text
+    from attnres.inspect.look import corpus_text
 
     searched = None if corpus is None else corpus_text(corpus, column)
     page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code), searched)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from attnres.errors import UserError, first_line, unknown
+from attnres.errors import UserError, first_line, install, unknown
 from attnres.evals.scoring import Measure
 from attnres.models.open import Checkpoint
 
@@ -29,7 +29,7 @@ def find_tasks(names: Sequence[str], folder: str | None) -> Any:
     try:
         tasks = importlib.import_module("lm_eval.tasks")
     except ImportError as error:
-        raise UserError("tasks of lm-eval need its library: pip install 'attnres[eval]'") from error
+        raise UserError(f"tasks of lm-eval need its library: {install('eval')}") from error
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"lm-eval task folder {folder} does not exist: expected a folder with YAML files")
     manager = tasks.TaskManager(include_path=folder, include_defaults=folder is None)

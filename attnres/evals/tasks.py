@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from attnres.data.readers import PROSE
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError, install, unknown
 from attnres.files import user_path
 from attnres.hub import dataset_rows
 from attnres.reading import parse_json, read_text
@@ -132,7 +132,7 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
         items = _hub_items(name, known) if path is None else _lines(path)
         return _task(name, _source(known, path), items, limit, per_token=known.per_token)
     if name in OF_LM_EVAL:
-        raise UserError(f"task {name} is lm-eval's: name it {LM_EVAL}{name} (pip install 'attention-residuals[eval]')")
+        raise UserError(f"task {name} is lm-eval's: name it {LM_EVAL}{name} ({install('eval')})")
     path = user_path(name)
     own = path.name if path.stem in TASKS else path.stem  # a file is read as it is, and is no task of that name
     if path.suffix == ".jsonl":

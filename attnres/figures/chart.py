@@ -2,13 +2,12 @@
 
 import math
 import re
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from attnres.figures import style
 from attnres.figures.cells import readable_on
@@ -17,10 +16,12 @@ from attnres.figures.plot import (
     PAGE,
     SMALL,
     Plot,
+    beside,
     canvas,
     fit,
     head,
     legend,
+    limits,
     log_numbers,
     numbers_on,
     plain,
@@ -111,64 +112,76 @@ class Curves:
         return Plot(self.name, self.title, self.caption, figure)
 
 
+class Interval(NamedTuple):
+    """One row of `Differences`.
+
+    Attributes:
+        difference, margin: and half of its interval; NaN where that is not known.
+        clear: the interval excludes 0. colour: of the row; none is by the sign, where it is clear.
+        is_chance: of the baseline's own function. per_seed: the differences of single seeds.
+    """
+
+    label: str
+    difference: float
+    margin: float
+    clear: bool
+    colour: str = ""
+    is_chance: bool = False
+    per_seed: Sequence[float] = ()
+
+
 @dataclass(frozen=True)
 class Differences:
-    """Differences to a baseline, one a row: (label, difference, standard error), and the threshold of a verdict.
-
-    The threshold is one a row; what is not known (NaN or infinity) draws nothing. A band that is far wider than all
-    differences, as of two seeds that lie apart, ends at the edge of the chart.
-    """
+    """Differences to a baseline with their intervals, one a row, the best at the top or in the order given. An interval
+    far wider than all differences goes on beyond the edge."""
 
     name: str
     title: str
     caption: str
     x_label: str
-    rows: list[tuple[str, float, float]]
-    threshold: Sequence[float] = field(default_factory=tuple)
+    rows: list[Interval]
+    zero: str = style.MUTED
+    """The colour of the line at 0."""
+    ranked: bool = True
 
     def draw(self) -> Plot:
-        """Draw it inside `style.style`, the best at the top; the caption says what its marks are."""
-        order = sorted(range(len(self.rows)), key=lambda row: -self.rows[row][1])
-        figure, axes = canvas(COLUMN * 1.35, 0.6 + 0.19 * len(order))
+        """Draw it inside `style.style`; the caption says what its marks are."""
+        rows = sorted(self.rows, key=lambda row: -row.difference) if self.ranked else self.rows[::-1]
+        figure, axes = canvas(COLUMN * (1.35 if self.ranked else 1), 0.7 + (0.19 if self.ranked else 0.33) * len(rows))
         ax = axes[0, 0]
-        reach = self._reach()
-        for place, row in enumerate(order):
-            _, difference, error = self.rows[row]
-            limit = self.threshold[row] if len(self.threshold) else math.nan
-            if math.isfinite(limit):
-                band = min(limit, reach)
-                ax.fill_betweenx([place - 0.4, place + 0.4], -band, band, color=style.MUTED, alpha=0.18, linewidth=0)
-            clear = math.isfinite(limit) and abs(difference) > limit
-            colour = style.MUTED if not clear else MORE if difference < 0 else LESS
-            ax.errorbar(
-                difference,
-                place,
-                xerr=error if math.isfinite(error) else None,
-                fmt="o",
-                markersize=3.2,
-                color=colour,
-                linewidth=1.1,
-            )
-        ax.axvline(0, color=style.MUTED, linewidth=0.9)
-        ax.set_yticks(range(len(order)), [plain(self.rows[row][0]) for row in order], fontsize=SMALL)
-        ax.set_ylim(-0.7, len(order) - 0.3)
-        ax.set_xlabel(self.x_label)
+        ax.axvline(0, color=self.zero, linewidth=0.9)
+        means, ends = [0.0], list[float]()
+        for place, row in enumerate(rows):
+            colour = row.colour or (style.MUTED if not row.clear else MORE if row.difference < 0 else LESS)
+            means += [row.difference, *row.per_seed]
+            if not math.isnan(row.margin):
+                bar = [row.difference - row.margin, row.difference + row.margin]
+                ends += bar
+                ax.plot(bar, [place, place], color=colour, linewidth=1.6, solid_capstyle="butt")
+            fill, mark = colour if row.clear else style.PAPER, "s" if row.is_chance else "o"
+            ax.plot(row.difference, place, mark, color=colour, markersize=4, markerfacecolor=fill)
+            if len(row.per_seed) > 1:
+                ax.plot(row.per_seed, [place - 0.26] * len(row.per_seed), "|", color=colour, markersize=3.5, alpha=0.9)
+        ax.set_yticks(range(len(rows)), [plain(row.label) for row in rows], fontsize=SMALL)
+        ax.tick_params(axis="y", length=0, labelcolor=style.INK)
+        ax.set_ylim(-0.7, len(rows) - 0.3)
+        ax.grid(visible=False, axis="y")
+        ax.spines["left"].set_visible(False)
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
         numbers_on(ax.xaxis)
-        if any(limit > reach for limit in self.threshold):
-            ax.set_xlim(-reach, reach)
-        caption = f"{self.caption} Bars: one standard error either way."
-        if any(map(math.isfinite, self.threshold)):
-            caption += " Blue: better, orange: worse, by more than the grey band."
+        bars = beside(means, ends)
+        ax.set_xlim(limits([*means, *bars]))
+        ax.set_xlabel(self.x_label)
+        caption = f"{self.caption} Bars: 95 % interval, of comparisons together by Holm; hollow: it includes 0."
+        if bars != ends:
+            caption += " Bars to the edge go on."
+        if any(row.is_chance for row in rows):
+            caption += " Square: the baseline's own function, which shows what chance does to a run."
+        if any(math.isnan(row.margin) for row in rows):
+            caption += " No bar: the error is not known."
+        if any(len(row.per_seed) > 1 for row in rows):
+            caption += " Ticks below: single seeds."
         return Plot(self.name, self.title, caption, figure)
-
-    def _reach(self) -> float:
-        """How far from zero the chart shows: all differences with their errors, and twice the median threshold; without
-        end where that is nothing."""
-        known = [(difference, error) for _, difference, error in self.rows if math.isfinite(difference)]
-        ends = [abs(difference) + (error if math.isfinite(error) else 0.0) for difference, error in known]
-        limits = [limit for limit in self.threshold if math.isfinite(limit)]
-        shown = max([2 * statistics.median(limits or [0.0]), *ends])
-        return 1.1 * shown or math.inf
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,18 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from attnres.figures import style
+from attnres.figures.chart import Differences, Interval
 from attnres.figures.comparison import Comparison, Points
 from attnres.figures.plot import (
-    COLUMN,
     DIFFERENCE,
     LOSS,
     RATE,
     TRAIN_LOSS,
     NotShown,
     Plot,
-    canvas,
+    beside,
     legend,
+    limits,
     numbers_on,
     panels,
     plain,
@@ -78,8 +79,8 @@ def difference(comparison: Comparison) -> Plot:
         edges += [*(mean - margin)[late], *(mean + margin)[late]]
     if len(settled) == 1:
         raise NotShown("no two measurements that can be compared with the baseline's")
-    shown = _beside(settled, edges)
-    ax.set_ylim(_limits([*settled, *shown]))
+    shown = beside(settled, edges)
+    ax.set_ylim(limits([*settled, *shown]))
     _training_axis(ax, comparison)
     numbers_on(ax.yaxis)
     ax.set_ylabel(DIFFERENCE)
@@ -103,45 +104,22 @@ def final_difference(comparison: Comparison) -> Plot:
     shown = [one for one in comparison.variants if one.differences and one.complete and complete]
     if not shown:
         raise NotShown("no finished run that can be compared with the baseline's")
-    figure, axes = canvas(COLUMN, 0.75 + 0.33 * len(shown))
-    ax = axes[0, 0]
-    ax.axvline(0, color=colours.get(comparison.baseline or "", style.MUTED), linewidth=0.9)
-    means, edges = [0.0], list[float]()
-    for y, one in enumerate(reversed(shown)):
-        last, colour = one.differences[-1], colours[one.label]
-        means += [last.mean, *last.per_seed]
-        if not math.isnan(last.margin):
-            ends = [last.mean - last.margin, last.mean + last.margin]
-            edges += ends
-            ax.plot(ends, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt")
-        chance = one.traits.is_chance
-        filled = colour if last.decided and not chance else style.PAPER
-        ax.plot(last.mean, y, "s" if chance else "o", color=colour, markersize=4.5, markerfacecolor=filled)
-        if len(last.per_seed) > 1:
-            ax.plot(last.per_seed, [y - 0.26] * len(last.per_seed), "|", color=colour, markersize=3.5, alpha=0.9)
-    ax.set_yticks(range(len(shown)), [plain(one.label) for one in reversed(shown)])
-    ax.tick_params(axis="y", length=0, labelcolor=style.INK)
-    ax.set_ylim(-0.6, len(shown) - 0.4)
-    ax.grid(visible=False, axis="y")
-    ax.spines["left"].set_visible(False)
-    ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
-    numbers_on(ax.xaxis)
-    bars = _beside(means, edges)
-    ax.set_xlim(_limits([*means, *bars]))
-    ax.set_xlabel(DIFFERENCE)
-    caption = (
-        f"Held-out loss less that of {comparison.baseline}: left of the line is better. Bars: interval of the paired "
-        "difference, 95 %; hollow: within the error."
-    )
-    if bars != edges:
-        caption += " Bars to the edge go on."
-    if any(one.traits.is_chance for one in shown):
-        caption += " Square: the baseline's own function, which shows what chance does to a run."
-    if any(math.isnan(one.differences[-1].margin) for one in shown):
-        caption += " No bar: the error is not known."
-    if any(len(one.differences[-1].per_seed) > 1 for one in shown):
-        caption += " Ticks below: single seeds."
-    return Plot("final-difference", f"Difference to {comparison.baseline} at the end", caption, figure)
+    rows = [
+        Interval(
+            one.label,
+            one.differences[-1].mean,
+            one.differences[-1].margin,
+            one.differences[-1].decided and not one.traits.is_chance,
+            colours[one.label],
+            one.traits.is_chance,
+            one.differences[-1].per_seed,
+        )
+        for one in shown
+    ]
+    title = f"Difference to {comparison.baseline} at the end"
+    caption = f"Held-out loss less that of {comparison.baseline}: left of the line is lower."
+    zero = colours.get(comparison.baseline or "", style.MUTED)
+    return Differences("final-difference", title, caption, DIFFERENCE, rows, zero, ranked=False).draw()
 
 
 def learning_rates(comparison: Comparison) -> Plot:
@@ -195,7 +173,7 @@ def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Poin
             ax.plot(places, mean, label=name, marker=marker, markersize=2.2, linewidth=1.2, **look)
     if not ax.lines:
         raise NotShown("the runs recorded no such loss")
-    ax.set_ylim(_limits(late))
+    ax.set_ylim(limits(late))
     _training_axis(ax, comparison)
     several = any(len(seeds) > 1 for seeds in curves)
     return (" Thin lines are single seeds, the thick one their mean." if several else "") + _cut_off(ax)
@@ -219,24 +197,6 @@ def _cut_off(ax: Axes) -> str:
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.get_lines()])
     outside = np.isfinite(values) & ((values < low) | (values > high))
     return " The steep start is cut off." if outside.any() else ""
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Of an axis that holds these values, with some room; none without values."""
-    values = [value for value in values if math.isfinite(value)]
-    if not values:
-        return None
-    room = 0.06 * (max(values) - min(values)) or 0.01
-    return min(values) - room, max(values) + room
-
-
-def _beside(values: Sequence[float], edges: Sequence[float]) -> list[float]:
-    """Ends of intervals, no further out than half the values' range on either side: of two seeds they may lie tens of
-    times as far out, and would leave nothing else to see."""
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = min(finite), max(finite)
-    reach = (high - low) / 2 or math.inf
-    return [edge if math.isnan(edge) else min(max(edge, low - reach), high + reach) for edge in edges]
 
 
 def _training_axis(ax: Axes, comparison: Comparison) -> None:

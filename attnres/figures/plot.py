@@ -235,6 +235,24 @@ def log_numbers(axis: Axis, low: float, high: float) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def limits(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return the limits of an axis that holds these values, with some room; None without values."""
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return None
+    room = 0.06 * (max(values) - min(values)) or 0.01
+    return min(values) - room, max(values) + room
+
+
+def beside(values: Sequence[float], edges: Sequence[float]) -> list[float]:
+    """Return ends of intervals, no further out than half the values' range on either side: of two seeds they may lie
+    tens of times as far out, and would leave nothing else to see."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite), max(finite)
+    reach = (high - low) / 2 or math.inf
+    return [edge if math.isnan(edge) else min(max(edge, low - reach), high + reach) for edge in edges]
+
+
 def from_zero(ax: Axes) -> None:
     """y from zero, or from a little below what is drawn there, to a little above what is drawn, which may all lie far
     from zero."""

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from attnres.errors import UserError, foreign, unknown
+from attnres.errors import UserError, foreign, install, unknown
 from attnres.files import copy_files, replaced_folder, write_json, write_text
 from attnres.folders import refuse_other
 from attnres.head import evaluating
@@ -169,7 +169,7 @@ def export_graph(model: str | Path, out: str | Path, *, onnx: bool = False, trus
     """
     out = refuse_other(out)
     if onnx and any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")):
-        raise UserError("ONNX needs the packages onnx, onnxscript and onnxruntime: pip install 'attnres[export]'")
+        raise UserError(f"ONNX needs the packages onnx, onnxscript and onnxruntime: {install('export')}")
     checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
     loaded = checkpoint.load("fp32")
     if loaded.get_output_embeddings() is None:

@@ -106,6 +106,9 @@ class Residual(nn.Module):
     recompute_reads: bool = False
     """Keep nothing of what reads make for the backward pass, but make it again there: less memory, more time."""
 
+    stream_dtype: torch.dtype | None = None
+    """The dtype of the stream from the embedding on; None is that in which the embedding comes."""
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the mechanism's `start` and `write` show what they are given, whoever calls them."""
         super().__init_subclass__(**kwargs)

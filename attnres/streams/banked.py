@@ -29,6 +29,9 @@ def start_stream(residual: nn.Module, embedding: Tensor, *, hooked: bool = False
     Raises:
         UserError: reentrant checkpointing would drop gradients.
     """
+    inner = residual if isinstance(residual, Residual) else residual("itself")
+    if inner.stream_dtype is not None:
+        embedding = embedding.to(inner.stream_dtype)
     if torch.compiler.is_compiling():
         return Stream.plain(residual, embedding)
     # a leaf may be there where nobody wants gradients: only a computed tensor says that somebody does

@@ -185,6 +185,9 @@ class TrainConfig:
     many as the schedule needs."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 is autocast over fp32 parameters; auto is bf16 where the device has it, else fp32."""
+    stream_dtype: Literal["fp32", "bf16"] = "fp32"
+    """bf16 keeps the residual stream in bf16 from the embedding on, which halves what reads move; its sums are rounded
+    to it after each sublayer. It needs dtype bf16. What it costs in loss has not been measured."""
     device: str = "auto"
     """auto (CUDA where there is one, else the CPU), cpu or cuda."""
     compile: bool = False

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from attnres.errors import UserError
+from attnres.errors import UserError, install
 from attnres.training.config import FinetuneConfig
 
 ADAPTER = "adapter.safetensors"
@@ -68,7 +68,7 @@ def import_peft() -> Any:
         return importlib.import_module("peft")
     except ImportError as error:
         raise UserError(
-            "train_only lora needs the package peft: pip install 'attnres[finetune]', or choose all or residual"
+            f"train_only lora needs the package peft: {install('finetune')}, or choose all or residual"
         ) from error
 
 

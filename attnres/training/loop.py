@@ -51,6 +51,10 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     for note in notes if who.first else []:
         print(f"attnres: {note}", file=sys.stderr)
     dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")
+    if config.stream_dtype == "bf16" and dtype != "bf16":
+        raise UserError(
+            f"stream_dtype is bf16 and dtype {dtype}: a stream in bf16 needs matrix products in bf16, give --dtype bf16"
+        )
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
     going_on = f"give the same command with --resume to go on from the last checkpoint in {config.out}"
     with losses_said(who, going_on), _claimed(config, who) as (finished, in_place):

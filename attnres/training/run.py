@@ -138,6 +138,8 @@ class Run:
         self.model = self.model.to(who.device).train()
         tune(self.model, who.device, config.data.seq_len)
         checkpoint_activations(self.model, config.gradient_checkpointing)
+        if config.stream_dtype == "bf16":
+            self.model.residual.itself().stream_dtype = torch.bfloat16
         self.kind = loss_kind(config.loss, self.model, self.rows() * config.data.seq_len, self.teacher)
 
     def _restore(self, here: Path, state: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
+from attnres.stats import ALPHA
 from attnres.text import number
 from lab.contrast import contrast
 from lab.design import Arm, Design, Measured, Result, Setting
@@ -28,14 +29,14 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         return Result("Nothing has finished yet.")
     means = [other.mean for _, other in points]
     best, worst = points[means.index(min(means))], points[means.index(max(means))]
-    noise = one.spread.between(best[1].label, best[1].seeds, worst[1].label, worst[1].seeds)
+    assert one.recipe is not None
     count = len(sizes(setting)) * (len(sizes(setting)) - 1) // 2
-    apart = max(means) - min(means) > noise.threshold(best[1].seeds, worst[1].seeds, max(1, count))
+    # The two that lie furthest apart of all pairs.
+    effect = one.recipe.effect(worst[1].label, best[1].label, ALPHA / max(1, count))
     spread = number(max(means) - min(means), 4)
-    tell = "differ beyond the noise" if apart else "cannot be told apart"
+    tell = "differ beyond the noise" if effect.excludes() else "cannot be told apart"
     verdict = f"{one.sentence()} Sizes 1 to {points[-1][0]} {tell} (they span {spread}); lowest: S = {best[0]}."
-    noises = [one.spread.own.get(other.label, one.noise) for _, other in points]
-    error = [n.sigma / other.seeds**0.5 if n.degrees else 0.0 for n, (_, other) in zip(noises, points, strict=True)]
+    error = [one.recipe.sd(other.label) / other.runs**0.5 if one.recipe.degrees else 0.0 for _, other in points]
     low, high = [m - 2 * e for m, e in zip(means, error)], [m + 2 * e for m, e in zip(means, error)]
     x = [size for size, _ in points]
     lines = [Line("block", x, means, low, high), Line("standard", [x[0], x[-1]], [one.base] * 2, dashed=True)]

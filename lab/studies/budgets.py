@@ -6,17 +6,30 @@ import statistics
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, TOKENS
-from attnres.text import number, run_name
+from attnres.savings import LossCurve, Saving, saving
+from attnres.stats import Effect, Recipe, or_none, pooled
+from attnres.text import UNKNOWN, number, run_name
 from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig
-from lab.analyses.budgets import trend
-from lab.analyses.noise import combined, pooled
+from lab.analyses import trend
+from lab.contrast import NO_NOISE, interval
 from lab.design import Arm, Design, Measured, Result, Setting, Table
 
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
 VARIANTS = ("standard", "block")
 WARM_UP, DECAY = 0.05, 0.2
 """Of the unit's steps; of each run's."""
+
+
+READ = (
+    "Tokens saved: how many times Block's tokens the standard model needs for the same loss, between measured budgets, "
+    "beyond the longest by a fit."
+)
+
+
+def _times(saved: Saving) -> str:
+    known = math.isfinite(saved.tokens)
+    return f"{saved.tokens:.2f}×{' by a fit' * saved.extrapolated}" if known else UNKNOWN
 
 
 def unit(setting: Setting) -> int:
@@ -55,13 +68,24 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         if seeds := sorted(set.intersection(*map(set, finals.values()))):
             for label, values in finals.items():
                 losses[label][budget] = [values[seed] for seed in seeds]
-    noise = pooled([values for each in losses.values() for values in each.values()], "seeds at all budgets")
-    notes = []
-    if not noise.degrees and measured.noises:
-        noise = combined(*measured.noises.values())
+    groups = {f"{label} {budget:g}": many for label, each in losses.items() for budget, many in each.items()}
+    recipe = (
+        Recipe((name, seed, loss) for name, many in groups.items() for seed, loss in enumerate(many))
+        if groups
+        else None
+    )
+    sigma, degrees = (recipe.sigma, float(recipe.degrees)) if recipe is not None else (math.nan, 0.0)
+    notes = ["Noise: that of these runs, loss = mechanism and budget + seed."]
+    if not degrees:
+        sigma, degrees = pooled((one.sigma, one.degrees) for one in measured.noises.values())
         notes = ["These runs have one seed each: the noise is that of the recipe, whose rate decays otherwise."]
     base, other = losses["standard"], losses["block"]
-    result = trend(other, base, noise)
+    result = trend(other, base, sigma, degrees)
+    gaps = {
+        budget: Effect(gap, sigma * math.sqrt(1 / len(other[budget]) + 1 / len(base[budget])), degrees)
+        for budget, gap in result.gaps.items()
+    }
+    curves = [LossCurve((budget, statistics.fmean(many)) for budget, many in one.items()) for one in (other, base)]
     rows = []
     for budget, gap in result.gaps.items():
         tokens = round(budget * unit(setting)) * tokens_a_step
@@ -72,35 +96,36 @@ def analyse(setting: Setting, measured: Measured) -> Result:
                 number(statistics.fmean(base[budget]), 4),
                 number(statistics.fmean(other[budget]), 4),
                 number(gap, 4, signed=True),
-                number(noise.error(len(other[budget]), len(base[budget])), 4) if noise.degrees else "–",
+                interval(gaps[budget]) or UNKNOWN,
+                _times(saving(*curves, statistics.fmean(other[budget]))),
             ]
         )
-    head = ["budget", "tokens", "standard", "block", "gap", "standard error"]
-    table = Table("The gap by budget", head, rows, [noise.note, *notes])
+    head = ["budget", "tokens", "standard", "block", "gap", "interval", "tokens saved"]
+    table = Table("The gap by budget", head, rows, [f"{notes[0]} Sigma {sigma:.4f}." if degrees else NO_NOISE, READ])
     if len(rows) < 2:
         return Result("Too few budgets have finished.", [table])
     answer = {
         "shrinks": "The gap shrinks as training goes on",
         "grows": "The gap grows as training goes on",
         "changes its sign": "The gap changes its sign as training goes on",
-        "undecided": "Whether the gap changes as training goes on is undecided",
+        "includes 0": "Whether the gap changes as training goes on is not told: the interval includes 0",
     }
-    margin = (
-        f"it has to exceed {number(result.margin, 4)}" if math.isfinite(result.margin) else "its noise is not known"
-    )
+    margin = f"95 %: {interval(result.slope)}" if result.slope.degrees else "its noise is not known"
     verdict = (
-        f"{answer[result.answer]}: a doubling of the budget adds {number(result.slope, 4, signed=True)} "
+        f"{answer[result.answer]}: a doubling of the budget adds {number(result.slope.difference, 4, signed=True)} "
         f"({margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the longest."
     )
     x = [budget * unit(setting) * tokens_a_step for budget in result.gaps]
-    errors = [noise.error(len(other[b]), len(base[b])) if noise.degrees else 0.0 for b in result.gaps]
-    gaps = list(result.gaps.values())
-    low, high = [g - 2 * e for g, e in zip(gaps, errors)], [g + 2 * e for g, e in zip(gaps, errors)]
-    line = Line("block", x, gaps, low, high)
+    bounds = [[getattr(one, side) for one in gaps.values()] for side in ("low", "high")] if degrees else [[], []]
+    line = Line("block", x, list(result.gaps.values()), *bounds)
     caption = "Held-out loss of Block minus standard at the end of each budget"
-    caption += "; band: two standard errors." if noise.degrees else ". The noise of seeds is not known."
+    caption += "; band: 95 % interval." if degrees else ". The noise of seeds is not known."
     chart = Curves("budgets", "The gap by budget", caption, TOKENS, DIFFERENCE, {"": [line]}, log_x=True, zero=True)
-    values = {"gaps": {f"{b:g}": gap for b, gap in result.gaps.items()}, "slope": result.slope, "answer": result.answer}
+    values = {
+        "gaps": {f"{b:g}": gap for b, gap in result.gaps.items()},
+        "slope": or_none(result.slope.difference),
+        "answer": result.answer,
+    }
     return Result(verdict, [table], [chart], values)
 
 

@@ -98,7 +98,6 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             name,
             "standard",
             quantity="accuracy",
-            higher_is_better=True,
             comparisons=sum(len(measured.asked_for(task)) - 1 for task in measured.planned),
             floor=floor,
         )

@@ -6,9 +6,10 @@ import numpy as np
 
 from attnres.figures.chart import Chart, Curves, Grid, Line
 from attnres.figures.plot import LOSS
+from attnres.stats import pooled, widened
 from attnres.text import number
-from lab.analyses.noise import widest
-from lab.analyses.optimum import optimum
+from lab.analyses import optimum
+from lab.contrast import NO_NOISE
 from lab.cost import flops_a_token, vocabulary_of
 from lab.design import Arm, Design, Measured, Result, Setting, Table
 from lab.presets import shape
@@ -43,10 +44,16 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             panels[label].append(loss)
         rows.append([str(layers), f"{ratio:.1f}", *(number(loss, 4) for loss in losses)])
     arms_of = [f"layers{layers}" for layers in setting.preset.layers]
-    noise = widest([measured.spread(arm) for arm in arms_of])
-    table = Table("Loss by shape at equal FLOPs", ["layers", "d / layers", *VARIANTS], rows, [noise.note])
+    recipes = [one for arm in arms_of if (one := measured.recipe_of(arm)) is not None]
+    known, degrees = pooled((one.sigma, one.degrees) for one in recipes)
+    table = Table(
+        "Loss by shape at equal FLOPs",
+        ["layers", "d / layers", *VARIANTS],
+        rows,
+        [f"Noise: sigma {known:.4f} with {degrees} degrees of freedom." if degrees else NO_NOISE],
+    )
     counts = [n for arm in arms_of for label in VARIANTS if (n := len(measured.finals(arm, label)))]
-    sigma = noise.wide / math.sqrt(min(counts)) if noise.degrees else None
+    sigma = widened(known, degrees) / math.sqrt(min(counts)) if degrees else None
     best, sentences = {}, []
     for label, losses in panels.items():
         known = [(ratio, loss) for ratio, loss in zip(ratios, losses) if math.isfinite(loss)]
@@ -61,7 +68,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         base, other = best["standard"], best["block"]
         apart = other.high < base.low or other.low > base.high
         shift = "to deeper models" if other.at < base.at else "to shallower models"
-        sentences.append(f"The optimum moves {shift}." if apart else "Whether the optimum moves is undecided.")
+        sentences.append(
+            f"The optimum moves {shift}." if apart else "Whether the optimum moves is not told: the intervals overlap."
+        )
     columns = [f"{ratio:.1f}" for ratio in ratios]
     grid = np.array([panels[label] for label in VARIANTS])
     lines = [Line(label, ratios, losses) for label, losses in panels.items() if any(map(math.isfinite, losses))]

@@ -5,14 +5,12 @@ import statistics
 from dataclasses import dataclass
 
 from attnres.figures.chart import Curves, Line
+from attnres.stats import Effect, Recipe, judged
 from attnres.text import UNKNOWN, number
-from lab.analyses.noise import as_ratio, beside
 from lab.design import Arm, Design, Measured, Result, Setting, Table
 
 QUANTITIES = {"output_rms": "RMS of a sublayer's output", "grad_rms": "RMS of the gradient that reaches it"}
 VARIANTS = ("standard", "rescaled", "block", "full")
-WORDS = {"better": "less", "worse": "more", "undecided": "undecided"}
-"""What a verdict on the logarithms of two ratios says of them."""
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
@@ -63,20 +61,18 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             ]
             ratios = _beside_standard(each, comparisons)
             for label, one in ratios.items():
-                needed = as_ratio(one.needed) or UNKNOWN
-                rows.append([arm, label, name, number(one.ratio, 2), needed, one.verdict, str(one.seeds)])
-                values[f"{arm}/{label}/{quantity}"] = {"ratio": one.ratio, "verdict": one.verdict}
+                rows.append([arm, label, name, number(one.ratio, 2), one.bounds or UNKNOWN, one.words, str(one.seeds)])
+                values[f"{arm}/{label}/{quantity}"] = {"ratio": one.ratio, "beside_standard": one.words}
             if ratios:
                 said = ", ".join(f"{label} {one}" for label, one in ratios.items())
                 sentences.append(f"{arm}, {name}: {said}.")
         if panels := {arm: lines for arm, lines in panels.items() if lines}:
             caption = f"{name} at the last step, by sublayer; mean over seeds."
             charts.append(Curves(quantity.replace("_", "-"), name, caption, "sublayer", name, panels, log_y=True))
-    head = ["arm", "variant", "quantity", "ratio", "needed", "beside standard", "seeds"]
+    head = ["arm", "variant", "quantity", "ratio", "over standard's", "beside standard", "seeds"]
     note = (
-        "Median of the last quarter of the depth over that of the first. Needed: how many times standard's it has to "
-        "be to be more, or standard's it to be less, by the noise of the logarithms over the arm's seeds and for "
-        f"{comparisons} comparisons; none where seeds lie so far apart that nothing could be told."
+        "Median of the last quarter of the depth over that of the first. Over standard's: 95 % interval of the ratio "
+        f"of both, by the logarithms over seeds, {comparisons} comparisons together by Holm; none of one seed."
     )
     table = Table("Last quarter of the depth over the first", head, rows, [note])
     said = "From the first quarter of the depth to the last, times: " + " ".join(sentences)
@@ -85,33 +81,50 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much a quantity grows along the depth, over a mechanism's seeds, and what that is beside standard's.
+    """How much a quantity grows along the depth, over a mechanism's seeds.
 
     Attributes:
-        needed: what the logarithm of the ratio to standard's has to exceed; NaN of standard itself.
+        effect: the logarithm of that over standard's; None of standard itself.
     """
 
     ratio: float
-    needed: float
-    verdict: str
+    effect: Effect | None
     seeds: int
 
+    @property
+    def bounds(self) -> str:
+        """The interval of the ratio to standard's."""
+        if self.effect is None or not self.effect.margin < 10:  # seeds so far apart tell nothing
+            return ""
+        return f"{math.exp(self.effect.low):.2g} to {math.exp(self.effect.high):.2g}"
+
+    @property
+    def words(self) -> str:
+        if self.effect is None:
+            return ""
+        return ("less" if self.effect.difference < 0 else "more") if self.effect.excludes() else "includes 1"
+
     def __str__(self) -> str:
-        return f"{number(self.ratio, 2)}{f' ({self.verdict})' * bool(self.verdict)}"
+        return f"{number(self.ratio, 2)}{f' ({self.words})' * bool(self.words)}"
 
 
 def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) -> dict[str, Ratio]:
     """The ratios of an arm's mechanisms, of the seeds at which they can be told."""
-    known = {
-        label: [one for many in seeds.values() if math.isfinite(one := growth(many))] for label, seeds in each.items()
+    logs = {
+        label: {seed: one for seed, many in seeds.items() if math.isfinite(one := growth(many))}
+        for label, seeds in each.items()
     }
-    judged, ratios = beside(known, "standard", comparisons), {}
-    for label, logs in known.items():
-        if logs:
-            one = judged.get(label)
-            needed, verdict = (math.nan, "") if one is None else (one.threshold, WORDS[one.verdict])
-            ratios[label] = Ratio(math.exp(statistics.fmean(logs)), needed, verdict, len(logs))
-    return ratios
+    effects = dict[str, Effect]()
+    if logs.get("standard"):
+        recipe = Recipe((label, seed, one) for label, known in logs.items() for seed, one in known.items())
+        others = [label for label in recipe.names if label != "standard"]
+        found = judged([recipe.effect(label, "standard") for label in others], [False] * len(others), comparisons)
+        effects = dict(zip(others, found, strict=True))
+    return {
+        label: Ratio(math.exp(statistics.fmean(known.values())), effects.get(label), len(known))
+        for label, known in logs.items()
+        if known
+    }
 
 
 STUDY = Design(

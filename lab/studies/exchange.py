@@ -5,10 +5,10 @@ import statistics
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
+from attnres.savings import LossCurve
 from attnres.stats import or_none
 from attnres.text import number
-from lab.analyses.exchange import exchange
-from lab.analyses.noise import UNMEASURED
+from lab.contrast import NO_NOISE, noise_note
 from lab.design import Arm, Design, Measured, Result, Setting, Table
 
 LENGTHS = (0.25, 0.5, 1.0, 2.0)
@@ -33,19 +33,22 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         if losses := list(measured.finals(name, "standard").values()):
             curve[steps] = statistics.fmean(losses)
     rows = [[f"{steps:,}", number(loss, 4)] for steps, loss in sorted(curve.items())]
-    noises = {steps: measured.noise(name) for name, steps in lengths(setting).items() if steps in curve}
-    notes = [f"At {steps:,} steps: {noise.note}" for steps, noise in sorted(noises.items()) if noise.degrees]
+    fits = {steps: measured.recipe_of(name) for name, steps in lengths(setting).items() if steps in curve}
+    known = {steps: recipe for steps, recipe in fits.items() if recipe is not None and recipe.degrees}
+    notes = [f"At {steps:,} steps: {noise_note(recipe)}" for steps, recipe in sorted(known.items())]
     head = ["steps", "loss"]
-    table = Table("Loss of the standard model by the length of its run", head, rows, notes or [UNMEASURED.note])
+    table = Table("Loss of the standard model by the length of its run", head, rows, notes or [NO_NOISE])
     if len(curve) < 2:
         return Result("Too few lengths have finished.", [table], [], {"curve": {}})
-    rate, steps = exchange(list(curve), list(curve.values())), setting.preset.steps
-    worth = rate.saved(curve[steps] - 0.01, curve[steps]) if steps in curve else math.nan
+    rate, steps, worth, far = LossCurve(curve.items()), setting.preset.steps, math.nan, False
+    if steps in curve:
+        reached, far = rate.tokens(curve[steps] - 0.01)
+        worth = 1 - rate.tokens(curve[steps]).tokens / reached
     worth_text = "not known yet" if math.isnan(worth) else f"worth {number(100 * worth, 1)} % of the steps"
-    if not math.isnan(worth) and rate.extrapolates(curve[steps] - 0.01):
+    if not math.isnan(worth) and far:
         worth_text += f", by a fit: no run was long enough for it, the longest had {max(curve):,}"
     verdict = f"At {steps:,} steps a loss lower by 0.01 is {worth_text}."
-    line = Line("standard", rate.steps, rate.losses)
+    line = Line("standard", rate.at.tolist(), rate.losses.tolist())
     caption = "Held-out loss at the end of runs of different lengths, each with a whole schedule; mean over seeds."
     chart = Curves("exchange", "Loss by length", caption, "steps", LOSS, {"": [line]}, log_x=True)
     values = {

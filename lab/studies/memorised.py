@@ -1,9 +1,10 @@
 """Labels with a structure against labels to be memorised, with and without the norm, and at teachers' temperatures."""
 
+import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from attnres.figures.chart import Curves, Line
-from attnres.stats import or_none
+from attnres.stats import Effect, Recipe, judged, or_none
 from attnres.text import UNKNOWN, listed, run_name
-from lab.analyses.noise import Verdict, as_ratio, beside
 from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from lab.studies.growth import Mlps
 
@@ -130,7 +130,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         for name in MECHANISMS:
             each = [_logs(measured, "mixtures", f"{name}, {kind}", f"{alpha:g}") for alpha in ALPHAS]
             if all(each):
-                lines.append(Line(name, ALPHAS, [math.exp(statistics.fmean(many)) for many in each]))
+                lines.append(Line(name, ALPHAS, [math.exp(statistics.fmean(many.values())) for many in each]))
         if lines:
             panels[kind.partition(", ")[2]][kind] = lines
     caption = (
@@ -148,13 +148,13 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         taught_rows.append([label, *(_taught_cell(measured, label, rate) for rate in RATES)])
     tables, sentences, values = [], [], {}
     for arm, (title, first, unit, places) in QUESTIONS.items():
-        cells = list(_cells(measured, arm, places))
+        cells = _cells(measured, arm, places)
         head = [first, "residual", *(f"{unit}{place:g}" for place in places)]
         tables.append(Table(title, head, _rows(cells, places), [NOTE]))
         for name in dict.fromkeys(one.name for one in cells):
             sentences.append(_sentence(arm, name, [one for one in cells if one.name == name]))
         values |= {
-            f"{one.name}, {one.kind}/{one.place:g}": {"ratio": or_none(one.ratio), "verdict": one.verdict}
+            f"{one.name}, {one.kind}/{one.place:g}": {"ratio": or_none(one.ratio), "interval": one.words}
             for one in cells
         }
     tables.insert(1, Table("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows))
@@ -172,9 +172,9 @@ QUESTIONS = {
 }
 """Of an arm: the title of its table, the heads of its first column and of the others, and what these are of."""
 NOTE = (
-    "In brackets the ratio that a verdict has to exceed, in that direction, by the noise of seeds there. Networks that "
-    "diverged are left out; a mechanism of which more did than of standard is not called better, nor worse where more "
-    "of standard did."
+    "In brackets the interval of the ratio, all of the table together by Holm, by the noise of seeds there. Networks "
+    "that diverged are left out; where more of a mechanism did than of standard it is not called below, where more of "
+    "standard did not above."
 )
 
 
@@ -183,45 +183,61 @@ class Cell:
     """A mechanism beside the baseline in one network (`kind`) at one place, an alpha or a rate.
 
     Attributes:
-        ratio: of their losses. needed: the logarithm of the ratio that a verdict has to exceed.
-        diverged: how many of the mechanism's networks did, which are left out.
+        effect: the logarithm of the ratio of their losses; None where nothing is left.
+        diverged: how many of the mechanism's networks did, which are left out. more: than of the baseline's.
     """
 
     kind: str
     name: str
     place: float
-    ratio: float
-    needed: float
-    verdict: Verdict
+    effect: Effect | None
     diverged: int
+    more: int
+
+    @property
+    def ratio(self) -> float:
+        return math.nan if self.effect is None else math.exp(self.effect.difference)
+
+    @property
+    def words(self) -> str:
+        """What the interval of the ratio says."""
+        if self.effect is None or not self.effect.excludes():
+            return "includes 1"
+        below = self.effect.difference < 0
+        if (below and self.more > 0) or (not below and self.more < 0):
+            return "others diverged"  # those that are left are the lucky ones
+        return "below 1" if below else "above 1"
 
     def __str__(self) -> str:
-        bound = f" ({needed})" if (needed := as_ratio(self.needed)) else ""
         lost = f", {self.diverged} diverged" if self.diverged else ""
-        if math.isnan(self.ratio):
+        if self.effect is None:
             return lost.removeprefix(", ")
-        return f"{self.ratio:.2g}{bound}{f' {self.verdict}' * (self.verdict != 'undecided')}{lost}"
+        bounds = ""
+        if self.effect.margin < 10:  # seeds so far apart tell nothing
+            bounds = f" ({math.exp(self.effect.low):.2g} to {math.exp(self.effect.high):.2g})"
+        return f"{self.ratio:.2g}{bounds}{lost}"
 
 
-def _cells(measured: Measured, arm: str, places: Sequence[float]) -> Iterator[Cell]:
+def _cells(measured: Measured, arm: str, places: Sequence[float]) -> list[Cell]:
     """Every mechanism beside the baseline, wherever both have run."""
     baseline = MECHANISMS[0]
     asked = [label.partition(", ") for label in measured.asked_for(arm)]
     tested = len(places) * sum(name != baseline for name, _, _ in asked)
+    cells = list[Cell]()
     for kind, place in itertools.product(dict.fromkeys(kind for _, _, kind in asked), places):
         labels = {name: f"{name}, {kind}" for name in MECHANISMS}
         logs = {name: _logs(measured, arm, label, f"{place:g}") for name, label in labels.items()}
         lost = {name: len(measured.diverged(arm, label, f"loss/{place:g}")) for name, label in labels.items()}
-        judged = beside(logs, baseline, tested)
+        runs = [(name, seed, value) for name, each in logs.items() for seed, value in each.items()]
+        recipe = Recipe(runs) if logs[baseline] else None
         for name in MECHANISMS:
-            if (one := judged.get(name)) is not None:
-                # Those that are left of what diverged more are the lucky ones.
-                lucky = {"better": lost[name] > lost[baseline], "worse": lost[baseline] > lost[name]}
-                verdict = "undecided" if lucky.get(one.verdict) else one.verdict
-                needed = math.copysign(one.threshold, one.difference)
-                yield Cell(kind, name, place, math.exp(one.difference), needed, verdict, lost[name])
-            elif name != baseline and lost[name]:
-                yield Cell(kind, name, place, math.nan, math.nan, "undecided", lost[name])
+            known = recipe is not None and name != baseline and name in recipe.names
+            if known or (name != baseline and lost[name]):
+                effect = recipe.effect(name, baseline) if known and recipe is not None else None
+                cells.append(Cell(kind, name, place, effect, lost[name], lost[name] - lost[baseline]))
+    told = [one for one in cells if one.effect is not None]
+    effects = iter(judged([one.effect for one in told if one.effect is not None], [False] * len(told), tested))
+    return [one if one.effect is None else dataclasses.replace(one, effect=next(effects)) for one in cells]
 
 
 def _rows(cells: Sequence[Cell], places: Sequence[float]) -> list[list[str]]:
@@ -234,28 +250,28 @@ def _rows(cells: Sequence[Cell], places: Sequence[float]) -> list[list[str]]:
 def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
     """What may be said of a mechanism by its cells."""
     parts = []
-    for verdict in ("better", "worse"):
+    for words in ("below 1", "above 1"):
         places = dict[str, list[str]]()
         for one in cells:
-            if one.verdict == verdict:
+            if one.words == words:
                 places.setdefault(one.kind, []).append(f"{one.place:g}")
         where = [f"{kind} ({', '.join(each)})" for kind, each in places.items()]
-        parts.append(f"{verdict} at {listed(where) if where else 'none'}")
-    left = sum(one.verdict == "undecided" for one in cells)
-    return f"{name} beside {MECHANISMS[0]}, {arm}: {'; '.join(parts)}; undecided at {left} of {len(cells)}."
+        parts.append(f"{words.removesuffix(' 1')} at {listed(where) if where else 'none'}")
+    left = sum(one.words not in ("below 1", "above 1") for one in cells)
+    return f"{name} beside {MECHANISMS[0]}, {arm}: {'; '.join(parts)}; not told at {left} of {len(cells)}."
 
 
 def _taught_cell(measured: Measured, label: str, rate: float) -> str:
     """The mean loss of the students that did not diverge, and how many did."""
     logs = _logs(measured, "teachers", label, f"{rate:g}")
     lost = len(measured.diverged("teachers", label, f"loss/{rate:g}"))
-    mean = f"{math.exp(statistics.fmean(logs)):.2g}" if logs else ""
+    mean = f"{math.exp(statistics.fmean(logs.values())):.2g}" if logs else ""
     return ", ".join(filter(None, (mean, f"{lost} of {lost + len(logs)} diverged" * bool(lost)))) or UNKNOWN
 
 
-def _logs(measured: Measured, arm: str, label: str, place: str) -> list[float]:
-    """Logarithms of a loss over the seeds that did not diverge."""
-    return [math.log(max(row.value, 1e-12)) for row in measured.of(arm, label, f"loss/{place}")]
+def _logs(measured: Measured, arm: str, label: str, place: str) -> dict[int, float]:
+    """Logarithms of a loss by the seeds that did not diverge."""
+    return {row.seed: math.log(max(row.value, 1e-12)) for row in measured.of(arm, label, f"loss/{place}")}
 
 
 STUDY = Design(

@@ -3,8 +3,9 @@
 import statistics
 
 from attnres.figures.chart import Curves, Line
+from attnres.stats import Recipe
 from attnres.text import number
-from lab.analyses.noise import pooled
+from lab.contrast import interval
 from lab.design import Arm, Design, Measured, Result, Setting, Table
 
 ENOUGH = 5
@@ -24,35 +25,38 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 def analyse(setting: Setting, measured: Measured) -> Result:
     """sigma over training and at the end of each length, and whether the control lies inside it."""
     rows, by_steps, lines, when = [], {}, [], []
+    control, base = measured.finals("control", "rescaled"), measured.finals("recipe", "standard")
     for arm in ("recipe", "many"):
         losses = measured.finals(arm, "standard")
         if not losses:
             continue
-        noise = pooled([list(losses.values())], "seeds of the standard model")
+        runs = {"standard": losses, **({"rescaled": control} if arm == "recipe" and control else {})}
+        recipe = Recipe(("standard", seed, loss) for seed, loss in losses.items())
         steps, mean = measured.steps(arm, "standard"), statistics.fmean(losses.values())
-        if noise.degrees:
-            by_steps[steps] = {"sigma": noise.sigma, "degrees": noise.degrees}
-        needed = number(noise.threshold(3, 3), 4) if noise.degrees else "–"
-        rows.append([f"{steps:,}", str(len(losses)), number(mean, 4), number(noise.sigma, 4), needed])
+        if recipe.degrees:
+            stored = {label: {str(seed): loss for seed, loss in each.items()} for label, each in runs.items()}
+            by_steps[steps] = {"sigma": recipe.sigma, "degrees": recipe.degrees, "runs": stored}
+        rows.append([f"{steps:,}", str(len(losses)), number(mean, 4), number(recipe.sigma, 4)])
         spread = {
             step: [row.value for row in measured.of(arm, "standard") if row.step == step]
             for step in sorted({row.step for row in measured.of(arm, "standard")})
         }
-        curve = [(step, pooled([values]).sigma) for step, values in spread.items() if len(values) > 1]
+        curve = [(step, statistics.stdev(values)) for step, values in spread.items() if len(values) > 1]
         if curve:
             lines.append(Line.through(f"{steps:,} steps", curve))
         when += [[f"{steps:,}", *row] for row in _when(spread)]
-    control, base = measured.finals("control", "rescaled"), measured.finals("recipe", "standard")
     sentence, inside = "The control was not run.", None
     if control and base:
-        noise = pooled([list(base.values())])
-        gap = statistics.fmean(control.values()) - statistics.fmean(base.values())
-        inside = noise.verdict(gap, len(control), len(base)) == "undecided" if noise.degrees else None
+        losses = (("rescaled", control), ("standard", base))
+        effect = Recipe((label, seed, loss) for label, each in losses for seed, loss in each.items()).effect(
+            "rescaled", "standard"
+        )
+        inside = not effect.excludes() if effect.degrees else None
         where = {True: "inside the noise", False: "OUTSIDE the noise", None: "not to be judged: one seed"}[inside]
-        limit = f", where {number(noise.threshold(len(control), len(base)), 4)} would not be" if noise.degrees else ""
-        gaps = f"{number(gap, 4, signed=True)} with {len(control)} seeds"
-        sentence = f"rescaled, the same function, is {where} ({gaps}{limit})."
-    table = Table("Noise of one run", ["steps", "seeds", "mean loss", "sigma", "a win needs (3 seeds against 3)"], rows)
+        bounds = f"; 95 %: {interval(effect)}" if effect.degrees else ""
+        gap = f"{number(effect.difference, 4, signed=True)} with {len(control)} seeds{bounds}"
+        sentence = f"rescaled, the same function, is {where} ({gap})."
+    table = Table("Noise of one run", ["steps", "seeds", "mean loss", "sigma"], rows)
     tables = [table]
     if when:
         note = "Over seeds, with the loss at the end: where it is high, luck has fallen, and only more seeds help."

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from attnres.comparison.plan import label_of
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, LOSS, TOKENS
+from attnres.stats import Effect, Recipe
 from attnres.text import number
 from attnres.training.config import READ_RATE
-from lab.analyses.halving import beyond, survivors
-from lab.analyses.noise import Noise
-from lab.contrast import contrast
+from lab.analyses import beyond, survivors
+from lab.contrast import contrast, noise_note
 from lab.design import Arm, Design, Measured, Result, Setting, Table
 from lab.presets import shape
 
@@ -72,14 +72,16 @@ class Search:
         """Whether rates on both sides of the best were tried."""
         return min(self.losses) < self.best < max(self.losses)
 
-    def where(self, noise: Noise) -> str:
+    def where(self, recipe: Recipe | None) -> str:
         """What is said of the best rate, by the rates next to it; those that diverged count as worse."""
         if not self.turned:
             return f"the {'highest' if self.best == max(self.losses) else 'lowest'} that was tried: it has not turned"
         rates = sorted(self.losses)
         place = rates.index(self.best)
         gaps = [self.losses[rate] - self.losses[self.best] for rate in (rates[place - 1], rates[place + 1])]
-        if all(not gap < noise.threshold(1, 1) for gap in gaps):  # NaN of what diverged
+        sigma, degrees = (math.nan, 0) if recipe is None else (recipe.sigma, recipe.degrees)
+        effects = [Effect(gap, sigma * math.sqrt(2), degrees) for gap in gaps if math.isfinite(gap)]
+        if all(one.excludes() for one in effects):
             return "and lower and higher ones are worse beyond the noise"
         return "and lower and higher ones are worse, not both beyond the noise"
 
@@ -197,7 +199,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         if search.ended and search.finite:
             values[f"best_{name}"], values[f"turned_{name}"] = search.best, search.turned
             kind = SEARCHES[name]
-            where = search.where(measured.noise(kind.judged))
+            where = search.where(measured.recipe_of(kind.judged))
             sentences.append(f"{kind.subject} is best at {search.best:g} times the recipe's rate at one seed, {where}.")
     tables = [_loss_table(measured, losses)]
     for arm, (title, baseline) in {
@@ -239,9 +241,9 @@ def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]])
         for factor, loss in those.items()
     ]
     head = ["multiple of the recipe's rate", "loss", "which"]
-    notes = [measured.noise("own").note]
+    notes = [noise_note(measured.recipe_of("own"))]
     if losses["adamw"]:
-        notes.append(f"With AdamW alone: {measured.noise(SEARCHES['adamw'].judged).note}")
+        notes.append(f"With AdamW alone: {noise_note(measured.recipe_of(SEARCHES['adamw'].judged))}")
     return Table("Loss by rate, seed 0", head, rows, notes)
 
 
@@ -253,7 +255,7 @@ def _other_losses(measured: Measured) -> list[Table]:
         for arm in arms
         for label in measured.labels(arm)
     ]
-    notes = [f"Of {arm}. {measured.noise(arm).note}" for arm in arms]
+    notes = [f"Of {arm}. {noise_note(measured.recipe_of(arm))}" for arm in arms]
     return [Table("Depth, Full", ["arm", "variant", "loss", "seeds"], rows, notes)] if rows else []
 
 

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
-from attnres.stats import or_none
+from attnres.stats import or_none, pooled, widened
 from attnres.text import UNKNOWN, number
 from attnres.training.config import TrainConfig
-from lab.analyses.noise import widest
-from lab.analyses.scaling import SURE, Fitted, fitted, multiplier, multiplier_interval
+from lab.analyses import SURE, Fitted, fitted, multiplier, multiplier_interval
+from lab.contrast import NO_NOISE
 from lab.cost import flops_a_token, vocabulary_of
 from lab.design import Arm, Design, Measured, Result, Setting, Table
 
@@ -49,8 +49,10 @@ def analyse(setting: Setting, measured: Measured) -> Result:
                 continue
             points[label][arm] = flops, loss
             rows.append([arm, label, f"{flops:.2e}", number(loss, 4), str(seeds)])
-    noise = widest([measured.spread(arm) for arm in measured.planned])
-    tables = [Table("Losses", ["size", "variant", "FLOPs", "loss", "seeds"], rows, [noise.note])]
+    recipes = [one for arm in measured.planned if (one := measured.recipe_of(arm)) is not None]
+    known, degrees = pooled((one.sigma, one.degrees) for one in recipes)
+    note = f"Noise: sigma {known:.4f} with {degrees} degrees of freedom." if degrees else NO_NOISE
+    tables = [Table("Losses", ["size", "variant", "FLOPs", "loss", "seeds"], rows, [note])]
     complete = {label: each for label, each in points.items() if len(each) >= 3}
     shared = set.intersection(*map(set, complete.values())) if complete else set()
     if "standard" not in complete or len(shared) < 3:
@@ -60,9 +62,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     compute = {label: [each[arm][0] for arm in sizes] for label, each in complete.items()}
     losses = {label: [each[arm][1] for arm in sizes] for label, each in complete.items()}
     sigma = None
-    if noise.degrees:
+    if degrees:
         counts = (len(measured.finals(arm, label)) for arm in measured.planned for label in measured.labels(arm))
-        sigma = noise.wide / math.sqrt(min(filter(None, counts)))
+        sigma = widened(known, degrees) / math.sqrt(min(filter(None, counts)))
     floor = None if len(sizes) >= 4 else 0.0
     unit = statistics.geometric_mean(compute["standard"])
     fits = {label: fitted(compute[label], losses[label], sigma, floor, unit) for label in complete}
@@ -74,8 +76,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     sentences, values = [], dict[str, Any](largest_flops=compute["standard"][-1])
     for label, one in saved.items():
         decided = "" if one.least > 1 or one.most < 1 else ", which does not exclude 1 by three standard errors"
-        if noise.degrees < ENOUGH:
-            decided = f", not decided: the noise is known by {noise.degrees} degrees of freedom, expected {ENOUGH}"
+        if degrees < ENOUGH:
+            decided = f", not decided: the noise is known by {degrees} degrees of freedom, expected {ENOUGH}"
         sentences.append(
             f"{label}: {number(one.ratio, 2)} times the compute (95 %: {_bounds(*one.interval)}){decided}."
         )

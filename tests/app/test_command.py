@@ -62,4 +62,4 @@ def test_models_that_cannot_be_shown(refused, folders, tmp_path, port, monkeypat
 
 def test_no_server(refused, folders, port, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install 'attnres[app]'" in refused(folders["block"], "--port", port)
+    assert "pip install 'attention-residuals[app]'" in refused(folders["block"], "--port", port)

@@ -355,7 +355,7 @@ def test_hub_errors_are_sentences(hub: list[tuple], monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="is not hub:NAME"):
         read("hub:a:b:c:d")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'attnres\[data\]'"):
+    with pytest.raises(UserError, match=r"pip install 'attention-residuals\[data\]'"):
         read("hub:fineweb-edu")
 
 

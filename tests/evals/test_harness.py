@@ -148,5 +148,5 @@ def test_an_unknown_task_of_lm_eval_is_named(folders, yaml):
 def test_without_lm_eval_the_sentence_says_how_to_get_it(folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(UserError, match=r"need its library: pip install 'attnres\[eval\]'"):
+    with pytest.raises(UserError, match=r"need its library: pip install 'attention-residuals\[eval\]'"):
         evaluate(EvalConfig((str(folders["block"]),), ("lm-eval:piqa",)), progress=False)

@@ -157,7 +157,7 @@ def test_other_mistakes(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"holds no text"):
         read_task(str(tmp_path / "empty.txt"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match=r"pip install 'attnres\[data\]'"):
+    with pytest.raises(UserError, match=r"pip install 'attention-residuals\[data\]'"):
         read_task("lambada")
 
 

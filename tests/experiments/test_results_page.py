@@ -2,8 +2,10 @@
 
 import csv
 import math
+import statistics
 from collections import defaultdict
 
+import claims_page
 import power
 import results_page
 
@@ -14,6 +16,21 @@ def test_the_page_is_that_of_the_files():
     text = results_page.page()
     assert text == results_page.PAGE.read_text("utf-8"), "run python experiments/results_page.py"
     assert len(text.splitlines()) <= MAX_LINES
+
+
+def test_the_claims_are_those_of_the_files_and_34():
+    text = claims_page.page()
+    assert text == claims_page.PAGE.read_text("utf-8"), "run python experiments/claims_page.py"
+    numbers = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+    assert [int(one) for one in numbers if one.isdecimal()] == list(range(1, 35))
+
+
+def test_a_claims_difference_is_near_that_of_plain_means():
+    """Seeds carry little at this size."""
+    block, mhc = ([loss for name, _, loss in power.micro() if name == one] for one in ("block", "mhc"))
+    cell = next(line for line in claims_page.page().splitlines() if "Block beside mHC" in line)
+    difference = float(cell.split("Block beside mHC: ")[1].split(" ")[0].replace("−", "-"))
+    assert math.isclose(difference, statistics.fmean(block) - statistics.fmean(mhc), abs_tol=0.005)
 
 
 def test_every_file_that_the_page_names_is_there():

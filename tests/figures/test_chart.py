@@ -5,7 +5,7 @@ import math
 import pytest
 
 from attnres.figures import style
-from attnres.figures.chart import Curves, Differences, Line
+from attnres.figures.chart import Curves, Differences, Interval, Line
 
 
 @pytest.mark.parametrize("values", [(0.12, 0.2, 0.45), (1.1, 1.3, 1.9), (0.3, 4.0), (1e-3, 1e4), (2.0, 2.0)])
@@ -20,25 +20,25 @@ def test_a_logarithmic_axis_has_numbers_whatever_it_spans(values):
     assert len([text for text in inside if text]) >= 2
 
 
-def test_a_band_of_two_seeds_that_lie_apart_hides_no_other_difference():
-    rows = [("block", -0.045, 0.01), ("full", -0.034, 0.01), ("dca", -0.042, 0.03)]
+def test_an_interval_of_two_seeds_that_lie_apart_hides_no_other_difference():
+    rows = [Interval("block", -0.045, 0.033, True), Interval("full", -0.034, 0.033, True)]
+    rows.append(Interval("dca", -0.042, 10.8, False))
     with style.style():
-        figure = Differences("rivals", "Rivals", "", "difference", rows, [0.033, 0.033, 10.8]).draw().figure
-    (ax,) = figure.axes
-    low, high = ax.get_xlim()
-    assert -0.2 < low < -0.072 and 0.072 < high < 0.2
+        plot = Differences("rivals", "Rivals", "", "difference", rows).draw()
+    low, high = plot.figure.axes[0].get_xlim()
+    assert -0.2 < low < -0.06 and 0 < high < 0.2
+    assert "Bars to the edge go on" in plot.caption
 
 
-def test_what_is_better_is_blue_and_what_is_worse_orange():
-    rows = [("a", -0.5, 0.1), ("b", 0.5, 0.1), ("c", 0.1, 0.1)]
+def test_what_is_lower_is_blue_and_what_is_higher_orange_where_the_interval_excludes_0():
+    rows = [Interval("a", -0.5, 0.1, True), Interval("b", 0.5, 0.1, True), Interval("c", 0.1, 0.1, False)]
     with style.style():
-        plot = Differences("rivals", "Rivals", "What.", "difference", rows, [0.3, 0.3, 0.3]).draw()
+        plot = Differences("rivals", "Rivals", "What.", "difference", rows).draw()
     (ax,) = plot.figure.axes
-    points = {line.get_xdata()[0]: line.get_color() for line in ax.get_lines() if line.get_marker() == "o"}
-    assert points == {-0.5: "#0072b2", 0.5: "#d55e00", 0.1: style.MUTED}
-    assert plot.caption.startswith("What. Bars: one standard error") and "Blue: better, orange: worse" in plot.caption
-    with style.style():
-        assert "Blue" not in Differences("rivals", "Rivals", "What.", "difference", rows).draw().caption
+    points = {line.get_xdata()[0]: line for line in ax.get_lines() if line.get_marker() == "o"}
+    assert {x: line.get_color() for x, line in points.items()} == {-0.5: "#0072b2", 0.5: "#d55e00", 0.1: style.MUTED}
+    assert points[0.1].get_markerfacecolor() == style.PAPER
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["b", "c", "a"], "from the bottom"
 
 
 def test_amounts_on_an_axis_have_their_unit():
@@ -50,11 +50,11 @@ def test_amounts_on_an_axis_have_their_unit():
     assert {"−0.4", "0", "0.2"} <= {text.get_text() for text in ax.get_yticklabels()}
 
 
-@pytest.mark.parametrize("threshold", [[0.0, 0.0], [0.0, 1.0], [math.nan, math.inf], []])
-def test_differences_of_nothing_are_drawn_too(threshold):
-    rows = [("a", 0.0, 0.0), ("b", 0.0, math.nan), ("c", math.nan, math.nan)][: len(threshold) or 2]
+@pytest.mark.parametrize("margins", [(0.0, 0.0), (0.0, 1.0), (math.nan, math.inf), ()])
+def test_differences_of_nothing_are_drawn_too(margins):
+    rows = [Interval(name, 0.0, margin, False) for name, margin in zip("ab", margins)]
     with style.style():
-        figure = Differences("none", "None", "", "difference", rows, threshold).draw().figure
+        figure = Differences("none", "None", "", "difference", rows).draw().figure
     figure.canvas.draw()
     low, high = figure.axes[0].get_xlim()
     assert low < 0 < high

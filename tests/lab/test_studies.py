@@ -22,17 +22,16 @@ from attnres.errors import Interrupted, UserError
 from attnres.files import write_json
 from attnres.flags import config_file
 from attnres.reading import read_json
-from attnres.stats import plain
+from attnres.stats import Recipe, plain
 from attnres.training import from_dict, train
 from attnres.training.checkpoint import kept
 from attnres.training.config import differences, to_dict
 from attnres.training.records import TIMES
 from lab import __main__ as laboratory
-from lab.analyses.noise import Noise
 from lab.conduct import ExecutionOptions, conduct, left_of
 from lab.contrast import contrast
 from lab.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours, on_gpu
-from lab.design import Design, Measured, Result, Row, Setting
+from lab.design import Design, KnownNoise, Measured, Result, Row, Setting
 from lab.measures import Computation, compute, function, to_csv
 from lab.outcome import Outcome, at_sizes, command, names_of, outcome_in, report_page, survey
 from lab.presets import PRESETS, shape
@@ -480,7 +479,8 @@ def test_what_the_repository_says_of_its_studies_is_what_their_runs_give():
 def test_a_claim_needs_the_same_sign_at_two_sizes(setting):
     def outcome(preset, **differences):
         variants = {
-            label: {"difference": gap, "seeds": 3, "verdict": verdict} for label, (gap, verdict) in differences.items()
+            label: {"difference": gap, "low": gap - 0.02, "high": gap + 0.02, "runs": 3, "excludes_0": abs(gap) > 0.02}
+            for label, gap in differences.items()
         }
         values = {"recipe": {"standard": {"baseline": "standard", "base": 3.0, "variants": variants}}}
         at = dataclasses.replace(setting, name=preset)
@@ -488,18 +488,18 @@ def test_a_claim_needs_the_same_sign_at_two_sizes(setting):
 
     (table,) = at_sizes(
         [
-            outcome("nano", block=(-0.06, "better"), full=(0.01, "undecided"), mhc=(-0.04, "better")),
-            outcome("pico", block=(-0.03, "better"), full=(-0.03, "better"), mhc=(0.03, "worse"), dca=(0.1, "worse")),
+            outcome("nano", block=-0.06, full=0.01, mhc=-0.04),
+            outcome("pico", block=-0.03, full=-0.03, mhc=0.03, dca=0.1),
         ]
     )
     assert table.head == ["variant", "difference", "pico", "nano", "together"]
-    assert table.rows == [
-        ["block", "recipe minus standard", "−0.0300, better (3)", "−0.0600, better (3)", "better at 2 sizes"],
-        ["full", "recipe minus standard", "−0.0300, better (3)", "+0.0100, undecided (3)",
-         "better at one, not of one sign"],
-        ["mhc", "recipe minus standard", "+0.0300, worse (3)", "−0.0400, better (3)", "of both signs"],
-    ]  # fmt: skip
-    assert at_sizes([outcome("nano", block=(-0.06, "better"))]) == []
+    assert table.rows[0][2:4] == ["−0.0300 (−0.0500 to −0.0100), 3 runs", "−0.0600 (−0.0800 to −0.0400), 3 runs"]
+    assert [[*row[:2], row[-1]] for row in table.rows] == [
+        ["block", "recipe minus standard", "below 0 at 2 sizes"],
+        ["full", "recipe minus standard", "below 0 at one, not of one sign"],
+        ["mhc", "recipe minus standard", "of both signs"],
+    ]
+    assert at_sizes([outcome("nano", block=-0.06)]) == []
 
 
 @pytest.mark.parametrize(
@@ -722,6 +722,18 @@ def measured_of(losses, noises=None, curve=None):
     return Measured(rows=rows, recipe=frozenset({"arm"}), noises=noises or {}, curve=curve or {})
 
 
+def known_noise(sigma, level=3.0, seeds=8):
+    """What the study of noise has of step 10: standard's runs evenly apart, with this standard deviation."""
+    values = np.linspace(-1, 1, seeds)
+    values *= sigma / values.std(ddof=1)
+    runs = tuple(("standard", 100 + seed, level + float(value)) for seed, value in enumerate(values))
+    return {10: KnownNoise(sigma, seeds - 1, runs)}
+
+
+def clear(one):
+    return {other.label: other.excludes_0 for other in one.others}
+
+
 def test_a_contrast_says_no_more_than_the_noise_allows():
     losses = {
         "standard": [3.0, 3.01, 2.99],
@@ -730,16 +742,31 @@ def test_a_contrast_says_no_more_than_the_noise_allows():
         "bad": [3.2, 3.2, 3.2],
     }
     one = contrast(measured_of(losses), "arm", "standard")
-    assert [other.verdict for other in one.others] == ["better", "undecided", "worse"]
-    assert one.sentence().startswith(
-        "Better than standard: good (by 0.1000); worse than standard: bad (by 0.2000); not"
-    )
+    assert clear(one) == {"good": True, "same": False, "bad": True}
+    assert one.sentence().startswith("Below standard: good (by 0.1000); above standard: bad (by 0.2000); the interval")
+    assert [row[5] for row in one.table("t").rows] == ["baseline", "excludes 0", "includes 0", "excludes 0"]
     alone = contrast(measured_of({label: many[:1] for label, many in losses.items()}), "arm", "standard")
-    assert {other.verdict for other in alone.others} == {"undecided"}
+    assert not any(clear(alone).values())
     assert alone.sentence().startswith("Nothing is decided: with one seed each")
-    assert not math.isfinite(alone.others[0].threshold) and alone.values()["variants"]["good"]["needed"] is None
-    known = contrast(measured_of({"standard": [3.0], "good": [2.9]}, {10: Noise(0.005, 7, "n")}), "arm", "standard")
-    assert known.others[0].verdict == "better"
+    assert alone.values()["variants"]["good"]["low"] is None
+    known = contrast(measured_of({"standard": [3.0], "good": [2.9]}, known_noise(0.005)), "arm", "standard")
+    assert clear(known) == {"good": True}
+
+
+def test_a_contrast_is_the_rule_of_stats_over_all_runs_of_the_recipe():
+    losses = {"standard": [3.0, 3.02], "block": [2.95, 2.97], "full": [2.94, 2.98]}
+    measured = measured_of(losses, known_noise(0.01))
+    own = [(label, seed, value) for label, many in losses.items() for seed, value in enumerate(many)]
+    recipe = Recipe([*own, *measured.noises[10].runs])
+    one = contrast(measured, "arm", "standard", published={"block": -0.02, "full": -0.029})
+    block, full = one.others
+    assert block.effect == recipe.effect("block", "standard"), "asked beforehand: at 5 %"
+    assert full.effect[:3] == recipe.effect("full", "standard")[:3] and full.effect.level == 0.05
+    three = contrast(measured, "arm", "standard", comparisons=4)
+    assert three.others[1].effect.level == pytest.approx(0.05 / 3), "of three others two have not finished"
+    assert full.words.endswith("the published −0.029") and one.values()["variants"]["block"]["published"] == -0.02
+    again = measured_of(losses, {10: KnownNoise(0.01, 3, tuple(own))})
+    assert again.recipe_of("arm").counts == dict.fromkeys(losses, 2), "a run that both have is one"
 
 
 def test_when_a_seeds_luck_falls(setting):
@@ -761,13 +788,13 @@ def test_when_a_seeds_luck_falls(setting):
 
 
 def test_the_recipes_noise_and_curve_judge_its_own_arms_alone():
-    curve, noises = {5: 3.1, 10: 3.0, 20: 2.9}, {10: Noise(0.005, 7, "n")}
-    known = measured_of({"standard": [3.0, 3.02], "good": [2.9, 2.92]}, noises, curve)
-    assert known.noise("arm").degrees == 8, "standard's two are among the eight of the study of noise"
+    curve = {5: 3.1, 10: 3.0, 20: 2.9}
+    known = measured_of({"standard": [3.0, 3.02], "good": [2.9, 2.92]}, known_noise(0.005), curve)
+    assert known.recipe_of("arm").counts == {"standard": 10, "good": 2}
     other = dataclasses.replace(known, recipe=frozenset())
-    assert other.noise("arm").degrees == 2 and other.noise("arm").sigma == pytest.approx(0.02 / 2**0.5)
+    assert other.recipe_of("arm").counts == {"standard": 2, "good": 2}
     heads = [contrast(one, "arm", "standard").table("t").head for one in (known, other)]
-    assert "steps saved" in heads[0] and "steps saved" not in heads[1]
+    assert "tokens saved" in heads[0] and "tokens saved" not in heads[1]
 
 
 def test_a_mechanism_that_makes_the_model_larger_is_said_to():
@@ -790,47 +817,54 @@ def test_a_mechanism_that_makes_the_model_larger_is_said_to():
     assert "parameters" not in contrast(measured(small=4, none=0), "arm", "standard").table("t").head
 
 
-def test_higher_accuracy_is_better():
+def test_an_accuracy_above_the_baselines_is_said_to_be_above():
     losses = {"standard": [0.5, 0.51, 0.49], "good": [0.9, 0.91, 0.89]}
     rows = [dataclasses.replace(row, quantity="accuracy") for row in measured_of(losses).rows]
-    one = contrast(Measured(rows=rows), "arm", "standard", quantity="accuracy", higher_is_better=True)
-    assert one.others[0].verdict == "better"
+    one = contrast(Measured(rows=rows), "arm", "standard", quantity="accuracy")
+    assert one.sentence().startswith("Above standard: good (by 0.4000)")
 
 
-def test_steps_saved_are_in_the_table_where_a_difference_is_one():
-    curve, noises = {5: 3.2, 10: 3.0, 20: 2.9}, {10: Noise(0.001, 7, "n")}
-    losses = {"standard": [3.0], "good": [2.9], "best": [2.5], "bad": [3.05], "worst": [4.0], "same": [3.0001]}
-    measured = measured_of(losses, noises, curve)
+def test_tokens_saved_are_read_off_the_lengths_of_the_recipe():
+    curve = {5: 3.2, 10: 3.0, 20: 2.9}
+    losses = {"standard": [3.0], "good": [2.9], "best": [2.5], "bad": [3.2], "worst": [4.0]}
+    measured = measured_of(losses, known_noise(0.001), curve)
     table = contrast(measured, "arm", "standard").table("t")
-    cells = {row[0]: row[-1] for row in table.rows}
-    assert table.head[-1] == "steps saved"
-    assert cells == {
-        "standard": "", "good": "50 ± 1 %", "best": "> 50 %", "bad": "−25 ± 1 %", "worst": "< −100 %", "same": "–"
-    }  # fmt: skip
+    cells = {row[0]: row[table.head.index("tokens saved")] for row in table.rows}
+    assert cells == {"standard": "", "good": "2.00×", "best": "–", "bad": "0.50×", "worst": "–"}
     # In the second of three rounds the machine was half as fast.
     times = {("arm", "standard"): [1.0, 2.0, 1.1], ("arm", "good"): [1.5, 3.0, 1.6]}
     timed = contrast(dataclasses.replace(measured, step_times=times), "arm", "standard").table("t")
-    cells = {row[0]: row[-1] for row in timed.rows}
-    assert timed.head[-1] == "time saved" and cells["good"] == "25 ± 1 %" and cells["best"] == "–"
+    assert timed.head[-1] == "time saved" and timed.rows[1][-1] == "1.33×"
 
 
-def test_a_difference_is_over_the_seeds_that_both_have():
+def test_tokens_and_compute_saved_are_read_off_the_runs_curves_where_no_lengths_are_known():
+    """A model that learns twice as fast, of which a token costs a quarter more."""
+
+    def rows(label, speed, flops):
+        return [
+            Row("arm", label, 0, n, n, flops * n, "loss", 2 + 30 * (speed * n) ** -0.4) for n in (100, 200, 400, 800)
+        ]
+
+    measured = Measured(rows=[*rows("standard", 1, 1.0), *rows("fast", 2, 1.25)])
+    table = contrast(measured, "arm", "standard").table("t")
+    assert table.rows[1][table.head.index("tokens saved")] == "2.00×"
+    assert table.rows[1][table.head.index("compute saved")] == "1.60×"
+
+
+def test_runs_of_all_seeds_count_and_what_has_not_finished_is_compared_too():
     rows = rows_of({"standard": [(0, 3.01), (1, 3.0), (2, 2.99)], "good": [(0, 2.96)]})
     one = contrast(
         Measured(rows=rows, planned={"arm": ["standard-seed0", "good-seed0", "other-seed0"]}), "arm", "standard"
     )
-    assert one.others[0].difference == pytest.approx(-0.05) and one.others[0].seeds == 1 and one.base_seeds == 3
+    assert one.others[0].runs == 1 and one.recipe.counts["standard"] == 3
     assert one.comparisons == 2, "one that has not finished counts too"
-    rows = rows_of({"standard": [(0, 3.1), (1, 3.0)], "good": [(0, 3.0), (1, 2.92)], "late": [(7, 3.0)]})
-    one = contrast(Measured(rows=rows), "arm", "standard")
-    assert [other.label for other in one.others] == ["good"] and one.others[0].error == pytest.approx(0.01)
 
 
 def test_what_diverged_is_said_and_judged_by_nothing():
     rows = rows_of({"standard": [(0, 3.0), (1, 3.01)], "good": [(0, 2.0), (1, math.inf)], "lost": [(0, math.inf)]})
     measured = Measured(rows=rows)
     one = contrast(measured, "arm", "standard")
-    assert [other.label for other in one.others] == ["good"] and one.others[0].seeds == 1
+    assert [other.label for other in one.others] == ["good"] and one.others[0].runs == 1
     assert "diverged: good (1 seed) and lost (1 seed)" in one.sentence()
     assert [row[:3] for row in one.table("t").rows[2:]] == [["good", "diverged", "1"], ["lost", "diverged", "1"]]
     assert math.isnan(measured.mean("arm", "lost")) and measured.diverged("arm", "good") == [1]

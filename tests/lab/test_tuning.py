@@ -40,9 +40,11 @@ def test_a_variant_of_a_mechanism_is_held_beside_the_standard_model_and_beside_t
     assert sorted(row[0] for row in beside_standard.rows) == sorted(losses)
     assert [row[0] for row in beside_full.rows] == ["full", "full-window8"]
     assert result.values[RECIPE]["full"]["variants"]["full-window8"]["difference"] == pytest.approx(0.19)
-    assert result.values[RECIPE]["full"]["variants"]["full-window8"]["verdict"] == "worse"
-    assert "Worse than full: full-window8 (by 0.1900)" in result.verdict
-    assert "over 26 comparisons" in beside_full.notes[0]
+    assert result.values[RECIPE]["full"]["variants"]["full-window8"]["excludes_0"]
+    assert "Above full: full-window8 (by 0.1900)" in result.verdict
+    assert "of 26 comparisons" in beside_full.notes[0]
+    block = result.values[RECIPE]["standard"]["variants"]["block"]
+    assert block["published"] == pytest.approx(1.746 - 1.766) and block["excludes_published"]
 
 
 def test_a_mechanism_whose_search_has_ended_is_held_at_its_best_rate_before_the_others(tmp_path):
@@ -78,7 +80,7 @@ def test_a_mechanism_whose_search_has_ended_is_held_at_its_best_rate_before_the_
     assert [row[0] for row in search.rows] == ["standard", "full", "block"], "of mhc two ways are to come"
     assert search.rows[2][1:] == ["2.9010", "2.8810", "diverged", "2.9310", "−0.0200"]
     own = result.values[BEST]["standard-lr0.008"]["variants"]["block-lr0.002"]
-    assert own["difference"] == pytest.approx(-0.08) and own["verdict"] == "better"
+    assert own["difference"] == pytest.approx(-0.08) and own["excludes_0"]
     everything = next(table for table in result.tables if "26 comparisons" in table.notes[0])
     assert everything is result.tables[0], "all that are to be compared count from the start"
     assert [row[0] for row in everything.rows] == ["standard-lr0.008", "block-lr0.002"], "a seed chose full's rate"

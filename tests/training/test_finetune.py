@@ -313,7 +313,7 @@ def test_low_rank_changes_need_peft(tune: Configure, monkeypatch: pytest.MonkeyP
         raise ImportError(name)
 
     monkeypatch.setattr(finetune.importlib, "import_module", missing)
-    with pytest.raises(UserError, match=r"pip install 'attnres\[finetune\]'"):
+    with pytest.raises(UserError, match=r"pip install 'attention-residuals\[finetune\]'"):
         finetune.import_peft()
 
 

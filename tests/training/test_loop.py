@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,7 +31,9 @@ from attnres.flags import config_file
 from attnres.head import Sums
 from attnres.models import build, load
 from attnres.models.model_files import snapshots
+from attnres.residuals import Residual
 from attnres.residuals.check.interface import TAKEN
+from attnres.scale.shard import shard
 from attnres.training import TrainConfig, checkpoint, environment, from_dict, loop, to_dict, train, validate
 from attnres.training.branch import branch, branch_step
 from attnres.training.config import resolve
@@ -253,6 +255,47 @@ def test_a_large_vocabulary_gets_its_losses_in_parts(
     assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-5 if dtype == "fp32" else 1e-3)
     said = [json.loads((tmp_path / out / "environment.json").read_text())["loss"] for out in ("whole", "parts")]
     assert said == ["whole", "chunked"]
+
+
+def test_a_stream_in_bf16_is_in_bf16_from_the_embedding_on(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where FSDP2 gathers: the root's parameters with the layers'. Losses stay near those of a stream in fp32."""
+    dtypes: list[torch.dtype] = []
+    original = Residual.normed
+
+    def normed(self: Residual, h: torch.Tensor, *rest: Any, **how: Any) -> torch.Tensor:
+        dtypes.append(h.dtype)
+        return original(self, h, *rest, **how)
+
+    monkeypatch.setattr(Residual, "normed", normed)
+    losses, model = {}, {"residual": "standard", "num_blocks": None}
+    for stream in ("fp32", "bf16"):
+        dtypes.clear()
+        train(configure(out=stream, dtype="bf16", stream_dtype=stream, model=model), progress=False)
+        metrics = read_metrics(tmp_path / stream / "metrics.jsonl")
+        losses[stream] = [line["loss"] for line in metrics if line["kind"] == "train"]
+        assert set(dtypes) == {torch.bfloat16 if stream == "bf16" else torch.float32}
+    assert losses["bf16"] != losses["fp32"] and losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
+
+    made = build(NARROW, vocab_size=32, max_positions=16)
+    for stream in (None, torch.bfloat16):
+        made.residual.stream_dtype = stream
+        policies: dict[Any, Any] = {}
+
+        def take(module: Any, mp_policy: Any = None, policies: dict[Any, Any] = policies, **how: Any) -> None:
+            policies[module] = mp_policy
+
+        monkeypatch.setattr("attnres.scale.shard.fully_shard", take)
+        shard(made, made, cast(Any, None), dtype=torch.bfloat16)
+        root = policies.pop(made)
+        assert {policy.param_dtype for policy in policies.values()} == {torch.bfloat16}
+        assert root is None if stream is None else root.param_dtype is torch.bfloat16
+
+
+def test_a_stream_narrower_than_products_is_refused(configure: Configure) -> None:
+    with pytest.raises(UserError, match=r"stream_dtype is bf16 and dtype fp32"):
+        train(configure(stream_dtype="bf16"), progress=False)
 
 
 def test_a_loss_that_cannot_be_made_so_is_refused(configure: Configure) -> None:

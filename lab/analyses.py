@@ -1,0 +1,209 @@
+"""The arithmetic of studies: which candidates go on, whether a gap lasts, where a valley is, what compute is saved."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnres.savings import PowerLaw, fit, fits
+from attnres.stats import Effect, widened
+
+VALLEYS, REFITS = 400, 2000
+"""Redrawn losses, of which intervals are percentiles."""
+PERCENT = (2.5, 97.5)
+SURE = (0.135, 99.865)
+"""Percentiles at three standard errors of a normal distribution."""
+
+# ------------------------------------------------------------------ candidates
+
+
+def survivors(losses: Mapping[str, float], keep: int) -> list[str]:
+    """The `keep` candidates with the lowest losses, best first; one that diverged (NaN) never survives.
+
+    >>> survivors({"a": 3.0, "b": 1.0, "c": 2.0}, 2)
+    ['b', 'c']
+    """
+    finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+    return sorted(finite, key=finite.__getitem__)[:keep]
+
+
+def beyond(losses: Mapping[float, float], factor: float, most: float) -> float | None:
+    """The next rate to try where the best of those tried is the highest or the lowest: `factor` times that or a
+    `factor`-th of it, from 1 / `most` up to `most`; else None.
+
+    >>> beyond({1.0: 3.0, 2.0: 2.5}, 2.0, 16.0), beyond({1.0: 3.0, 2.0: 3.5}, 2.0, 16.0)
+    (4.0, 0.5)
+    >>> beyond({0.5: 3.2, 1.0: 3.0, 2.0: 3.5}, 2.0, 16.0)
+    """
+    finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
+    if not finite:
+        return None
+    best = min(finite, key=finite.__getitem__)
+    if best not in (max(losses), min(losses)):
+        return None
+    further = best * factor if best == max(losses) else best / factor
+    return further if 1 / most <= further <= most else None
+
+
+def at_best(losses: Mapping[str, float], of: Mapping[str, str]) -> dict[str, str]:
+    """For each mechanism its candidate with the lowest loss: `of` names the mechanism of each candidate."""
+    names: Sequence[str] = list(dict.fromkeys(of.values()))
+    best = {name: survivors({c: loss for c, loss in losses.items() if of[c] == name}, 1) for name in names}
+    return {name: kept[0] for name, kept in best.items() if kept}
+
+
+# ------------------------------------------------------------------ whether a gap shrinks as training goes on
+
+
+@dataclass(frozen=True)
+class Trend:
+    """gap = a + slope log2(budget); `slope` is what a doubling of the budget adds."""
+
+    slope: Effect
+    gaps: dict[float, float]
+
+    @property
+    def answer(self) -> str:
+        """In words, of a gap that is negative where the mechanism is better."""
+        if not self.slope.excludes():
+            return "includes 0"
+        gaps = list(self.gaps.values())
+        middle = math.fsum(gaps) / len(gaps)
+        half = (math.log2(max(self.gaps)) - math.log2(min(self.gaps))) / 2
+        if (abs(self.slope.difference) - self.slope.margin) * half > abs(middle):
+            return "changes its sign"
+        return "shrinks" if self.slope.difference * middle < 0 else "grows"
+
+
+def trend(
+    losses: Mapping[float, Sequence[float]], base: Mapping[float, Sequence[float]], sigma: float, degrees: float
+) -> Trend:
+    """The gap of two mechanisms at each budget, from their losses over seeds there, and its slope.
+
+    Args:
+        sigma, degrees: of one run, the same at all budgets and independent: runs that branch off one trunk share a part
+            of theirs, which makes the interval too wide rather than too narrow.
+    """
+    budgets = sorted(budget for budget in losses if budget in base and len(losses[budget]) and len(base[budget]))
+    gaps = {budget: float(np.mean(losses[budget]) - np.mean(base[budget])) for budget in budgets}
+    if len(budgets) < 2:
+        return Trend(Effect(math.nan, math.nan, 0), gaps)
+    x = np.log2(budgets) - np.mean(np.log2(budgets))
+    weights = x / (x @ x)
+    squares = np.array([1 / len(losses[budget]) + 1 / len(base[budget]) for budget in budgets])
+    error = sigma * math.sqrt(float((weights**2 * squares).sum()))
+    return Trend(Effect(float(weights @ np.array(list(gaps.values()))), error, degrees), gaps)
+
+
+# ------------------------------------------------------------------ the valley of a curve, by a parabola
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The variable at the lowest point and the loss there, with the 95 % interval of the former.
+
+    Attributes:
+        inside: the valley lies among the points; else the best is at their edge, or there is no valley.
+    """
+
+    at: float
+    value: float
+    low: float
+    high: float
+    inside: bool
+
+
+def optimum(x: Sequence[float], y: Sequence[float], sigma: float | None = None, seed: int = 0) -> Optimum:
+    """Fit y = a + b log x + c (log x)^2; the interval is of points redrawn with standard deviation sigma.
+
+    Args:
+        x, y: at least three different places. sigma: of chance; where the parabola leaves more, that, widened for the
+            few points that it is known by.
+    """
+    where, values = np.log(np.asarray(x, dtype=float)), np.asarray(y, dtype=float)
+    if len(set(x)) < 3:
+        raise ValueError(f"{len(set(x))} places: a parabola needs three")
+    at, value, inside = _valley(where, values)
+    curve = np.polyval(np.polyfit(where, values, 2), where)
+    free = len(values) - 3
+    left = widened(float(np.sqrt(((values - curve) ** 2).sum() / free)), free) if free > 0 else math.nan
+    sigma = max((one for one in (sigma, left) if one is not None and math.isfinite(one)), default=math.nan)
+    low = high = math.nan
+    if math.isfinite(sigma):
+        draws = np.random.default_rng(seed).standard_normal((VALLEYS, len(values)))
+        low, high = np.percentile([_valley(where, curve + sigma * row)[0] for row in draws], (2.5, 97.5))
+    return Optimum(math.exp(at), value, math.exp(low), math.exp(high), inside)
+
+
+def _valley(where: np.ndarray, values: np.ndarray) -> tuple[float, float, bool]:
+    """The lowest place (a logarithm) within the points, the value there, and whether it is a valley between them."""
+    square, line, level = np.polyfit(where, values, 2)
+    first, last = float(where.min()), float(where.max())
+    if square > 0 and first < (place := -line / (2 * square)) < last:
+        return float(place), float(level - line**2 / (4 * square)), True
+    ends = {end: float(np.polyval((square, line, level), end)) for end in (first, last)}
+    best = min(ends, key=ends.__getitem__)
+    return best, ends[best], False
+
+
+# ------------------------------------------------------------------ loss against compute, L = E + A C^-a
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A fit, and those of redrawn losses: what its numbers might as well have been."""
+
+    fit: PowerLaw
+    draws: tuple[PowerLaw, ...]
+
+    def interval(self, name: str) -> tuple[float, float]:
+        """The 95 % interval of floor, scale or exponent (percentiles of the redrawn fits)."""
+        return _interval([getattr(fit, name) for fit in self.draws])
+
+
+def fitted(
+    compute: Sequence[float],
+    losses: Sequence[float],
+    sigma: float | None = None,
+    floor: float | None = None,
+    unit: float | None = None,
+    seed: int = 0,
+) -> Fitted:
+    """Fit, and fit again to losses redrawn around the curve with standard deviation `sigma`.
+
+    Args:
+        sigma: of one loss over seeds; none takes what the curve leaves, over the degrees of freedom and widened for how
+            few they are.
+        floor, unit: as in `fit`.
+    """
+    first = fit(compute, losses, floor, unit)
+    curve = np.array([first.loss(c) for c in compute])
+    if sigma is None or not math.isfinite(sigma):
+        free = len(losses) - (3 if floor is None else 2)
+        left = float(((curve - np.asarray(losses)) ** 2).sum())
+        sigma = widened(math.sqrt(left / free), free) if free > 0 else math.nan
+    if not math.isfinite(sigma):
+        return Fitted(first, ())
+    draw = np.random.default_rng(seed)
+    redrawn = curve + sigma * draw.standard_normal((REFITS, len(curve)))
+    return Fitted(first, tuple(fits(compute, redrawn, floor, unit)))
+
+
+def multiplier(base: PowerLaw, other: PowerLaw, compute: float) -> float:
+    """Compute that `base` needs for the loss that `other` has at `compute`, over it: 1.25 is a quarter more."""
+    return base.reached(other.loss(compute)) / compute
+
+
+def multiplier_interval(
+    base: Fitted, other: Fitted, compute: float, percent: tuple[float, float] = PERCENT
+) -> tuple[float, float]:
+    """Its interval between two percentiles, over fits of both that were redrawn independently."""
+    return _interval([multiplier(one, two, compute) for one, two in zip(base.draws, other.draws[::-1])], percent)
+
+
+def _interval(values: Sequence[float], percent: tuple[float, float] = PERCENT) -> tuple[float, float]:
+    if not values or np.isnan(values).any():
+        return math.nan, math.nan
+    low, high = np.percentile(np.minimum(np.asarray(values, dtype=float), 1e12), percent)
+    return float(low), float(high)
