@@ -49,9 +49,13 @@ def test_its_optimizers(note):
     told = checks.groups(create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05), model)
     model = VIT.connected()
     muon = create_optimizer_v2(model, opt="muon", lr=1e-3, weight_decay=0.05)
-    was = checks.group_of(muon, model.residual.query).get("use_muon")
+    run(model)[1].backward()
+    muon.step()
+    was = muon.state[model.residual.query]["use_muon"]
+    muon = create_optimizer_v2(model := VIT.connected(), opt="muon", lr=1e-3, weight_decay=0.05)
     checks.groups(muon, model)
     checks.ten_steps(VIT, model, muon)
+    assert not muon.state[model.residual.query]["use_muon"]
     checks.ten_steps(VIT, model := VIT.connected(), optimizer(model))
     checks.resumes(VIT, optimizer)
     note("its optimizer", f"{told}{', muon took them' if was else ''}; regroup")
