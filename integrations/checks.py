@@ -88,9 +88,15 @@ def one_pass(subject: Subject, model: nn.Module) -> tuple[Tensor, dict[str, Tens
 
 
 def compare(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> tuple[float, float]:
-    """Return the distance of outputs, and the worst of the gradients that `other` has."""
+    """Return the distance of outputs, and the worst of the gradients that `other` has.
+
+    Gradients are measured by their largest value, or by a thousandth of the largest of all: that of a key's bias is
+    zero but for rounding.
+    """
     assert set(other[1]) <= set(one[1])
-    return distance(one[0], other[0]), max(distance(one[1][name], grad) for name, grad in other[1].items())
+    least = 1e-3 * max(grad.abs().max().item() for grad in other[1].values())
+    far = {name: (one[1][name] - grad).abs().max().item() for name, grad in other[1].items()}
+    return distance(one[0], other[0]), max(far[name] / max(g.abs().max().item(), least) for name, g in other[1].items())
 
 
 def tell(pair: Iterable[float]) -> str:

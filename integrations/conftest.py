@@ -34,10 +34,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore")  # those of other people's code are theirs
-    config.stash[ROWS] = {}
+    config.stash[ROWS], config.stash[FAILED] = {}, set()
 
 
 ROWS = pytest.StashKey[dict[str, dict[str, str]]]()
+FAILED = pytest.StashKey[set[str]]()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    outcome = yield
+    if outcome.get_result().failed:
+        item.config.stash[FAILED].add(item.path.parent.name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,13 +80,17 @@ def checkout():
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Put the rows that were measured in place of the rows of the same code bases; others stay."""
+    """Write what was measured into the rows of code bases whose tests passed; other cells and rows stay."""
     rows = session.config.stash[ROWS]
-    if not session.config.getoption("--write-table") or session.testsfailed or not rows:
+    if not session.config.getoption("--write-table"):
         return
     text = PAGE.read_text(encoding="utf-8")
     known = {match[1]: match[0] for match in re.finditer(r"(?m)^\| .*\(`integrations/(\w+)`\).*\n", text)}
     for name, row in rows.items():
+        if name in session.config.stash[FAILED]:
+            continue
+        cells = [cell.strip() for cell in known.get(name, "").split("|")[1:-1]]
+        row = dict(zip(COLUMNS, cells)) | row
         row["last run"] = str(date.today())
         title, _, version, *_ = (ROOT / "integrations" / name / "README.md").read_text(encoding="utf-8").splitlines()
         tried = version.removeprefix("Tried with ").rstrip(".")
