@@ -1,5 +1,7 @@
 """A GPTModel of Megatron core with depth reads, one process, on a CPU."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ pytest.importorskip("megatron.core", reason="make integrations installs it")
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -19,12 +22,17 @@ MASK = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
 
 @pytest.fixture(scope="module", autouse=True)
 def one_process(tmp_path_factory):
+    """One process of gloo; buffers and generators that Megatron asks of CUDA are the CPU's."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    patch.setattr(CudaRNGStatesTracker, "fork", lambda *_, **__: contextlib.nullcontext())
     store = f"file://{tmp_path_factory.mktemp('store') / 'ranks'}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     yield
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
+    patch.undo()
 
 
 def build(**options):
