@@ -107,5 +107,5 @@ class Residual(Described, Watched, Cut, Banked, Precise):
 
 
 def verbs(residual: nn.Module) -> Callable[..., Any]:
-    """Return the callable that runs verbs: a residual's own `forward`, or the module where it has hooks or wraps one."""
+    """Return the callable that runs verbs: a residual's own `forward`, or the module if hooked or a wrapper."""
     return residual.forward if isinstance(residual, Residual) and not has_hooks(residual) else residual
