@@ -135,7 +135,7 @@ def convert(
     Args:
         source: a Transformers model in memory (a language model, an encoder, a vision or audio model, with any head or
             none), whose weights the converted one shares (training one trains both; `source` itself stays as it is); or
-            a folder, or a name on the hub.
+            a folder, or a name on the hub. A model of attnres with the standard residual is one too.
         residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings (`num_blocks`, `block_size`,
             ...). `read_scale` is "sum" unless given: the mean is exact only up to the norms' eps.
         out: a folder to write, new or empty: sharded safetensors, config, tokenizer and generation settings of the
@@ -182,14 +182,8 @@ def check_source(source: Checkpoint) -> None:
     """Refuse with a UserError a model on disk that cannot be given depth reads, before its weights are read."""
     name, quantised = source.name, source.fields.get("quantization_config")
     refuse_own_reads(name, source.fields.get("model_type"))
-    if source.kind == "attnres":
-        residual = source.fields.get("residual")
-        if residual == "standard" and not source.settings:
-            raise UserError(
-                f"{name} is a model of attnres already, with the standard residual: attnres train --init-from {name} "
-                "trains it with another"
-            )
-        raise UserError(f"{name} has depth reads already (residual '{residual}'): convert the plain one")
+    if source.kind == "attnres" and (source.residual != "standard" or source.settings):
+        raise UserError(f"{name} has depth reads already (residual '{source.residual}'): convert the plain one")
     if source.kind == "foreign":
         raise UserError(
             f"{name} has depth reads in the format of '{formats_of(source.fields)[0].name}': attnres convert {name} "
@@ -218,6 +212,22 @@ def _write(new: DepthMixin, out: Path, folder: Mapping[str, Path]) -> Conversion
     return report
 
 
+def _plain(model: DepthMixin) -> PreTrainedModel:
+    """Return the plain Transformers model of one with the standard residual, around the same weights."""
+    config: Any = model.config
+    kind = type(config).__bases__[1]
+    ours = {"model_type", "architectures", "transformers_version", *stray_settings(type(config), vars(config))}
+    fields = {name: value for name, value in config.to_dict().items() if name not in ours}
+    fields = {name: value for name, value in fields.items() if not name.startswith("residual")}
+    with torch.random.fork_rng(devices=[]):
+        plain = model.plain_class(kind(**fields))
+    weights = {name: tensor for name, tensor in model.state_dict().items() if ".residual." not in name}
+    plain.load_state_dict(weights, assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain.train(model.training)
+
+
 def _convert(
     model: PreTrainedModel,
     residual: str,
@@ -227,6 +237,8 @@ def _convert(
     remote: Mapping[str, str] | None = None,
     ignored: Sequence[str] = (),
 ) -> DepthMixin:
+    if isinstance(model, DepthMixin) and model.config.residual == "standard" and not model.config.residual_settings:
+        model = _plain(model)
     _check_convertible(model)
     key, probed = _family_key(model)
     config_class, main = CLASSES[key]
