@@ -45,6 +45,7 @@ COMMANDS = {
     "app": "look into one or two models in the browser",
     "plan": "memory, traffic, bubble and time of a model on layouts of GPUs",
     "mechanisms": "list the residual mechanisms: rule, start values, cost",
+    "doctor": "faults of a model with depth reads that no error tells",
     "check": "check that a residual mechanism satisfies the interface",
     "env": "print versions, devices, and which backend depth reads use",
 }

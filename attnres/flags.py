@@ -81,6 +81,7 @@ LONG = {
     "app": "loading the models, then serving the page",
     "plan": "counting layouts",
     "check": "checking in a small model",
+    "doctor": "loading the model and looking for faults",
     "report": "reading runs",
 }
 """Commands that take more than two seconds, and what they do first; said once their flags are understood, before the

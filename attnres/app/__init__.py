@@ -36,7 +36,7 @@ def explore(
         raise UserError(f"the explorer needs Starlette and uvicorn: {install('app')}")
     from attnres.app.explorer import choose_threads, find_demo, open_models
     from attnres.app.page import Page
-    from attnres.inspect.texts import corpus_text
+    from attnres.inspect.look import corpus_text
 
     searched = None if corpus is None else corpus_text(corpus, column)
     page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code), searched)

@@ -84,7 +84,7 @@ def pane(p: Pane, scales: Scales) -> str:
 
 
 def _edge_words(p: Pane, read: int, source: int, token: int | None) -> str:
-    """An edge's numbers, at one token or on average."""
+    """Return an edge's numbers, at one token or on average."""
     rows = (p.reading.contributions[read], p.reading.weights[read])
     part, weight = (float(row[:, source].mean() if token is None else row[token, source]) for row in rows)
     of = p.reading.layout[read]
@@ -92,14 +92,14 @@ def _edge_words(p: Pane, read: int, source: int, token: int | None) -> str:
 
 
 def _head(p: Pane) -> str:
-    """The model's name, what it is, and remarks on its reading."""
+    """Return the model's name, what it is, and remarks on its reading."""
     notes = "".join(sentence(note, "note") for note in p.reading.notes)
     details = f'<p class="details">{escape(visible(p.details))}</p>'
     return f"<header><h2>{escape(visible(p.title))}</h2>{details}{notes}</header>"
 
 
 def _effect(p: Pane) -> str:
-    """What the knock-outs do, in two lines that stay in sight."""
+    """Draw what the knock-outs do, in two lines that stay in sight."""
     after = ""
     if p.candidates:
         best = p.candidates[0]
@@ -114,7 +114,7 @@ def _effect(p: Pane) -> str:
 
 
 def summary(p: Pane) -> str:
-    """The text's loss, and what knock-outs do to it."""
+    """Return the text's loss, and what knock-outs do to it."""
     loss = p.reading.loss
     if loss is None:
         return "one token, no loss"
@@ -126,7 +126,7 @@ def summary(p: Pane) -> str:
 
 
 def _cuts(p: Pane) -> str:
-    """What is knocked out, each to be brought back."""
+    """Draw what is knocked out, each to be brought back."""
     items = []
     for cut in p.cuts:
         where = "at all tokens"
@@ -147,7 +147,7 @@ def _cuts(p: Pane) -> str:
 
 
 def _next(p: Pane, scales: Scales) -> str:
-    """The likeliest next tokens as bars; with a knock-out, before above after."""
+    """Draw the likeliest next tokens as bars; with a knock-out, before above after."""
     rows = []
     for c in p.candidates:
         bars = bar(c.before, scales.probability, MUTED if c.after is None else BEFORE)
@@ -173,7 +173,7 @@ def _next(p: Pane, scales: Scales) -> str:
 
 
 def _attention(p: Pane) -> tuple[str, str]:
-    """Attention over tokens beside depth, and what is said of it."""
+    """Draw attention over tokens beside depth, and what is said of it."""
     if p.attention is None:
         return "", ""
     shown = p.token + 1
@@ -192,7 +192,7 @@ def _attention(p: Pane) -> tuple[str, str]:
 
 
 def _scores(p: Pane, scales: Scales) -> tuple[str, str]:
-    """Every edge cut alone, as cells and as a graph; the button that measures them before."""
+    """Draw every edge cut alone, as cells and as a graph; the button that measures them before."""
     if p.scores is None:
         count = sum(map(len, p.reading.sources))
         return (
@@ -225,7 +225,7 @@ def _scores(p: Pane, scales: Scales) -> tuple[str, str]:
 
 
 def queries(of: str, similarity: tuple[list[Read], np.ndarray] | None) -> str:
-    """Which reads ask alike; nothing where there are no queries."""
+    """Draw which reads ask alike; nothing where there are no queries."""
     if similarity is None:
         return ""
     cells = figures.similarity(*similarity, f"Cosines between pseudo-queries, {visible(of)}")
@@ -234,7 +234,7 @@ def queries(of: str, similarity: tuple[list[Read], np.ndarray] | None) -> str:
 
 
 def results(result: Search, title: str) -> str:
-    """Tokens of a corpus, each to be looked at."""
+    """Draw tokens of a corpus, each to be looked at."""
     rows = []
     for place, hit in enumerate(result.hits):
         amount = short(getattr(hit, result.by), 3)
@@ -253,13 +253,13 @@ def results(result: Search, title: str) -> str:
 
 
 def live(panes: Sequence[Pane]) -> str:
-    """What has changed, for those who do not see it; plain text."""
+    """Say what has changed, for those who do not see it; plain text."""
     plain = [summary(p).replace("<b>", "").replace("</b>", "") for p in panes]
     return "; ".join(f"{visible(p.title)}: {words}" for p, words in zip(panes, plain, strict=True))
 
 
 def difference(first: Pane, second: Pane) -> str:
-    """The second pane less the first: what reads are made of, and the next token."""
+    """Draw the second pane less the first: what reads are made of, and the next token."""
     theirs = second.reading.means(second.by)
     place = {
         (read.name, source): (r, i)  # a source with its span: "block 1" of other blocks is another
@@ -299,8 +299,8 @@ def difference(first: Pane, second: Pane) -> str:
 
 
 def learned(number: int, place: int, model: Learned, queries: str, why: str) -> str:
-    """What the page shows of a step of which the residual alone was kept: its `queries`, HTML, and `why` there is no
-    more."""
+    """Draw what the page shows of a step of which the residual alone was kept: its `queries`, HTML, and `why` there
+    is no more."""
     title = visible(model.label)
     head = f'<h2>{escape(title)}</h2><p class="details">{escape(model.details)}</p>{sentence(why, "note")}'
     return (
@@ -310,7 +310,8 @@ def learned(number: int, place: int, model: Learned, queries: str, why: str) -> 
 
 
 def learned_between(change: StepChange, name: str) -> str:
-    """What a run's residual learned between the two steps shown: sharpness at both, and how far each query turned."""
+    """Draw what a run's residual learned between the two steps shown: sharpness at both, and how far each query
+    turned."""
     if not any(change.after) and not any(change.before):
         moved = "; ".join(f"{table} changed by {largest:.3g} at most" for table, largest in change.tables.items())
         return sentence(

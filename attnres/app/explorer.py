@@ -125,7 +125,7 @@ class Opened:
         return key_of(self.name, self.step, self._content())
 
     def _content(self) -> bytes:
-        """What differs between two models."""
+        """Return the bytes that differ between two models."""
         return json.dumps(self.checkpoint.fields, sort_keys=True).encode() + self.checkpoint.weights.digest()
 
     @cached_property
@@ -150,8 +150,8 @@ class Opened:
         return self.cache.make(("read", text), lambda: self._read(text))
 
     def most_varied(self, text: str) -> int | None:
-        """The read that shows most of a text when its tokens are coloured; None for the output's, or a text that the
-        model cannot read."""
+        """Return the read that shows most of a text when its tokens are coloured; None for the output's, or a text that
+        the model cannot read."""
         try:
             read = self.read(text).most_varied()
         except UserError:
@@ -167,7 +167,7 @@ class Opened:
         return self.cache.make(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
 
     def attend(self, text: str) -> TokenAttention:
-        """What the text's tokens attend to; kept.
+        """Return what the text's tokens attend to; kept.
 
         Raises:
             UserError: as for `read`, or a model that shows no weights of its attention.
@@ -175,13 +175,13 @@ class Opened:
         return self.cache.make(("attention", text), lambda: token_attention(self.model, self.encoder.encode(text)[0]))
 
     def scored(self, text: str, token: int) -> Attribution | None:
-        """The scores of the edges of the prediction after `token`, where `score` has kept them."""
+        """Return the scores of the edges of the prediction after `token`, where `score` has kept them."""
         return self.cache.get(("score", text, token))
 
     def score(self, text: str, token: int, report: Report) -> Attribution:
-        """What each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last: of the
-        likeliest one); kept. `report` is called with edges done and edges in all, and others may use the model then;
-        who asks for what another is measuring waits for that.
+        """Measure what each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last:
+        of the likeliest one); kept. `report` is called with edges done and edges in all, and others may use the model
+        then; who asks for what another is measuring waits for that.
 
         Raises:
             UserError: as for `read`.
@@ -197,7 +197,8 @@ class Opened:
         )
 
     def graph(self, text: str, token: int, scores: Attribution) -> str:
-        """The scored edges that lead to a prediction as a picture, SVG; empty where none changes it much; kept."""
+        """Draw the scored edges that lead to a prediction as a picture, SVG; empty where none changes it much;
+        kept."""
 
         def draw() -> str:
             from attnres.figures import NotShown, style
@@ -216,7 +217,7 @@ class Opened:
     def search(
         self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
     ) -> Search:
-        """The tokens of documents at which `source` is most, or least, of a read. `report` as for `score`.
+        """Find the tokens of documents at which `source` is most, or least, of a read. `report` as for `score`.
 
         Raises:
             UserError: no such edge, or no text.
@@ -229,7 +230,7 @@ class Opened:
             )
 
     def top(self, reading: Reading, effect: Effect | None, token: int) -> list[Candidate]:
-        """The likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
+        """Return the likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
         before = reading.log_probs[token]
         after = effect.log_probs[token] if effect is not None else None
         count = min(CANDIDATES, len(before))
@@ -254,7 +255,7 @@ class Opened:
         return [self.layout[i] for i in there], matrix
 
     def piece(self, token: int) -> str:
-        """What a token says."""
+        """Return what a token says."""
         return piece(self.tokenizer, token)
 
     # ------------------------------------------------------------------ runs of the model
@@ -339,8 +340,8 @@ class Learned(Opened):
 
 
 def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False) -> list[Opened]:
-    """The models of a command line, each after the steps of its run from the earliest on: checkpoints that it kept, and
-    the residual alone at its other evaluations.
+    """Open the models of a command line, each after the steps of its run from the earliest on: checkpoints that it
+    kept, and the residual alone at its other evaluations.
 
     Raises:
         UserError: no model there, or one whose reads mix no sources by weights.
@@ -364,7 +365,7 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
 
 
 def find_demo(folder: Path) -> list[Path]:
-    """The finished runs of `make demo` with depth reads: Block's and Full's.
+    """Find the finished runs of `make demo` with depth reads: Block's and Full's.
 
     Raises:
         UserError: there is none.

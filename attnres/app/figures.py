@@ -26,8 +26,9 @@ UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")
 
 
 def visible(piece: str) -> str:
-    """A token's text with what cannot be seen made visible: spaces at its ends, line ends, tabs, characters of control
-    and form and other spaces by their codes. What is written from right to left is kept apart from the words around."""
+    """Return a token's text with what cannot be seen made visible: spaces at its ends, line ends, tabs, characters of
+    control and form and other spaces by their codes. What is written from right to left is kept apart from the words
+    around."""
     words = piece.strip(" ")
     front = len(piece) - len(piece.lstrip(" "))
     shown = "␣" * front + words + "␣" * (len(piece) - front - len(words))
@@ -46,12 +47,12 @@ def _seen(letter: str) -> str:
 
 
 def sentence(text: str, kind: str = "error") -> str:
-    """A sentence for the reader, or nothing."""
+    """Draw a sentence for the reader, or nothing."""
     return f'<p class="{escape(kind)}" role="status">{escape(text[:1].upper() + text[1:])}</p>' if text else ""
 
 
 def section(of: str, name: str, title: str, body: str, note: str = "", save: bool = False) -> str:
-    """A part of the page, with a hash by which the browser knows it; `of` is the model's title."""
+    """Draw a part of the page, with a hash by which the browser knows it; `of` is the model's title."""
     if not body:
         return ""
     of = escape(f"of “{title}”, {visible(of)}", quote=True)
@@ -67,18 +68,18 @@ def section(of: str, name: str, title: str, body: str, note: str = "", save: boo
 
 
 def without(html: str, known: Collection[str]) -> str:
-    """The same with nothing in the sections of the hashes that are known."""
+    """Return the same with nothing in the sections of the hashes that are known."""
     parts = r'(<section class="\w+" data-hash="(\w+)">).*?(</section>)'
     return re.sub(parts, lambda part: part[1] + part[3] if part[2] in known else part[0], html, flags=re.DOTALL)
 
 
 def bar(share: float, largest: float, colour: str) -> str:
-    """A bar whose length is `share` out of `largest`."""
+    """Draw a bar whose length is `share` out of `largest`."""
     return f'<i style="width:{max(0.5, 100 * share / largest):.1f}%;background:{colour}"></i>'
 
 
 def swatch(colour: str) -> str:
-    """A square of a colour, for a legend."""
+    """Draw a square of a colour, for a legend."""
     return f'<i class="swatch" style="background:{colour}"></i>'
 
 
@@ -103,19 +104,19 @@ Edges = Collection[tuple[int, int]]
 
 
 def key(layout: Sequence[Read]) -> str:
-    """What the short names mean: "emb embedding, b block, part the block in progress"."""
+    """Return what the short names mean: "emb embedding, b block, part the block in progress"."""
     kinds = {source.short_kind: source.meaning for source in columns(read.sources for read in layout)}
     return ", ".join(f"{short} {meaning}" for short, meaning in kinds.items())
 
 
 def row_name(read: Read) -> str:
-    """The name of a read beside its row: attn 3, mlp 3, output; attn 3 q of one for the queries."""
+    """Return the name of a read beside its row: attn 3, mlp 3, output; attn 3 q of one for the queries."""
     kind = "attn" if read.kind == "attention" else read.kind
     return read._replace(kind=kind, into=read.into and read.into[0]).name
 
 
 def svg(name: str, title: str, height: float, parts: Iterable[str], width: float = WIDTH) -> str:
-    """A figure with a name for its file and a title for those who cannot see it."""
+    """Draw a figure with a name for its file and a title for those who cannot see it."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="group" aria-label="{escape(title)}" data-figure="{name}" '
         f"{_size(width, height)}>{''.join(parts)}</svg>"
@@ -129,7 +130,7 @@ def _size(width: float, height: float) -> str:
 
 
 def _scrolled(title: str, drawings: str) -> str:
-    """What may be larger than its place, in a box that keys can scroll."""
+    """Put what may be larger than its place in a box that keys can scroll."""
     return f'<div class="grid" tabindex="0" role="region" aria-label="{escape(title)}">{drawings}</div>'
 
 
@@ -138,7 +139,7 @@ def _text(x: float, y: float, words: str, anchor: str = "start", extra: str = ""
 
 
 def _spacing(cell: float) -> int:
-    """Every how many rows or columns a name fits."""
+    """Return the step at which names of rows or columns fit."""
     return math.ceil(10.5 / cell)
 
 
@@ -154,7 +155,8 @@ def heatmap(
     once: Edges = (),
     click: bool = True,
 ) -> str:
-    """A number for each edge: a row for each read, a column for each source, hatched where there is no such edge.
+    """Draw a number for each edge: a row for each read, a column for each source, hatched where there is no such
+    edge.
 
     There is a cross on what is knocked out, and a stroke on what is at single tokens. The names of the columns come a
     second time, to stay in view.
@@ -206,7 +208,8 @@ def _place(box: Box) -> str:
 
 
 def _cell(box: Box, colour: str, words: str, *, first: bool, kind: str = "", does: str = 'role="img"') -> str:
-    """A cell and its name; the figure's first is where the tabulator key stops, arrow keys lead to the others."""
+    """Draw a cell and its name; the figure's first is where the tabulator key stops, arrow keys lead to the
+    others."""
     return (
         f'<rect class="cell{kind}" {_place(box)} fill="{colour}" {does} tabindex="{0 if first else -1}" '
         f'aria-label="{escape(words)}"/>'
@@ -214,14 +217,14 @@ def _cell(box: Box, colour: str, words: str, *, first: bool, kind: str = "", doe
 
 
 def _edge(read: int, source: int, box: Box, colour: str, words: str, *, cut: bool) -> str:
-    """A cell to click."""
+    """Draw a cell to click."""
     pressed = f'data-read="{read}" data-source="{source}" role="button" aria-pressed="{"true" if cut else "false"}"'
     kind, words = (" edge gone", f"{words} (knocked out)") if cut else (" edge", words)
     return _cell(box, colour, words, first=read == source == 0, kind=kind, does=pressed)
 
 
 def _hatch(there: Collection[int], count: int, first: Box) -> str:
-    """Lines over those of a row's `count` cells that are not `there`; `first` is the box of the first cell."""
+    """Draw lines over those of a row's `count` cells that are not `there`; `first` is the box of the first cell."""
     x, top, wide, tall = first
     lines = []
     absent = [i for i in range(count) if i not in there]
@@ -252,7 +255,7 @@ def _colour(value: float, largest: float) -> str:
 
 
 def _scale(y: float, largest: float) -> str:
-    """The scale from -largest to largest: colours over the square root, with the numbers themselves below."""
+    """Draw the scale from -largest to largest: colours over the square root, with the numbers themselves below."""
     steps, width = 40, WIDTH - LABEL - RIGHT
     places = [(i + 0.5) / steps * 2 - 1 for i in range(steps)]
     parts = [
@@ -277,7 +280,7 @@ def stack(
     span: tuple[float, float] = (0.0, 1.0),
     out: Edges = (),
 ) -> str:
-    """One token's reads through depth: a bar for each read, from the first to the output, cut by its sources.
+    """Draw one token's reads through depth: a bar for each read, from the first to the output, cut by its sources.
 
     A segment is as long as its source's part of the read; those that point against it lie left of the line. One that a
     pointer would not hit says what it is, and is clicked in the figure of all edges.
@@ -319,7 +322,7 @@ def stack(
 
 
 def similarity(reads: Sequence[Read], cosines: np.ndarray, title: str) -> str:
-    """Cosines between the pseudo-queries of all reads."""
+    """Draw cosines between the pseudo-queries of all reads."""
     cell = min(18.0, max(LEAST, (WIDTH - LABEL - 4) / len(reads)))
     parts = []
     every = _spacing(cell)
@@ -342,14 +345,14 @@ def similarity(reads: Sequence[Read], cosines: np.ndarray, title: str) -> str:
 
 
 def faint(count: int) -> float:
-    """Attention below which one of `count` tokens is not drawn: half of what each has where all have the same, and
-    `FAINT` at most."""
+    """Return attention below which one of `count` tokens is not drawn: half of what each has where all have the same,
+    and `FAINT` at most."""
     return min(FAINT, 0.5 / count)
 
 
 def attention(layers: Sequence[int], rows: dict[str, np.ndarray], names: Sequence[str], title: str) -> str:
-    """What one token attends to: for each of the `rows` (layers, tokens) a line a layer and a column a token, zero to
-    one on the scale's blue half; what is `faint` is left out."""
+    """Draw what one token attends to: for each of the `rows` (layers, tokens) a line a layer and a column a token,
+    zero to one on the scale's blue half; what is `faint` is left out."""
     wide = (WIDTH - LABEL - 4) / len(names)
     tall, y = 11.0, 0.0
     parts, first = [], True

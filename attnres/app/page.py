@@ -27,8 +27,8 @@ from attnres.app.state import (
 )
 from attnres.errors import UserError
 from attnres.inspect.corpus import Search
+from attnres.inspect.look import LookText
 from attnres.inspect.steps import step_change
-from attnres.inspect.texts import LookText
 from attnres.text import whole_characters
 from attnres.typed import Count, Misfit, fit
 
@@ -70,28 +70,29 @@ class Halves:
         self.models = list(models)
 
     def count(self, view: View) -> int:
-        """How many there are."""
+        """Return how many panes there are."""
         return 2 if view.other is not None else len(view.models)
 
     def chosen(self, view: View) -> int:
-        """The half of which the chosen token is."""
+        """Return the half of which the chosen token is."""
         return min(view.half, self.count(view) - 1)
 
     def of(self, view: View, place: int) -> tuple[int, str]:
-        """The number of a half's model, and its text."""
+        """Return the number of a half's model, and its text."""
         if view.other is not None:
             return view.models[0], view.other if place else view.text
         return view.models[place], view.text
 
     def read_of(self, view: View, number: int) -> int:
-        """The number of the read that colours a model's tokens: of the name of the first half's, or the output's."""
+        """Return the number of the read that colours a model's tokens: of the name of the first half's, or the
+        output's."""
         first, reads = self.models[view.models[0]].reads, self.models[number].reads
         name = first[view.read] if view.read is not None and view.read < len(first) else None
         return reads.index(name) if name in reads else len(reads) - 1
 
     def token_of(self, view: View, place: int) -> int:
-        """The number of the chosen token in a half's text: where it was chosen among other tokens of the same text, of
-        the one in which it ends; without a choice the last that says something."""
+        """Return the number of the chosen token in a half's text: where it was chosen among other tokens of the same
+        text, of the one in which it ends; without a choice the last that says something."""
         number, text = self.of(view, place)
         model, reading = self.models[number], self.models[number].read(text)
         last = len(reading.ids) - 1
@@ -105,14 +106,14 @@ class Halves:
         return min(view.token if token is None else token, last)
 
     def has(self, cut: Cut) -> bool:
-        """Whether the edge of a cut is one of its model's."""
+        """Return whether the edge of a cut is one of its model's."""
         if cut.model >= len(self.models):
             return False
         sources = self.models[cut.model].sources
         return cut.read < len(sources) and cut.source < len(sources[cut.read])
 
     def example(self, name: str, models: Iterable[int]) -> str:
-        """An example, as far as the shortest context of these models goes."""
+        """Return an example, as far as the shortest context of these models goes."""
         encoders = [self.models[number].encoder for number in models]
         return functools.reduce(lambda text, encoder: encoder.beginning(text), encoders, EXAMPLES[name])
 
@@ -127,7 +128,7 @@ class Actions:
         self.halves = halves
 
     def act(self, view: View, action: Any) -> View:
-        """The view after an action, a name and a value: ["token", 3].
+        """Return the view after an action, a name and a value: ["token", 3].
 
         Raises:
             UserError: no such action, or one on what is not there.
@@ -138,23 +139,23 @@ class Actions:
         raise UserError(_NOTHING_HIT)
 
     def type(self, view: View, text: Any) -> View:
-        """Another text: the last token is chosen, knocked-out edges stay out."""
+        """Take another text: the last token is chosen, knocked-out edges stay out."""
         return replace(view, text=_words(text), token=None, half=0)
 
     def compare(self, view: View, text: Any) -> View:
-        """A second text for the first of the models, or none."""
+        """Take a second text for the first of the models, or none."""
         if text is None:
             return replace(view, other=None)
         return replace(view, other=_words(text), models=view.models[:1])
 
     def example(self, view: View, name: Any) -> View:
-        """One of the examples."""
+        """Take one of the examples."""
         if not isinstance(name, str) or name not in EXAMPLES:
             raise UserError("there is no such example: load the page again")
         return self.type(view, self.halves.example(name, view.models))
 
     def choose(self, view: View, models: Any) -> View:
-        """Other models, by their numbers: one, or two."""
+        """Show other models, by their numbers: one, or two."""
         try:
             numbers = tuple(dict.fromkeys(fit(models, list[Count])))
         except Misfit:
@@ -171,20 +172,20 @@ class Actions:
         )
 
     def show_by(self, view: View, by: Any) -> View:
-        """Contributions or weights."""
+        """Show contributions or weights."""
         if by not in ("contribution", "weight"):
             raise UserError("sources are shown by contribution or by weight: load the page again")
         return replace(view, by=by)
 
     def colour(self, view: View, what: Any) -> View:
-        """Tokens coloured by another [read, source]; a read of -1 is the output's."""
+        """Colour tokens by another [read, source]; a read of -1 is the output's."""
         if not (isinstance(what, list) and len(what) == 2 and type(what[0]) is int and isinstance(what[1], str)):
             raise UserError("there is no such read or source: load the page again")
         read, source = what
         return replace(view, read=read if 0 <= read <= LARGEST_NUMBER else None, source=source or LARGEST)
 
     def choose_token(self, view: View, at: Any) -> View:
-        """Another token of a half, {"place": p, "token": t}.
+        """Choose another token of a half, {"place": p, "token": t}.
 
         Raises:
             UserError: a click on what is not there.
@@ -196,8 +197,8 @@ class Actions:
         return replace(view, token=token, half=place)
 
     def click(self, view: View, edge: Any) -> View:
-        """A click on an edge of a half, {"place": p, "model": m, "read": r, "source": s}: it is knocked out, where the
-        view says, or brought back. With "token" it is that token's, or (None) that of all tokens.
+        """Cut an edge of a half, {"place": p, "model": m, "read": r, "source": s}: it is knocked out,
+        where the view says, or brought back. With "token" it is that token's, or (None) that of all tokens.
 
         Raises:
             UserError: a click on what is not there.
@@ -215,13 +216,13 @@ class Actions:
         return replace(view, cuts=cuts)
 
     def span(self, view: View, span: Any) -> View:
-        """Whether the next cut holds at all tokens or at one."""
+        """Choose whether the next cut holds at all tokens or at one."""
         if span not in ("all", "one"):
             raise UserError("a cut holds at all tokens or at one: load the page again")
         return replace(view, span=span)
 
     def undo(self, view: View, _: Any = None) -> View:
-        """The last cut is brought back."""
+        """Restore the last cut."""
         return replace(view, cuts=view.cuts[:-1])
 
     def reset(self, view: View, _: Any = None) -> View:
@@ -229,11 +230,11 @@ class Actions:
         return replace(view, cuts=())
 
     def restore(self, view: View, earlier: Any) -> View:
-        """An earlier view."""
+        """Go back to an earlier view."""
         return from_json(earlier, len(self.halves.models))
 
     def visit(self, view: View, hit: Any) -> View:
-        """A hit of a search, {"text": ..., "at": character}: its text, with the token there chosen."""
+        """Go to a hit of a search, {"text": ..., "at": character}: its text, with the token there chosen."""
         if not isinstance(hit, dict) or not isinstance(hit.get("text"), str) or type(hit.get("at")) is not int:
             raise UserError("this hit is none: search again")
         view = self.type(view, hit["text"])
@@ -241,7 +242,7 @@ class Actions:
         return replace(view, other=None, token=encoder.token_at(view.text, hit["at"]))
 
     def _token(self, view: View, place: int) -> int | None:
-        """Where a cut that is chosen in this half holds."""
+        """Return where a cut that is chosen in this half holds."""
         return None if view.span == "all" else self.halves.token_of(view, place)
 
 
@@ -263,7 +264,7 @@ _ACTIONS: dict[str, Callable[..., View]] = {
 
 
 def _numbers(value: Any) -> dict[str, int | None]:
-    """The numbers that a click came with. Raises UserError."""
+    """Return the numbers that a click came with. Raises UserError."""
     try:
         return fit(value, dict[str, Count | None])
     except Misfit:
@@ -271,7 +272,7 @@ def _numbers(value: Any) -> dict[str, int | None]:
 
 
 def _words(text: Any) -> str:
-    """A text from the browser, half a character made none. Raises UserError."""
+    """Return a text from the browser, half a character made none. Raises UserError."""
     if not isinstance(text, str):
         raise UserError("the text is none: type some")
     return whole_characters(text)
@@ -328,7 +329,7 @@ class Page:
         return [model.key for model in self.models]
 
     def begin(self, link: str) -> tuple[View, str]:
-        """The view that the page opens with, and what is wrong with its link, a query string."""
+        """Return the view that the page opens with, and what is wrong with its link, a query string."""
         fields = {name: value for name, value in parse_qsl(link.removeprefix("?")[:20_000]) if len(name) == 1}
         last = len(self.models) - 1  # of each run its last checkpoint, the finished model, is shown
         whole = [i for i in range(last) if self.models[i + 1].whole is not self.models[i].whole] + [last]
@@ -403,7 +404,7 @@ class Page:
         return draw.learned_between(change, first.name)
 
     def pane(self, view: View, place: int) -> Pane:
-        """One half of the page. Raises UserError for a text that its model cannot read."""
+        """Return one half of the page. Raises UserError for a text that its model cannot read."""
         number, text = self.halves.of(view, place)
         model = self.models[number]
         reading, token = model.read(text), self.halves.token_of(view, place)
@@ -449,7 +450,8 @@ class Page:
         self.models[number].score(text, self.halves.token_of(view, place), report)
 
     def search(self, view: View, least: bool, report: Report) -> tuple[Search, str]:
-        """The tokens of the corpus at which what colours the tokens is most, or least, of its read; and their HTML.
+        """Find the tokens of the corpus at which what colours the tokens is most, or least, of its read; and their
+        HTML.
 
         Raises:
             UserError: no corpus, or no single source is chosen.
@@ -464,7 +466,7 @@ class Page:
         return result, draw.results(result, f"{self.corpus.name}, {model.label}")
 
     def export(self, view: View) -> dict[str, object]:
-        """What the page shows, as numbers. Raises UserError for a text that a model cannot read."""
+        """Return what the page shows, as numbers. Raises UserError for a text that a model cannot read."""
         panes = [self.pane(view, place) for place in range(self.halves.count(view))]
         return export(panes) | {"text": view.text, "other": view.other}
 

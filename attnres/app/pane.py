@@ -64,7 +64,7 @@ class Pane:
         return [row[self.token] for row in self.reading.rows(self.by)]
 
     def cut_at(self, token: int | None) -> frozenset[tuple[int, int]]:
-        """(read, source) of what is knocked out at all tokens, and at one where it is given."""
+        """Return (read, source) of what is knocked out at all tokens, and at one where it is given."""
         return frozenset((cut.read, cut.source) for cut in self.cuts if cut.token in (None, token))
 
     @property
@@ -119,7 +119,7 @@ class Scales:
 
     @classmethod
     def of(cls, panes: Sequence[Pane]) -> "Scales":
-        """The least that holds every pane; what is smaller than `FLOOR` stays pale."""
+        """Return the least that holds every pane; what is smaller than `FLOOR` stays pale."""
 
         def end(values: Iterable[Sequence[float] | np.ndarray], least: float = FLOOR) -> float:
             return max([least, *(end_of_scale(np.asarray(one, dtype=float), least) for one in values)])
@@ -139,7 +139,7 @@ class Scales:
 
 
 def export(panes: Sequence[Pane]) -> dict[str, object]:
-    """What the page shows, as numbers for a JSON file."""
+    """Return what the page shows, as numbers for a JSON file."""
     return {
         "format": 2,
         "models": [
@@ -180,7 +180,7 @@ FULL = 0.65
 
 
 def token_heading(p: Pane) -> str:
-    """What colours the tokens, in words."""
+    """Say what colours the tokens."""
     read = p.reading.reads[p.read]
     read = "the output's read" if read == "output" else f"the read of {read}"
     if p.source == LOSS:
@@ -193,7 +193,7 @@ def token_heading(p: Pane) -> str:
 
 
 def token_text(p: Pane, colours: dict[str, str], scales: Scales) -> str:
-    """The tokens, each to be chosen, on its colour; `colours` are of sources."""
+    """Return the tokens, each to be chosen, on its colour; `colours` are of sources."""
     fills = _fills(p, colours, scales)
     rows, names = p.reading.rows(p.by)[p.read], p.reading.sources[p.read]
     parts = []
@@ -216,7 +216,7 @@ def token_text(p: Pane, colours: dict[str, str], scales: Scales) -> str:
 
 
 def token_legend(p: Pane, colours: dict[str, str], scales: Scales) -> str:
-    """What the colours of the tokens mean."""
+    """Return what the colours of the tokens mean."""
     names, place = p.reading.sources[p.read], p.column
     if p.source == LOSS:
         if p.effect is None:
@@ -241,7 +241,7 @@ def token_legend(p: Pane, colours: dict[str, str], scales: Scales) -> str:
 
 
 def _fills(p: Pane, colours: dict[str, str], scales: Scales) -> list[str]:
-    """A background for each token."""
+    """Return a background for each token."""
     if p.source == LOSS:
         return [PLAIN] + [_shade(-change, scales.loss) for change in p.loss_change]
     if p.source == ATTENDED:
@@ -255,7 +255,7 @@ def _fills(p: Pane, colours: dict[str, str], scales: Scales) -> list[str]:
 
 
 def _inline(piece: str) -> str:
-    """A token's text within the text: spaces stay spaces and lines end, so that the text reads as it is."""
+    """Return a token's text within the text: spaces stay spaces and lines end, so that the text reads as it is."""
     lines = [" ".join(visible(word) if word else "" for word in line.split(" ")) for line in piece.split("\n")]
     return "↵\n".join(lines) if piece else visible(piece)
 
@@ -266,13 +266,13 @@ def _shade(value: float, largest: float) -> str:
 
 
 def _alike(p: Pane) -> bool:
-    """Whether no source weighs more than another, as in a plain sum."""
+    """Return whether no source weighs more than another, as in a plain sum."""
     sizes = np.abs(p.reading.weights[p.read])
     return p.by == "weight" and sizes.shape[1] > 1 and bool(np.allclose(sizes, sizes[:, :1]))
 
 
 def _ramp(low: float, high: float, words: str, flip: bool = False) -> str:
-    """A scale with both its ends."""
+    """Return a scale with both its ends."""
     stops = [_shade((-1 if flip else 1) * value, high) for value in np.linspace(low, high, 9)]  # a root is no line
     ramp = f'<i class="ramp" style="background:linear-gradient(90deg,{",".join(stops)})"></i>'
     return f'<p class="legend">{tick(low)} {ramp} {tick(high)} {escape(words)}</p>'

@@ -127,7 +127,7 @@ def _bytes(kept: Any) -> int:
 
 
 def dominant(rows: np.ndarray) -> np.ndarray:
-    """The source of each token that is most of its read, along it or against it: (tokens, sources) to places."""
+    """Return the source of each token that is most of its read, along it or against it: (tokens, sources) to places."""
     return np.abs(rows).argmax(1)
 
 
@@ -172,7 +172,8 @@ class Reading(notebook.Named):
         return [row.mean(0) for row in self.rows(by)]
 
     def most_varied(self) -> int:
-        """The read in which the tokens' largest sources differ most: the entropy of how often each is the largest."""
+        """Return the read in which the tokens' largest sources differ most: the entropy of how often each is the
+        largest."""
 
         def entropy(parts: np.ndarray) -> float:
             share = np.bincount(dominant(parts)) / max(1, len(parts))
@@ -214,7 +215,7 @@ class Encoder:
     rows: int | None
 
     def encode(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Ids of a text's tokens, and where in it each lies (nothing for a tokenizer that does not say).
+        """Return ids of a text's tokens, and where in it each lies (nothing for a tokenizer that does not say).
 
         Raises:
             UserError: no text, too long a text, or as `encode_prompt`.
@@ -240,17 +241,18 @@ class Encoder:
         return next((cut[:place] for mark in "\n " if (place := cut.rfind(mark)) > 0), cut)
 
     def token_at(self, text: str, character: int) -> int | None:
-        """The number of the token of a text in which a character lies; None where the tokenizer does not say."""
+        """Return the number of the token of a text in which a character lies; None where the tokenizer does not say."""
         spans = self.encode(text)[1]
         return next((i for i, (start, end) in enumerate(spans) if start <= character < end), None)
 
     def end_of(self, text: str, token: int) -> int | None:
-        """The last character of a token of a text; None where the tokenizer does not say, or the token has none."""
+        """Return the last character of a token of a text; None where the tokenizer does not say, or the token has
+        none."""
         start, end = next(iter(self.encode(text)[1][token : token + 1]), (0, 0))
         return end - 1 if end > start else None
 
     def notes(self, text: str, ids: Sequence[int]) -> list[str]:
-        """What a reader of a text's figures has to know of its tokens, in sentences."""
+        """Return what a reader of a text's figures has to know of its tokens, in sentences."""
         notes = []
         decoded = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
         lost = sorted({character for character in text if not character.isspace()} - set(decoded))

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Awaitable, Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any, TypedDict
@@ -16,10 +16,12 @@ from typing import Any, TypedDict
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attnres.app.figures import without
 from attnres.app.page import EXAMPLES, Page
@@ -47,21 +49,12 @@ _POLICY = "; ".join(
         "frame-ancestors 'none'",
     )
 )
-_HEADERS = (
-    (b"content-security-policy", _POLICY.encode()),
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"cache-control", b"no-store"),
-)
-
-_FOREIGN = (
-    b"this server does not know the name that it was asked by: open it by the address of its machine, or start it with "
-    b"--names and this name"
-)
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
 
 
 class Guard:
@@ -74,70 +67,70 @@ class Guard:
             foreign page can have.
     """
 
-    def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], local: bool, names: Collection[str] = ()
-    ) -> None:
+    def __init__(self, app: ASGIApp, local: bool, names: Collection[str] = ()) -> None:
         self.app, self.local, self.names = app, local, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-        host, length = headers.get(b"host", ""), headers.get(b"content-length", "0")
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message.setdefault("headers", [])
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        refusal = self._refusal(Headers(scope=scope))
+        await (PlainTextResponse(refusal[1], refusal[0]) if refusal else self.app)(scope, receive, sending)
+
+    def _refusal(self, headers: Headers) -> tuple[int, str] | None:
+        """Return the status and words of a request that is not answered, or None.
+
+        Starlette's TrustedHostMiddleware knows neither IPv6 hosts nor every address of a network.
+        """
+        host, length = headers.get("host", ""), headers.get("content-length", "0")
         name = _name(host)
         if self.local and not (name == "localhost" or is_loopback(name)):
-            await _refuse(send, 421, b"this server answers on localhost only")
-        elif not self.local and "." in name and not _is_address(name) and name not in self.names:
-            await _refuse(send, 421, _FOREIGN)
-        elif headers.get(b"origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
-            await _refuse(send, 403, b"this page answers to itself only")
-        elif not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY:
-            await _refuse(send, 413, b"this is too much at once")
-        elif b"transfer-encoding" in headers:
-            await _refuse(send, 411, b"say how long it is")
-        else:
-
-            async def sending(message: MutableMapping[str, Any]) -> None:
-                if message["type"] == "http.response.start":
-                    message = {**message, "headers": [*message.get("headers", []), *_HEADERS]}
-                await send(message)
-
-            await self.app(scope, receive, sending)
+            return 421, "this server answers on localhost only"
+        if not self.local and "." in name and _address(name) is None and name not in self.names:
+            return 421, (
+                "this server does not know the name that it was asked by: open it by the address of its machine, or "
+                "start it with --names and this name"
+            )
+        if headers.get("origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
+            return 403, "this page answers to itself only"
+        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY:
+            return 413, "this is too much at once"
+        if "transfer-encoding" in headers:
+            return 411, "say how long it is"
+        return None
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a numeric address reaches this machine alone."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    """Return whether a numeric address reaches this machine alone."""
+    known = _address(address)
+    return known is not None and known.is_loopback
 
 
 def own_names(*given: str) -> set[str]:
-    """Names of this machine: those given, what it calls itself, and its name on the local network."""
+    """Return names of this machine: those given, what it calls itself, and its name on the local network."""
     own = socket.gethostname()
     names = (*given, own, socket.getfqdn(), f"{own.partition('.')[0]}.local")
     return {name.lower().rstrip(".") for name in names}
 
 
 def _name(header: str) -> str:
-    """What a Host header names, without port and brackets, in small letters."""
+    """Return what a Host header names, without port and brackets, in small letters."""
     name = header.rsplit(":", 1)[0] if re.search(r":[0-9]+$", header) else header
     return name.lower().rstrip(".").removeprefix("[").removesuffix("]")
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return a numeric address; None of a name."""
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
-
-
-async def _refuse(send: Send, status: int, words: bytes) -> None:
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), *_HEADERS]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": words})
+        return None
 
 
 MISTAKE = "a mistake of attnres: a report of it is welcome"
@@ -168,7 +161,7 @@ class Asked(TypedDict, total=False):
 
 
 def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Starlette:
-    """The page as an ASGI application; `local` and `names` as in `Guard`."""
+    """Make the page an ASGI application; `local` and `names` as in `Guard`."""
 
     def show(question: Asked) -> dict[str, Any]:
         steps = []
@@ -222,20 +215,20 @@ def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Star
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    """The answer to a question that failed; who has gone, amid a question or its answer, is nobody's mistake."""
+    """Return the answer to a question that failed; who has gone, amid a question or its answer, is nobody's mistake."""
     gone = isinstance(error, ClientDisconnect | ConnectionError)
     return Response(status_code=400) if gone else JSONResponse({"error": _unforeseen(error)}, 500)
 
 
 def _unforeseen(error: Exception) -> str:
-    """What nobody foresaw as a sentence for the page, which the terminal is told, too."""
+    """Say in a sentence for the page what nobody foresaw, and tell the terminal."""
     words = FULL if is_out_of_memory(error) else MISTAKE
     print(f"attnres: error: {words} ({type(error).__name__}: {one_line(str(error))})", file=sys.stderr, flush=True)
     return words
 
 
 def _view(page: Page, question: Asked) -> tuple[View, str]:
-    """The view that a question is about, and what is wrong with its link."""
+    """Return the view that a question is about, and what is wrong with its link."""
     if question.get("view") is None:
         return page.begin(question.get("link", ""))
     if question.get("models", page.keys) != page.keys:
@@ -260,7 +253,7 @@ def _file(name: str, begin: dict[str, Any]) -> Callable[[Request], Response]:
 
 
 async def _asked(request: Request) -> Asked:
-    """What is asked. Raises UserError."""
+    """Read the question. Raises UserError."""
     body = await request.body()
     try:
         text = body.decode()
@@ -270,7 +263,7 @@ async def _asked(request: Request) -> Asked:
 
 
 def _answer(make: Callable[[Asked], dict[str, Any]]) -> Callable[..., Any]:
-    """A question that is answered in one piece; a mistake is a sentence, and status 400."""
+    """Make the route of a question that is answered in one piece; a mistake is a sentence, and status 400."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -282,7 +275,7 @@ def _answer(make: Callable[[Asked], dict[str, Any]]) -> Callable[..., Any]:
 
 
 def _stream(make: Callable[[Asked, Report], dict[str, Any]]) -> Callable[..., Any]:
-    """A question that takes a while: lines of JSON that say how much is done, and the answer as the last."""
+    """Make the route of a question that takes a while: lines of JSON say how much is done, the last is the answer."""
 
     async def answer(request: Request) -> Response:
         try:

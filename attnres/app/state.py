@@ -79,7 +79,7 @@ class View:
     span: Span = "all"
 
     def cuts_of(self, model: int) -> tuple[Cut, ...]:
-        """What is knocked out in one model."""
+        """Return what is knocked out in one model."""
         return tuple(cut for cut in self.cuts if cut.model == model)
 
     def to_json(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class View:
 
 
 def from_json(value: Any, models: int) -> View:
-    """The view that a browser sends back.
+    """Return the view that a browser sends back.
 
     Raises:
         UserError: it is none, or one of other models.
@@ -101,7 +101,7 @@ def from_json(value: Any, models: int) -> View:
 
 
 def key_of(name: str, step: int | None, content: bytes) -> str:
-    """The key of a model in links: the end of its name and its step, for readers, and a hash of its content.
+    """Return the key of a model in links: the end of its name and its step, for readers, and a hash of its content.
 
     >>> key_of("runs/my block", 1200, b"weights")
     'my-block-1200~9a129038d9a0'
@@ -185,8 +185,8 @@ def _checked(view: View, models: int) -> View:
 
 
 def _places(wanted: Sequence[str], keys: Sequence[str]) -> list[int]:
-    """The numbers of the models of some keys, by their hashes: each once, also where a model is there twice; a number
-    after the last for one that is not there."""
+    """Return the numbers of the models of some keys, by their hashes: each once, also where a model is there twice; a
+    number after the last for one that is not there."""
     places: list[int] = []
     for key in wanted:
         same = (i for i, other in enumerate(keys) if other.split("~")[1] == key.split("~")[1] and i not in places)

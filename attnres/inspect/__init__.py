@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from attnres.inspect.attention import TokenAttention, token_attention
     from attnres.inspect.attribution import Attribution, Patching, attribute, patch
     from attnres.inspect.corpus import Search, search
+    from attnres.inspect.doctor import Finding, examine
     from attnres.inspect.edits import Ablate, KnockOut, Patch, Reweigh, Steer, intervene, source_names
-    from attnres.inspect.effects import Effect, effect, predict
+    from attnres.inspect.effects import Effect, Vectors, effect, predict, read_vectors
     from attnres.inspect.inspection import Inspection
     from attnres.inspect.inspector import from_trace, inspect_model
     from attnres.inspect.lens import Direct, Lens, direct, logit_lens
@@ -17,14 +18,14 @@ if TYPE_CHECKING:
     from attnres.inspect.recording import Trace, find_residual, record
     from attnres.inspect.subject import TextModel
     from attnres.inspect.survey import CorpusEffect, corpus_effect
-    from attnres.inspect.vectors import Vectors, read_vectors
 
 _HOMES = {
     "attention": "TokenAttention token_attention",
     "attribution": "Attribution Patching attribute patch",
     "corpus": "Search search",
+    "doctor": "Finding examine",
     "edits": "Ablate KnockOut Patch Reweigh Steer intervene source_names",
-    "effects": "Effect effect predict",
+    "effects": "Effect Vectors effect predict read_vectors",
     "inspection": "Inspection",
     "inspector": "from_trace inspect_model",
     "lens": "Direct Lens direct logit_lens",
@@ -32,7 +33,6 @@ _HOMES = {
     "recording": "Trace find_residual record",
     "subject": "TextModel",
     "survey": "CorpusEffect corpus_effect",
-    "vectors": "Vectors read_vectors",
 }
 """Names by the module that defines them. They are imported when asked for: flags need none of it."""
 __getattr__, __dir__ = lazy_names(
@@ -45,6 +45,7 @@ __all__ = [
     "CorpusEffect",
     "Direct",
     "Effect",
+    "Finding",
     "Inspection",
     "KnockOut",
     "Lens",
@@ -62,6 +63,7 @@ __all__ = [
     "corpus_effect",
     "direct",
     "effect",
+    "examine",
     "find_residual",
     "from_trace",
     "inspect_model",

@@ -92,7 +92,7 @@ def token_attention(model: Any, text: Text) -> TokenAttention:
 
 
 def _summary(weights: Tensor) -> Tensor:
-    """Mean and maximum (1, 2, T, T) of the heads' weights (1, H, T, T)."""
+    """Return mean and maximum (1, 2, T, T) of the heads' weights (1, H, T, T)."""
     return torch.stack([weights.mean(1, dtype=torch.float32), weights.amax(1).float()], 1).cpu()
 
 
@@ -124,7 +124,8 @@ def _summed_up(model: Any) -> Generator[list[Tensor]]:
 
 
 def _layers(config: Any, count: int) -> list[int]:
-    """The numbers of the layers that `count` attention weights are of: Transformers leaves out those without any.
+    """Return the numbers of the layers that `count` attention weights are of: Transformers leaves out those without
+    any.
 
     Raises:
         UserError: the config does not say.

@@ -12,9 +12,9 @@ from attnres.errors import UserError
 from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.edits import Ablate, Patch, Watch, intervene, position_of
+from attnres.inspect.effects import read_vectors
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, Token, as_model, last_log_probs, prompt_ids, token_id
-from attnres.inspect.vectors import read_vectors
 from attnres.models.replay import Replay
 from attnres.ops import compute_dtype
 from attnres.residuals import Read, Residual, watched_by
@@ -77,8 +77,8 @@ class Attribution(notebook.Named, notebook.Result):
     agreement: Agreement
 
     def top(self, k: int = TOP, *, by: str = "knockout") -> list[Edge]:
-        """The k edges with the largest changes, `by` "knockout" or "gradient". Reads with one source are left out:
-        without it they have no input at all."""
+        """Return the k edges with the largest changes, `by` "knockout" or "gradient". Reads with one source are left
+        out: without it they have no input at all."""
         if by not in ("knockout", "gradient"):
             raise UserError(f"by is '{by}': expected 'knockout' or 'gradient'")
         edges = [
@@ -109,7 +109,8 @@ def attribute(
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
 ) -> Attribution:
-    """How ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l, i).
+    """Measure how ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l,
+    i).
 
     Removing is `Ablate`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
     with its own edge removed, from the layer on that makes the read (`Replay`). *Gradient* is the first-order estimate
@@ -172,7 +173,7 @@ def attribute(
 
 
 def agreement(first: np.ndarray, second: np.ndarray, top: int = TOP) -> Agreement:
-    """How far two lists of changes of the same edges agree."""
+    """Return how far two lists of changes of the same edges agree."""
     k = min(top, len(first))
     best = [set(np.argsort(-np.abs(values), kind="stable")[:k].tolist()) for values in (first, second)]
     return Agreement(len(first), spearman(first, second), len(best[0] & best[1]) / k if k else 0.0, k)
@@ -195,7 +196,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def as_rows(values: Sequence[float], sources: Sequence[Sequence[Any]]) -> list[list[float]]:
-    """One number an edge as a row a read, of its sources."""
+    """Return numbers of edges as a row a read, of its sources."""
     rest = iter(values)
     return [[next(rest) for _ in names] for names in sources]
 
@@ -225,7 +226,7 @@ class _Probe(Watch):
         self.products.append(stacked @ stacked.mT)
 
     def lengthless(self, index: int) -> bool:
-        """Whether the gradient has no part along the read: what follows does not see its length."""
+        """Return whether the gradient has no part along the read: what follows does not see its length."""
         weights, grad, products = self.weights[index], self.grads[index], self.products[index]
         lengths = products.diagonal(dim1=1, dim2=2).sqrt()
         steepest = (grad.abs() / lengths.clamp_min(1e-30)).amax(-1)  # at most |dL/dh|
@@ -244,12 +245,12 @@ class _Probe(Watch):
 
 
 def _lengths(weights: Tensor, products: Tensor) -> Tensor:
-    """(T,) |sum_i p_i v_i| from weights (T, n) and inner products (T, n, n)."""
+    """Return (T,) |sum_i p_i v_i| from weights (T, n) and inner products (T, n, n)."""
     return torch.einsum("ti,tij,tj->t", weights, products.to(weights), weights).clamp_min(0).sqrt()
 
 
 def _backward(model: nn.Module, residual: Residual, ids: Tensor, target: int | None) -> tuple[_Probe, float, int]:
-    """The gradients of ln p(target), ln p(target), and the target."""
+    """Return the gradients of ln p(target), ln p(target), and the target."""
     if residual.editor is not None:
         raise UserError("this model is being edited: leave the `intervene` block before asking for attributions")
     probe = _Probe(residual)
@@ -279,7 +280,7 @@ def _removed(
 def by_size(
     reads: Sequence[str], sources: Sequence[Sequence[str]], rows: Sequence[Sequence[float]]
 ) -> list[tuple[str, str, float]]:
-    """(read, source, value) of reads with a choice, the largest in absolute value first."""
+    """Return (read, source, value) of reads with a choice, the largest in absolute value first."""
     edges = [
         (read, *edge) for read, names, row in zip(reads, sources, rows) if len(names) > 1 for edge in zip(names, row)
     ]
@@ -315,7 +316,7 @@ class Patching(notebook.Named, notebook.Result):
         return [[(value - self.corrupted) / gap for value in row] for row in self.patched]
 
     def top(self, k: int = TOP) -> list[tuple[str, str, float]]:
-        """The k (read, source, restored) that change most."""
+        """Return the k (read, source, restored) that change most."""
         return by_size(self.reads, self.sources, self.restored)[:k]
 
     def to_dict(self) -> dict[str, Any]:

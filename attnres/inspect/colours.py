@@ -36,26 +36,26 @@ def rgb(colour: str) -> tuple[int, int, int]:
 
 
 def blend(a: str, b: str, share: float) -> str:
-    """The colour `share` of the way from `a` to `b`."""
+    """Return the colour `share` of the way from `a` to `b`."""
     share = min(1.0, max(0.0, share))
     return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in zip(rgb(a), rgb(b), strict=True))
 
 
 def along(stops: Sequence[str], place: float) -> str:
-    """The colour at `place`, 0 to 1, of a ramp through evenly spaced stops."""
+    """Return the colour at `place`, 0 to 1, of a ramp through evenly spaced stops."""
     place = min(1.0, max(0.0, place)) * (len(stops) - 1)
     index = min(int(place), len(stops) - 2)
     return blend(stops[index], stops[index + 1], place - index)
 
 
 def signed_root(value: Any) -> Any:
-    """The root of the size of a number, or of each of an array, with its sign."""
+    """Return the root of the size of a number, or of each of an array, with its sign."""
     return np.sign(value) * np.sqrt(np.abs(value))
 
 
 def place_of_size(value: float, largest: float) -> float:
-    """Where a number stands on a scale over the root of its size: from -1 at -largest to 1 at `largest`, not beyond;
-    what is no number stands at 0."""
+    """Return where a number stands on a scale over the root of its size: from -1 at -largest to 1 at `largest`, not
+    beyond; what is no number stands at 0."""
     place = math.copysign(math.sqrt(abs(value / largest)), value)
     return 0.0 if math.isnan(place) else min(1.0, max(-1.0, place))
 
@@ -66,12 +66,12 @@ def signed_colour(value: float) -> str:
 
 
 def source_colours(sources: Sequence[Source]) -> list[str]:
-    """A colour for each of a model's sources: of a kind's, from dark to light by number."""
+    """Return a colour for each of a model's sources: of a kind's, from dark to light by number."""
     return [_colour(source, [s.number for s in sources if s.kind == source.kind]) for source in sources]
 
 
 def colours_by_name(layout: Sequence[Read]) -> dict[str, str]:
-    """A colour for every source of a model's reads, by name."""
+    """Return a colour for every source of a model's reads, by name."""
     sources = columns(read.sources for read in layout)
     return {source.name: colour for source, colour in zip(sources, source_colours(sources), strict=True)}
 

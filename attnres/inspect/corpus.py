@@ -18,10 +18,10 @@ from attnres.inspect import notebook
 from attnres.inspect.config import SearchConfig
 from attnres.inspect.edits import choose_reads, source_and_read
 from attnres.inspect.inspection import FIELD, By
+from attnres.inspect.look import batch_size_of, context_of, open_residual, text_of
 from attnres.inspect.recording import find_residual, record
 from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, vocab_size
 from attnres.inspect.survey import batches, check_documents, encode
-from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_ids, pieces, spelled, token_in_front
 from attnres.progress import counting, grid, say, wide
 from attnres.text import counted, short
@@ -147,7 +147,7 @@ def search(
 
 
 def find_edge(model: nn.Module, source: str, read: str | int) -> tuple[int, int]:
-    """The numbers of one read and of one of its sources.
+    """Return the numbers of one read and of one of its sources.
 
     Raises:
         UserError: no such read, several of them, or none of its sources is called so.
@@ -211,7 +211,7 @@ def _windows(tokenizer: Any, documents: Iterable[Text], room: int, limit: int | 
 
 
 def _of_edge(model: Any, ids: torch.Tensor, index: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and contributions (B, T) of one edge."""
+    """Return weights and contributions (B, T) of one edge."""
     with evaluating(model), torch.no_grad(), record(model, tokens=True) as trace:
         getattr(model, "base_model", model)(input_ids=ids, use_cache=False)  # nobody looks at the logits
     if not trace.token_weights:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -141,8 +141,13 @@ class Edit:
     back by gates, that happens after the edit.
     """
 
-    reads: Reads
-    tokens: Tokens
+    if TYPE_CHECKING:  # fields of the kinds
+
+        @property
+        def reads(self) -> Reads: ...
+
+        @property
+        def tokens(self) -> Tokens: ...
 
     @property
     def positional(self) -> bool:
@@ -161,7 +166,7 @@ class Edit:
         return weights
 
     def changes(self, source: str | None) -> bool:
-        """Whether it changes the vector of that source, or (None) what the read made."""
+        """Return whether it changes the vector of that source, or (None) what the read made."""
         return False
 
     def change(self, vector: Tensor) -> Tensor:
@@ -242,8 +247,13 @@ class Reweigh(Edit):
 class _Vectors(Edit):
     """An edit of vectors: of one source's, or (None) of what the reads made."""
 
-    source: str | None
-    vector: Any
+    if TYPE_CHECKING:
+
+        @property
+        def source(self) -> str | None: ...
+
+        @property
+        def vector(self) -> Any: ...
 
     @property
     def positional(self) -> bool:

@@ -1,4 +1,4 @@
-"""What an edit does to one text: to the loss of each token, and to the next-token distribution."""
+"""What a model says of one text: its predictions, what an edit does to them, and all vectors that it reads."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,9 @@ from attnres.errors import UserError
 from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import Edit, intervene
+from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, as_model, prompt_ids
+from attnres.residuals import Read, watched_by
 from attnres.stats import or_none, ratio
 from attnres.text import short, with_error
 
@@ -78,7 +80,7 @@ class Effect(notebook.Result):
 
 
 def predict(model: Model, input_ids: Text) -> Prediction:
-    """The model's predictions for one text (T,) or (1, T).
+    """Return the model's predictions for one text (T,) or (1, T).
 
     Raises:
         UserError: an empty text, several at once, one longer than the model's context, or ids outside its vocabulary.
@@ -98,7 +100,7 @@ def effect(
     top: int = 10,
     before: Prediction | None = None,
 ) -> Effect:
-    """What `edits` do to the predictions for one text.
+    """Return what `edits` do to the predictions for one text.
 
     Args:
         input_ids: the text, in letters or as ids.
@@ -133,6 +135,90 @@ def effect(
 
 
 def several(edits: Edits) -> Sequence[Edit]:
-    """One edit, or several, as a sequence; what is none is refused where it is made."""
+    """Return one edit, or several, as a sequence; what is none is refused where it is made."""
     many = isinstance(edits, Sequence) and not isinstance(edits, str)
     return edits if many else (cast(Edit, edits),)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Vectors(notebook.Result):
+    """One text's reads.
+
+    Attributes:
+        ids: (T,). layout: the R reads.
+        reads: what each made before its norm, (T, d).
+        weights: (T, sources) of each read. sources: the source vectors of each, (T, d); reads of one source share it.
+        outputs: the embedding and what every sublayer wrote, (T, d).
+        log_probs: (V,) of what follows the text.
+    """
+
+    ids: Tensor
+    layout: Sequence[Read]
+    reads: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    sources: Sequence[Sequence[Tensor]]
+    outputs: Sequence[Tensor]
+    log_probs: Tensor
+
+    def _about(self) -> str:
+        return f"{len(self.layout)} reads, {len(self.ids)} tokens"
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"layout": [read.to_json() for read in self.layout]}
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for read, made in zip(self.layout, self.reads, strict=True):
+            for position, norm in enumerate(made.float().square().mean(-1).sqrt().tolist()):
+                yield {"read": read.name, "position": position, "rms": norm}
+
+    def source(self, read: str, source: str) -> Tensor:
+        """Return (T, d): the vector of a source as a read mixes it, for `Patch`.
+
+        Raises:
+            UserError: there is no such read, or it has no such source.
+        """
+        for one, vectors in zip(self.layout, self.sources, strict=True):
+            names = [part.name for part in one.sources]
+            if one.name == read and source in names:
+                return vectors[names.index(source)]
+        raise UserError(f"no read '{read}' with a source '{source}': see attnres.inspect.source_names")
+
+
+class _Keep:
+    """An observer that keeps one pass."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Tensor] = []
+        self.reads: dict[int, tuple[Tensor, Tensor | None, list[Tensor]]] = {}
+
+    def on_start(self, embedding: Tensor) -> None:
+        self.outputs, self.reads = [embedding[0]], {}
+
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+        vectors = [value.reshape(h.shape)[0] for value in values] or list(self.outputs)
+        self.reads[index] = h[0], weights, vectors
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        self.outputs.append(output[0])
+
+
+def read_vectors(model: Model, text: Text) -> Vectors:
+    """Run the model on one text and keep all that is read: in memory as much as the text's activations.
+
+    Raises:
+        UserError: as `predict`; a residual that mixes by no weights; a model that is being recorded.
+    """
+    model = as_model(model)
+    ids, residual, keep = prompt_ids(model, text), find_residual(model), _Keep()
+    if residual.observer is not None:
+        raise UserError("this model is being recorded: leave the `record` block first")
+    with evaluating(model), torch.no_grad(), watched_by(residual, observer=keep):
+        logits = model(input_ids=ids, use_cache=False).logits
+    kept = [keep.reads[index] for index in sorted(keep.reads)]
+    weights = [one[1] for one in kept if one[1] is not None]
+    if len(weights) < len(kept):
+        raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there are no sources to show")
+    last = log_probs(logits[0, -1])
+    return Vectors(
+        ids[0], residual.layout(), [one[0] for one in kept], weights, [one[2] for one in kept], keep.outputs, last
+    )

@@ -9,8 +9,8 @@ from attnres.residuals import Residual
 
 
 def directions(residual: Residual) -> np.ndarray:
-    """(R, d): pseudo-query times key gain, w_l * g_l, of each of the R reads in fp64; NaN where a read has none, or one
-    of zero length: never trained (a read of one source) or not yet."""
+    """Return (R, d): pseudo-query times key gain, w_l * g_l, of each of the R reads in fp64; NaN where a read has none,
+    or one of zero length: never trained (a read of one source) or not yet."""
     rows = np.full((len(residual.layout()), residual.width), np.nan)
     for index in range(len(rows)):
         query = residual.direction(index)
@@ -20,7 +20,7 @@ def directions(residual: Residual) -> np.ndarray:
 
 
 def sharpness(residual: Residual) -> list[float | None] | None:
-    """|w_l * g_l| sqrt(d) / temperature of each read: the largest logit that it can give.
+    """Return |w_l * g_l| sqrt(d) / temperature of each read: the largest logit that it can give.
 
         |w . (g * v / rms(v))| <= |w * g| |v / rms(v)| = |w * g| sqrt(d)    (Cauchy-Schwarz)
 
@@ -34,7 +34,7 @@ def sharpness(residual: Residual) -> list[float | None] | None:
 
 
 def query_cosine(residual: Residual) -> list[list[float | None]] | None:
-    """(R, R): cosine of each two reads' w * g; None where one has no query or one of zero length, and instead of
+    """Return (R, R): cosine of each two reads' w * g; None where one has no query or one of zero length, and instead of
     the matrix where fewer than two have one."""
     rows = directions(residual)
     lengths = np.linalg.norm(rows, axis=1)
@@ -45,7 +45,7 @@ def query_cosine(residual: Residual) -> list[list[float | None]] | None:
 
 
 def query_pca(residual: Residual) -> dict[str, Any] | None:
-    """The reads' w * g, less their mean, on their first two principal axes (numpy's SVD).
+    """Return the reads' w * g, less their mean, on their first two principal axes (numpy's SVD).
 
     Returns:
         `points`: [x, y] of each read, [None, None] where it has no query; `explained`: the two axes' shares of the

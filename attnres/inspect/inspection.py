@@ -29,7 +29,7 @@ from attnres.stats import plain
 
 
 def normalised(mixing: np.ndarray) -> np.ndarray:
-    """|M[l, i]| / sum_j |M[l, j]|: the share of each output in a read by its coefficient; rows sum to one."""
+    """Return |M[l, i]| / sum_j |M[l, j]|: the share of each output in a read by its coefficient; rows sum to one."""
     size = np.abs(mixing)
     total = size.sum(1, keepdims=True)
     return np.divide(size, total, out=np.zeros_like(size), where=total > 0)
@@ -48,7 +48,7 @@ def depth_distance(mixing: np.ndarray, written: Sequence[int] | None = None) -> 
 
 
 def embedding_persistence(mixing: np.ndarray) -> np.ndarray:
-    """The embedding's share in each read: `normalised(M)[:, 0]`; a plain residual has 1 / (n_l + 1)."""
+    """Return the embedding's share in each read: `normalised(M)[:, 0]`; a plain residual has 1 / (n_l + 1)."""
     return normalised(mixing)[:, 0]
 
 
@@ -67,7 +67,7 @@ def _is_row(values: list[Any]) -> bool:
 
 
 def dynamics(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """What a training run recorded by depth, over its steps; None where it recorded nothing.
+    """Return what a training run recorded by depth, over its steps; None where it recorded nothing.
 
     Args:
         lines: of metrics.jsonl, as `attnres.training.records.read_metrics` gives them.
@@ -317,7 +317,7 @@ class Inspection(notebook.Result):
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a JSON value is of an annotated type; any number may be None."""
+    """Return whether a JSON value is of an annotated type; any number may be None."""
     if kind is Any or (value is None and kind in (float, NoneType)):
         return True
     if is_typeddict(kind):
@@ -337,8 +337,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def mean_inspection(inspections: Sequence[Inspection], name: str) -> Inspection:
-    """The first of several seeds' under a name of its own, with means over the seeds of what has one: weights, mixing,
-    entropy and magnitudes. Texts and queries are each seed's own."""
+    """Return the first of several seeds' under a name of its own, with means over the seeds of what has one: weights,
+    mixing, entropy and magnitudes. Texts and queries are each seed's own."""
     first = inspections[0]
     model = {**first.model, "name": name}
     if len(inspections) == 1:
@@ -369,7 +369,7 @@ MEANS += ("source_cosine", "key_cosine")
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    """Means of numbers in the same places; the first value where one is none, or the shapes differ."""
+    """Return means of numbers in the same places; the first value where one is none, or the shapes differ."""
     first = values[0]
     if all(isinstance(value, list) for value in values) and len({len(value) for value in values}) == 1:
         return [_mean(parts) for parts in zip(*values)]
@@ -394,7 +394,7 @@ def by_in(by: By, *parts: Any) -> By:
 
 
 def amounts(row: Sequence[float | None], by: By) -> np.ndarray:
-    """One read's numbers: contributions as they are, weights as |weight| / sum |weights|."""
+    """Return one read's numbers: contributions as they are, weights as |weight| / sum |weights|."""
     values = np.array([value or 0.0 for value in row])
     return values if by == "contribution" else np.abs(values) / (np.abs(values).sum() or 1.0)
 
@@ -413,8 +413,8 @@ class Routing:
 
     @classmethod
     def of(cls, inspection: "Inspection", by: By) -> "Routing | None":
-        """Means over tokens of the reads that weigh something; None for a residual that weighs nothing. An inspection
-        of an earlier version, which has no contributions, gives weights."""
+        """Return means over tokens of the reads that weigh something; None for a residual that weighs nothing. An
+        inspection of an earlier version, which has no contributions, gives weights."""
         if inspection.routing is None:
             return None
         by = by_in(by, inspection.routing, inspection.kinds, inspection.example)
@@ -441,7 +441,7 @@ class Routing:
         return sum(not source.open and source.kind not in plain for source in self.layout[row].sources)
 
     def weighs(self, row: int, source: str) -> bool:
-        """Whether a read weighs the source called `source` beside another."""
+        """Return whether a read weighs the source called `source` beside another."""
         names = [one.name for one in self.layout[row].sources]
         return source in names and len(names) > 1
 

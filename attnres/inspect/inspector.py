@@ -93,7 +93,7 @@ def inspect_model(
 def from_survey(
     model: Any, measured: Survey, *, name: str | None, source: str, context: int, kind: str, kinds: Sequence[str]
 ) -> Inspection:
-    """An inspection, without an example, of what a survey saw; `kinds` are the names of its labels."""
+    """Return an inspection, without an example, of what a survey saw; `kinds` are the names of its labels."""
     inspection = from_trace(model, measured.trace, name=name, source=source)
     routing, loss = inspection.routing, measured.loss
     if routing is not None:
@@ -109,7 +109,7 @@ def from_survey(
 
 
 def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str = "inputs") -> Inspection:
-    """An inspection of what was recorded, of a model of anything: text, pictures, sound.
+    """Return an inspection of what was recorded, of a model of anything: text, pictures, sound.
 
     Args:
         model: it has a residual of this package, of Transformers or by `attnres.attach`.
@@ -163,8 +163,8 @@ def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str
 
 @torch.no_grad()
 def show_example(model: Model, tokenizer: Any, text: Text, *, context: int, kind: str) -> Example | None:
-    """Every token of a text, cut after `context` tokens, with its weights in each read; None for a residual that weighs
-    nothing. Fields as in `Inspection.example`."""
+    """Return every token of a text, cut after `context` tokens, with its weights in each read; None for a residual that
+    weighs nothing. Fields as in `Inspection.example`."""
     model = as_model(model)
     before = () if tokenizer is None else token_in_front(tokenizer)
     encoded = encode(tokenizer, text)
@@ -234,7 +234,7 @@ def _routing(trace: Trace) -> Weights | None:
 
 
 def _by_label(measured: Survey, names: Sequence[str]) -> ByLabel | None:
-    """Means of the labels that occurred."""
+    """Return means of the labels that occurred."""
     if not measured.trace.weighs:
         return None
     pairs = zip(names, measured.by_label, measured.contributions_by_label)

@@ -187,7 +187,7 @@ FUNCTION = frozenset(
 
 
 def kinds_of(text: str, offsets: "Offsets", language: str) -> list[int]:
-    """The kind of each token, an index of `KINDS[language]`; -1 for a token of no characters (a special token).
+    """Return the kind of each token, an index of `KINDS[language]`; -1 for a token of no characters (a special token).
 
     Args:
         offsets: of each token the characters [start, end) of `text`, as fast tokenizers return them
@@ -234,7 +234,7 @@ below it are tables of characters and of texts; of 1,148 English documents from 
 
 
 def guess_language(text: str) -> Language:
-    """ "code" where the share of lines that look like Python is at least `CODE_SHARE`, else "prose".
+    """Return "code" where the share of lines that look like Python is at least `CODE_SHARE`, else "prose".
 
     >>> guess_language("def f(x):\\n    return x + 1\\n"), guess_language("It was late. Nobody spoke.")
     ('code', 'prose')
@@ -340,7 +340,7 @@ def _prose(text: str) -> Marks:
 
 
 def _sentence_ends(text: str) -> Callable[[int, int], bool]:
-    """Whether a sentence ends before the white space [start, end).
+    """Return whether a sentence ends before the white space [start, end).
 
     It does at a blank line; at a line end, unless the line is one of hard-wrapped text; and after . ! ? … (and closing
     quotes or brackets) where what follows begins with a capital or a digit and the word before is no abbreviation and

@@ -19,12 +19,12 @@ from attnres.errors import UserError
 from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
+from attnres.inspect.effects import read_vectors
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, TextModel, Token, as_model, prompt_ids, token_id
-from attnres.inspect.vectors import read_vectors
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
-from attnres.residuals.base import with_norm
+from attnres.residuals.watch import with_norm
 from attnres.streams.known_norms import describe_norm
 from attnres.streams.stream import FINISHED, note_progress
 from attnres.text import short
@@ -143,7 +143,8 @@ class Direct(notebook.Result):
 def direct(
     model: Model, text: Text, *, position: int = -1, target: Token | None = None, against: Token | None = None
 ) -> Direct:
-    """What each source of the output's read adds to a token's logit after `position`; None is the likeliest token.
+    """Return what each source of the output's read adds to a token's logit after `position`; None is the likeliest
+    token.
 
     Raises:
         UserError: as `predict`; a position or token that is not there; a final norm whose arithmetic is not known.
@@ -166,7 +167,7 @@ def direct(
     scale = (centred.square().mean() + spec.eps).rsqrt()
 
     def of(weight: Tensor) -> Tensor:
-        """The row of the target, less that of the rival, in double precision."""
+        """Return the row of the target, less that of the rival, in double precision."""
         return weight[target_id].double() - (0.0 if rival is None else weight[rival].double())
 
     row = of(head.weight)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -22,20 +22,20 @@ FLOOR = 0.02
 """The least that a scale of changes runs to, nats or a share: what is smaller stays pale."""
 
 
-class _HasLayout(Protocol):
-    @property
-    def layout(self) -> Sequence[Read]: ...
-
-
 class Named:
     """A result with numbers for the sources of reads: has the names of both, from its `layout`."""
 
+    if TYPE_CHECKING:  # a field of the result
+
+        @property
+        def layout(self) -> Sequence[Read]: ...
+
     @property
-    def reads(self: _HasLayout) -> list[str]:
+    def reads(self) -> list[str]:
         return [read.name for read in self.layout]
 
     @property
-    def sources(self: _HasLayout) -> list[list[str]]:
+    def sources(self) -> list[list[str]]:
         return [[source.name for source in read.sources] for read in self.layout]
 
 

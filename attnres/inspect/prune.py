@@ -69,16 +69,17 @@ class PruneReport(notebook.Result):
     sources: list[SourceUse]
 
     def below(self, which: Which) -> list[Edge]:
-        """The edges that could go, lightest first."""
+        """Return the edges that could go, lightest first."""
         edges = [edge for edge in self.edges if getattr(edge, which) < self.threshold]
         return sorted(edges, key=lambda edge: getattr(edge, which))
 
     def traffic(self, which: Which) -> float:
-        """Fraction of the vectors that reads with a choice load (one a token and edge) that would no longer be."""
+        """Return the fraction of the vectors that reads with a choice load (one a token and edge) that would no longer
+        be."""
         return len(self.below(which)) / len(self.edges) if self.edges else 0.0
 
     def weight(self, which: Which) -> float:
-        """Fraction of the reads' weight that goes through these edges."""
+        """Return fraction of the reads' weight that goes through these edges."""
         reads = len({edge.read for edge in self.edges})
         return sum(edge.mean for edge in self.below(which)) / reads if reads else 0.0
 

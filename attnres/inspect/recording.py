@@ -409,7 +409,7 @@ def _ratio(dots: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _in_backward() -> bool:
-    """Whether a checkpointed layer is being run again: what it does was recorded the first time."""
+    """Return whether a checkpointed layer is being run again: what it does was recorded the first time."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -60,7 +60,7 @@ class StepChange(notebook.Named, notebook.Result):
 
 
 def step_change(first: Residual, last: Residual, steps: tuple[int, int]) -> StepChange:
-    """What changed from one state of a residual to another, those of two steps."""
+    """Compare one state of a residual with another, those of two steps."""
     one, two = directions(first), directions(last)
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(two, axis=1)
     cosines = (one * two).sum(1) / lengths
@@ -79,7 +79,8 @@ def step_change(first: Residual, last: Residual, steps: tuple[int, int]) -> Step
 
 
 def between(run: str | Path | Checkpoint, first: int, last: int | None = None) -> StepChange:
-    """What the residual of a run, a folder, learned from step `first` to step `last`; None is the last that was kept.
+    """Return what the residual of a run, a folder, learned from step `first` to step `last`; None is the last that was
+    kept.
 
     Raises:
         UserError: no run there, no snapshots of these steps, or the first is not before the last.
@@ -104,7 +105,7 @@ def between(run: str | Path | Checkpoint, first: int, last: int | None = None) -
 
 
 def _there(kept: Mapping[int, Any]) -> str:
-    """Which steps there are."""
+    """Name the steps that there are."""
     if not kept:
         return "a run that kept some (one of a residual that learns nothing keeps none, nor one that learns matrices)"
     return f"one of its evaluations, {', '.join(f'{step:,}' for step in kept)}"
@@ -115,7 +116,7 @@ EDGES = 10
 
 
 def change_since(checkpoint: Checkpoint, step: int) -> StepChange:
-    """What the residual of a run's model learned since that step.
+    """Return what the residual of a run's model learned since that step.
 
     Raises:
         UserError: no run, or no snapshot of that step.
@@ -177,7 +178,7 @@ def since_table(
 
 
 def not_kept(step: int) -> str:
-    """What is said where a step's residual was kept and nothing else."""
+    """Say why a step's residual was kept and nothing else."""
     return (
         f"what reads were made of at step {step:,} needs all weights of that step, and only the residual's were kept: "
         f"train with --keep-at {step}"

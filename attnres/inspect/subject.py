@@ -127,7 +127,7 @@ def as_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase:
 
 def device_of(model: nn.Module) -> torch.device:
     """Return where ids go: the device of the embedding, or of the first parameter."""
-    table: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # ty: ignore[call-non-callable]
+    table: Any = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None  # ty: ignore[not-callable]
     return next(model.parameters()).device if table is None else table.weight.device
 
 

@@ -157,7 +157,8 @@ def survey(
 
 
 def loss_change(before: Survey, after: Survey, place: int = 0) -> Ratio:
-    """How much higher the mean loss of the same documents is in `after`, in nats per token, document by document.
+    """Return how much higher the mean loss of the same documents is in `after`, in nats per token, document by
+    document.
 
     `place`: of `by_document`, 0 for all tokens and k + 1 for those that follow a token of label k.
     """
@@ -236,7 +237,7 @@ def corpus_effect(
 
 
 def _windows(documents: Iterable[Encoded], room: int) -> Iterator[_Window | None]:
-    """Windows of every document, and None where one ends."""
+    """Yield windows of every document, and None where one ends."""
     for number, document in enumerate(documents):
         for start in range(0, len(document.ids), room):
             end = start + room
@@ -245,7 +246,7 @@ def _windows(documents: Iterable[Encoded], room: int) -> Iterator[_Window | None
 
 
 def batches(windows: Iterable[_Some], size: int) -> Iterator[list[_Some]]:
-    """Windows of equal length together, in memory bounded by `WAITING` batches."""
+    """Yield windows of equal length together, in memory bounded by `WAITING` batches."""
     waiting: dict[int, list[_Some]] = {}
     for window in windows:
         group = waiting.setdefault(len(window.ids), [])
@@ -258,13 +259,13 @@ def batches(windows: Iterable[_Some], size: int) -> Iterator[list[_Some]]:
 
 
 def _shares(weights: Tensor) -> Tensor:
-    """|weights| over their sum; zero for a read from which everything was taken."""
+    """Return |weights| over their sum; zero for a read from which everything was taken."""
     size = weights.abs()
     return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
 
 
 def _half(both: Ratio, half: int) -> Ratio:
-    """The first or second half of a ratio's numbers."""
+    """Return the first or second half of a ratio's numbers."""
     return both._replace(mean=np.split(both.mean, 2)[half], error=np.split(both.error, 2)[half])
 
 

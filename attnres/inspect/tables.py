@@ -58,7 +58,7 @@ def show(
 
 
 def top(names: Sequence[str], weights: Sequence[float | None], count: int = TOP) -> str:
-    """The largest sources and their numbers: "embedding .41, block 2 .30"."""
+    """Return the largest sources and their numbers: "embedding .41, block 2 .30"."""
     pairs = [(name, weight) for name, weight in zip(names, weights, strict=True) if weight is not None]
     if len(pairs) > 1 and all(abs(weight - pairs[0][1]) < 1e-6 for _, weight in pairs):
         return f"all {len(pairs)} alike, {short(pairs[0][1])} each"
@@ -79,7 +79,7 @@ def _heading(inspection: Inspection) -> str:
 
 
 def _reads(inspection: Inspection, width: int, by: By) -> list[Table]:
-    """A row a read: where it comes from and what it is; two tables where one is wider than the terminal."""
+    """Return a row a read: where it comes from and what it is; two tables where one is wider than the terminal."""
     routing, sharpness = inspection.routing, inspection.sharpness
     where: dict[str, list[str]] = {}
     what: dict[str, list[str]] = {}
@@ -118,7 +118,7 @@ def _table(reads: Sequence[str], columns: dict[str, list[str]]) -> Table:
 
 
 def _notes(inspection: Inspection, by: By) -> list[str]:
-    """What the columns mean, and the largest source."""
+    """Return lines that say what the columns mean, and the largest source."""
     lines = [""]
     if inspection.routing is not None:
         numbers = (
@@ -224,7 +224,7 @@ EDGES = 12
 def knock_out_table(
     knock_outs: list[tuple[str, Ablate]], plain: Survey, survey_again: Callable[..., Survey], console: Console
 ) -> list[dict[str, Any]]:
-    """Table and record of what the loss is without each source."""
+    """Print the loss without each source; return the records."""
     table = grid("without", right=("loss", "change"))
     table.add_row("–", short(plain.loss.mean, 3), "")
     rows = []
@@ -261,7 +261,7 @@ def next_token_table(
     knock_outs: list[tuple[str, Ablate]],
     console: Console,
 ) -> list[list[dict[str, Any]]]:
-    """Table and records of what comes next after the text, with and without each source."""
+    """Print what comes next after the text, with and without each source."""
     ids = last_window(checkpoint, text, context)
     table = grid("without", "likeliest after the text", right=("p before", "p after"))
     before, records = None, []
@@ -280,7 +280,8 @@ def next_token_table(
 def attribution_table(
     checkpoint: Checkpoint, model: Any, ids: list[int], config: InspectConfig, console: Console
 ) -> Attribution:
-    """Table of the edges that the prediction after a text depends on most, and all of them as they were found."""
+    """Print the edges that the prediction after a text depends on most, and all of them as they were
+    found."""
     edges = sum(map(len, source_names(model)))
     with counting("without each edge", edges, "edges", shown=config.progress) as on_edges:
         attribution = attribute(model, ids, batch_size=max(1, config.batch_tokens // len(ids)), progress=on_edges)
@@ -304,7 +305,7 @@ def attribution_table(
 
 
 def last_window(checkpoint: Checkpoint, text: str, context: int) -> list[int]:
-    """The text's end, as much as the model takes."""
+    """Return the ids of the text's end, as many as the model takes."""
     before = token_in_front(checkpoint.tokenizer)
     return [*before, *encode(checkpoint.tokenizer, text).ids[-(context - len(before)) :].tolist()]
 
@@ -316,7 +317,7 @@ def _word(checkpoint: Checkpoint, token: int) -> str:
 def prune_table(
     report: PruneReport, plain: Survey, survey_again: Callable[..., Survey], console: Console
 ) -> dict[str, Any]:
-    """Table and record of what hardly any weight goes through, and the loss without it."""
+    """Print what hardly any weight goes through, and the loss without it."""
     record = report.to_dict()
     titles = ("edges", "of the\ntraffic", "of the\nweight", "loss\nwithout", "change")
     table = grid(f"share of the read\nbelow {report.threshold:g}", right=titles)

@@ -210,7 +210,8 @@ class Pipeline:
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.table = crossings(self.residual.itself(), cut, cached=cached)
         self.cache, self.sent = RankCache(), Sent()
-        self.width, self.dtype = model.config.hidden_size, next(model.depth_layers[0].parameters()).dtype
+        self.width = model.config.hidden_size
+        self.dtype = self.residual.itself().stream_dtype or next(model.depth_layers[0].parameters()).dtype
         head: Any = model.get_output_embeddings()
         tied = _tied(model)
         ends = [stage for stage in (0, cut.stages - 1) if cut.ranks[stage] == self.rank]

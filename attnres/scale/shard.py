@@ -27,7 +27,8 @@ def shard(
         root: the module that is called: the model, or the stage around it.
         reshard: let go of a layer's parameters after its forward pass, to gather them again in backward.
         dtype: what layers gather, half the bytes of fp32 in bf16; autocast would keep copies of what it had cast until
-            backward, all layers' at once. Gradients are summed in the parameters' own.
+            backward, all layers' at once. The root gathers the same where it is the stream's dtype. Gradients
+            are summed in the parameters' own.
     """
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
     reduced = next(model.parameters()).dtype
@@ -35,6 +36,10 @@ def shard(
     for layer in model.depth_layers:
         if not isinstance(layer, Skipped):
             fully_shard(layer, **options, mp_policy=precision)
+    if (
+        dtype is not None and model.residual.itself().stream_dtype == dtype
+    ):  # an embedding gathered in fp32 would be rounded all the same
+        options["mp_policy"] = precision
     fully_shard(root, **options, ignored_params=set(model.residual.parameters()))
 
 

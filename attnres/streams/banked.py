@@ -11,8 +11,8 @@ from attnres.ops.bank import Bank
 from attnres.ops.norms import Norm
 from attnres.ops.sharded import settled
 from attnres.residuals import Residual
-from attnres.residuals.base import as_it_is
 from attnres.residuals.program import take_bank
+from attnres.residuals.state import as_it_is
 from attnres.streams.inputs import Inputs
 from attnres.streams.known_norms import describe_norm
 from attnres.streams.stream import REENTRANT_IS_REFUSED, UNREAD, Stream, hidden_states_wanted, reentrant
@@ -29,6 +29,9 @@ def start_stream(residual: nn.Module, embedding: Tensor, *, hooked: bool = False
     Raises:
         UserError: reentrant checkpointing would drop gradients.
     """
+    inner = residual if isinstance(residual, Residual) else residual("itself")
+    if inner.stream_dtype is not None:
+        embedding = embedding.to(inner.stream_dtype)
     if torch.compiler.is_compiling():
         return Stream.plain(residual, embedding)
     # a leaf may be there where nobody wants gradients: only a computed tensor says that somebody does

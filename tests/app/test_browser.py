@@ -15,6 +15,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from attnres.app.state import View, encode
+
 pytest.importorskip("uvicorn", reason="the extra `app` is not installed")
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -518,10 +520,12 @@ def test_bad_input_is_a_message_and_the_page_goes_on(tab, address):
     tab.wait_for_selector("text=on this page takes")
     tab.fill("#text textarea", "x")
     tab.wait_for_selector("text=One token")
-    tab.goto(f"{address}/?e=nonsense")
+    tab.goto(f"{address}/?v=nonsense")
     tab.wait_for_selector("text=this link is damaged")
     tab.wait_for_selector("#pane-1 [data-token]")
-    tab.goto(f"{address}/?m=gone~0123456789ab")
+    tab.goto(f"{address}/?e=0.1.1")
+    tab.wait_for_selector("text=made by an earlier version")
+    tab.goto(f"{address}/?{encode(View(), ['gone~0123456789ab'])}")
     tab.wait_for_selector("text=the model gone (0123456789ab), which is not open here")
     tab.wait_for_selector("#pane-1 [data-token]")
 

@@ -26,7 +26,7 @@ from attnres.errors import UserError
 from attnres.inspect import attribute, token_attention
 from attnres.inspect.edits import Ablate
 from attnres.inspect.effects import effect
-from attnres.inspect.texts import LookText
+from attnres.inspect.look import LookText
 from attnres.models.model_files import tensors_of, write_snapshot
 from attnres.text import short
 

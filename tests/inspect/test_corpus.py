@@ -7,8 +7,8 @@ import torch
 
 from attnres import UserError, cli
 from attnres.inspect import record, search, source_names
+from attnres.inspect.effects import read_vectors
 from attnres.inspect.survey import encode
-from attnres.inspect.vectors import read_vectors
 
 CONTEXT = 16
 
