@@ -18,8 +18,9 @@ from attnres.models.families import Family
 from attnres.models.outputs import note_hidden_states, routing_forward, show_hidden_states
 from attnres.residuals import Residual
 from attnres.residuals.values import ValueResidual
-from attnres.streams.attach import attach_stream
 from attnres.streams.inputs import Fused, split
+from attnres.streams.layers import attach_stream
+from attnres.streams.readers import let_checkpoint, parts_in
 
 HOME = "attnres.models.classes"
 """The module that the classes which are made say they are of."""
@@ -138,6 +139,8 @@ class Depth(PreTrainedModel):
                 "use_reentrant=True was given: reentrant checkpointing drops gradients of a depth stream's earlier "
                 "sources without a word; pass use_reentrant=False"
             )
+        for parts in parts_in(self) if enable else ():
+            let_checkpoint(parts)
         if gradient_checkpointing_func is None:
             super()._set_gradient_checkpointing(enable, **kw)
         else:
@@ -220,9 +223,16 @@ def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
     with torch.device(next(layers[0].parameters()).device):
         residual = config.make_residual()
     _split_inputs(layers, family, residual, config)
-    banked = family.causal_lm.endswith(("ForCausalLM", "LMHeadModel"))
-    attach_stream(base, residual, list(layers), family.reads, family.final_norm, normed=family.normed, banked=banked)
-    base.register_forward_pre_hook(note_hidden_states, with_kwargs=True)
+    parts = attach_stream(
+        base,
+        residual,
+        list(layers),
+        family.reads,
+        family.final_norm,
+        normed=family.normed,
+        banked=family.causal_lm.endswith(("ForCausalLM", "LMHeadModel")),
+    )
+    base.register_forward_pre_hook(functools.partial(note_hidden_states, parts), with_kwargs=True)
     base.register_forward_hook(show_hidden_states)
     holder = base.get_submodule(family.layers.rpartition(".")[0])
     if holder is not base:

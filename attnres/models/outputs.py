@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.residuals import Observer, watched_by
+from attnres.streams.readers import Parts
 from attnres.streams.stream import Stream, hidden_states_wanted
 
 
-def note_hidden_states(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def note_hidden_states(parts: Parts, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Take note of whether the pass that begins is asked for its hidden states."""
-    if torch.compiler.is_compiling():  # which has no context variables, and takes no bank
-        return
     option = kwargs.get("output_hidden_states")
     option = getattr(base.config, "output_hidden_states", None) if option is None else option
-    hidden_states_wanted.set(option is not None and option is not False)
+    parts.shown = option is not None and option is not False
+    if not torch.compiler.is_compiling():  # which has no context variables, and takes no bank
+        hidden_states_wanted.set(parts.shown)
 
 
 def show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

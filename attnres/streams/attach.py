@@ -32,6 +32,7 @@ def attach(
     sublayers: Sequence[str] | None = None,
     width: int | None = None,
     read_scale: Literal["sum", "mean"] = "sum",
+    tuples: bool = False,
     **settings: Any,
 ) -> Residual:
     """Let the layers of a module read and write a depth stream, in place. Needs no other library than torch.
@@ -67,6 +68,9 @@ def attach(
         sublayers: kinds of the sublayers, one for each norm, attention and MLP unless given: for figures, and for
             mechanisms that treat an "mlp" otherwise.
         width: of the stream, where neither an example nor the first norm says it.
+        tuples: layers hand on tuples of tensors, which the module's own code between layers takes as they are: for
+            `torch.utils.checkpoint` in its forward inside of `torch.compile`. Layers in a checkpoint wrapper, and those
+            of Transformers, do so where it is needed.
 
     Returns:
         The residual. On the meta device it has to be given values, as the rest of the module has: `reset_parameters`,
@@ -118,7 +122,7 @@ def attach(
         exchange(connection, _Uninitialised)
         connection.register_load_state_dict_post_hook(_note_loaded)
     parts = attach_stream(module, connection, stack, found.reads, found.final_norm, normed=found.normed)
-    parts.attached = True
+    parts.attached, parts.tuples = True, tuples
     if run is not None and not isinstance(connection, _Uninitialised):
         exact = settings.get("read_scale") != "mean" or not (found.normed and found.reads)  # of norms but for their eps
         same = connection.traits.starts_standard and exact

@@ -3,18 +3,22 @@
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnres.device import autocast_dtype
 from attnres.ops.norms import Norm
-from attnres.residuals.base import NormLike
+from attnres.residuals.watch import NormLike
 
 
 class Exchanged(nn.Module):
     """Mixed in front of a module's own class by `exchange`; copies and pickles of the module keep the exchange."""
+
+    renames: ClassVar[bool] = True
+    """The class is called otherwise: servers put a norm of their own in place of whatever is called `...RMSNorm`, and
+    with it the exchange would be gone. A layer keeps its name, by which FSDP finds it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _empty, type(self).__bases__, self.__dict__
@@ -27,17 +31,19 @@ def exchange(module: nn.Module, mixin: type[Exchanged]) -> None:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before an exchange."""
+    """Return the class that a module had before an exchange."""
     cls: Any = type(module)
-    return cls.__bases__[1] if isinstance(module, Exchanged) else cls
+    while issubclass(cls, Exchanged):
+        cls = cls.__bases__[1]
+    return cls
 
 
 @functools.cache
 def _exchanged(mixin: type[Exchanged], cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class, whose name ends in the mixin's: servers put a norm of their own in place of whatever is called
-    `...RMSNorm`, and with it the exchange would be gone."""
+    """Return the class, whose name is the module's own or, where the mixin asks for it, ends in the mixin's."""
     bases: tuple[type, ...] = (mixin, cls)
-    return type(f"{cls.__name__}{mixin.__name__.lstrip('_')}", bases, {"__module__": __name__})
+    name = f"{cls.__name__}{mixin.__name__.lstrip('_')}" if mixin.renames else cls.__name__
+    return type(name, bases, {"__module__": __name__})
 
 
 def _empty(mixin: type[Exchanged], cls: type[nn.Module]) -> nn.Module:

@@ -11,8 +11,8 @@ from attnres.errors import UserError
 from attnres.residuals import Residual
 from attnres.streams.banked import start_stream
 from attnres.streams.neighbours import fit_fsdp1, keep_from_decay, tell_of_frozen_reads
-from attnres.streams.readers import REMEDY, Parts, make_reading, make_taking, make_whole, replaced
-from attnres.streams.stream import FINISHED, STARTED, WAITING, Stream, note_progress, passed_over, progress
+from attnres.streams.readers import REMEDY, Parts, make_reading, make_taking, make_whole, place_of, replaced, with_first
+from attnres.streams.stream import FINISHED, STARTED, WAITING, Handed, Stream, note_progress, passed_over, progress
 
 _CAPTURES = "transformers.utils.output_capturing"
 """Where Transformers' hooks are from that collect hidden states."""
@@ -76,7 +76,9 @@ def attach_stream(
     if final_norm is None:
         layers[-1].register_forward_hook(functools.partial(_end_stream, parts))
     else:
-        make_reading(base.get_submodule(final_norm), last=True)
+        norm = base.get_submodule(final_norm)
+        make_reading(norm, last=True)
+        norm.register_forward_pre_hook(functools.partial(_reopen, parts))
         base.register_forward_pre_hook(functools.partial(_begin, parts))
         base.register_forward_hook(functools.partial(_check_end, parts))
     return parts
@@ -116,14 +118,16 @@ def _enter(
     """
     if not parts.enabled:
         return None
-    for place, value in (*enumerate(args), *kwargs.items()):
-        if isinstance(value, Stream):
-            count = number * parts.each
-            # a stream that another module has begun, as a pipeline's stage does, skips nothing
-            skips = layer.training and (torch.compiler.is_compiling() or progress() != WAITING)
-            if not skips or value.index >= count:
-                return None
-            return replaced(args, kwargs, place, passed_over(value, count))
+    place, stream = place_of(Stream | Handed, args, kwargs)
+    count = number * parts.each
+    if stream is not None:
+        given, stream = stream, stream.stream(parts.residual) if isinstance(stream, Handed) else stream
+        # a stream that another module has begun, as a pipeline's stage does, skips nothing
+        if layer.training and (torch.compiler.is_compiling() or progress() != WAITING):
+            stream = passed_over(stream, count)
+        if parts.unpacks(layer):
+            stream = Handed.of(stream)
+        return None if stream is given else replaced(args, kwargs, place, stream)
     if number > 0 and not (layer.training and _none_ran()):
         parts.refuse_changes()
         raise _lost_stream(layer)
@@ -138,9 +142,9 @@ def _enter(
     no_bank = not banked or torch.is_grad_enabled() or torch.compiler.is_compiling()
     hooked = no_bank or any(map(_hooks_of_others, parts.layers))
     embedding = cast(Tensor, args[0] if args else kwargs["hidden_states"])
-    stream = start_stream(cast(nn.Module, parts.base._modules["residual"]), embedding, hooked=hooked)
+    stream = passed_over(start_stream(parts.residual, embedding, hooked=hooked), count)
     note_progress(STARTED)
-    return replaced(args, kwargs, place, passed_over(stream, number * parts.each))
+    return replaced(args, kwargs, place, Handed.of(stream) if parts.unpacks(layer) else stream)
 
 
 def _none_ran() -> bool:
@@ -158,20 +162,31 @@ def _hooks_of_others(layer: nn.Module) -> bool:
     return after > 1 or len(layer._forward_pre_hooks) > 1
 
 
-def _leave(parts: Parts, number: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _leave(parts: Parts, number: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """Refuse a tensor that a layer made of the stream, and a stream that not all sublayers up to here have read; from
     now on what is added is a hook's."""
     if not parts.enabled:
-        return
-    stream, count = output[0] if isinstance(output, tuple) else output, (number + 1) * parts.each
-    if not isinstance(stream, Stream):
+        return None
+    stream, count = output[0] if type(output) is tuple else output, (number + 1) * parts.each
+    if not isinstance(stream, Stream | Handed):
         raise _lost_stream(layer)
     if stream.index != count:
         raise TypeError(
             f"{stream.index} sublayers and not {count} have read the stream when {type(layer).__name__} is done: is "
             "each of its pre-norms named, and given the stream itself?"
         )
+    if isinstance(stream, Handed):
+        return None
     stream.inside = False
+    is_last = number + 1 == len(parts.layers) and parts.final_norm is None
+    return with_first(output, Handed.of) if parts.hands_tuples(number) and not is_last else None
+
+
+def _reopen(parts: Parts, norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Give the final norm the stream that the last layer handed on as a tuple."""
+    if args and isinstance(args[0], Handed):
+        return (args[0].stream(parts.residual), *args[1:])
+    return None
 
 
 def _lost_stream(layer: nn.Module) -> UserError:
@@ -186,4 +201,6 @@ def _end_stream(parts: Parts, layer: nn.Module, args: tuple[Any, ...], output: A
     """Read the last layer's output, for a module without a final norm."""
     if not parts.enabled:
         return None
-    return (output[0].read(None), *output[1:]) if isinstance(output, tuple) else output.read(None)
+    return with_first(
+        output, lambda stream: (stream.stream(parts.residual) if isinstance(stream, Handed) else stream).read(None)
+    )

@@ -2,8 +2,8 @@
 they lie in a model."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.streams.inputs import Inputs
 from attnres.streams.known_norms import Exchanged, exchange, is_rms_norm, own_class
-from attnres.streams.stream import FINISHED, Stream, note_progress, passed_over
+from attnres.streams.stream import FINISHED, Handed, Stream, note_progress, passed_over
 
 
 class _Reading(Exchanged):
@@ -75,10 +75,10 @@ def make_taking(mixer: nn.Module) -> None:
 class _Whole(Exchanged):
     """Mixed into a layer's own class: given a stream, reads once and writes by how much the layer changes that."""
 
+    renames = False
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        place, stream = next(
-            ((place, one) for place, one in (*enumerate(args), *kwargs.items()) if isinstance(one, Stream)), (0, None)
-        )
+        place, stream = place_of(Stream, args, kwargs)
         if stream is None:
             return super().forward(*args, **kwargs)
         h = stream.read(None)
@@ -90,14 +90,47 @@ class _Whole(Exchanged):
                 f"a {own_class(self).__name__} changes its input in place, so that what it adds is lost: let it add "
                 "out of place (x = x + y)"
             )
-        first, rest = (output[0], output[1:]) if isinstance(output, tuple) else (output, None)
-        after = stream + (first - h)
-        return after if rest is None else (after, *rest)
+        return with_first(output, lambda first: stream + (first - h))
 
 
 def make_whole(layer: nn.Module) -> None:
     """Let a layer read a stream once, whatever is inside of it."""
     exchange(layer, _Whole)
+
+
+class _Unpacking(Exchanged):
+    """Mixed into the class of a layer that checkpoints its own forward: takes a stream also as a tuple of tensors, and
+    then gives it as one."""
+
+    renames = False
+    parts: "Parts"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        place, handed = place_of(Handed, args, kwargs)
+        if handed is None:
+            return super().forward(*args, **kwargs)
+        args, kwargs = replaced(args, kwargs, place, handed.stream(self.parts.residual))
+        return with_first(super().forward(*args, **kwargs), Handed.of)
+
+
+def let_checkpoint(parts: "Parts") -> None:
+    """Let layers that checkpoint their own forward, as those of Transformers do, be compiled in one graph."""
+    for layer in parts.layers:
+        exchange(layer, _Unpacking)
+        layer.parts = cast(Any, parts)
+
+
+def place_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:
+    """Return where among arguments one of a kind is, a number or a name, and which; None without one."""
+    for place, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, kind):
+            return place, value
+    return 0, None
+
+
+def with_first(output: Any, change: Callable[[Any], Any]) -> Any:
+    """Return what a layer puts out with its hidden state changed, which is all of it or the first of a tuple."""
+    return (change(output[0]), *output[1:]) if type(output) is tuple else change(output)
 
 
 def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Any) -> tuple[Any, Any]:
@@ -117,8 +150,9 @@ def make_plain(part: nn.Module) -> None:
             if hook is _read_input or owner(hook) is not None:
                 del hooks[number]
                 with_kwargs.pop(number, None)
-    if isinstance(part, _Reading | _Whole):
-        part.__dict__.pop("is_rms_norm", None)
+    if isinstance(part, _Reading | _Whole | _Unpacking):
+        for name in ("is_rms_norm", "parts"):
+            part.__dict__.pop(name, None)
         part.__class__ = own_class(part)
 
 
@@ -142,6 +176,8 @@ class Parts:
         each: sublayers of a layer.
         enabled: passes have a stream; else they are the plain module's.
         attached: by `attnres.attach`, which `detach` undoes.
+        tuples: layers hand on tuples of tensors in every pass.
+        shown: the running pass is asked for its hidden states.
     """
 
     def __init__(
@@ -150,6 +186,7 @@ class Parts:
         names = {id(module): name for name, module in base.named_modules()}
         self.base, self.layers, self.reads, self.final_norm = base, list(layers), tuple(reads), final_norm
         self.each, self.enabled, self.attached = len(reads) or 1, True, False
+        self.tuples = self.shown = False
         self.paths = [names[id(layer)] for layer in layers]
         holders = {path.rpartition(".")[0]: None for path in self.paths}
         self.counts = {path: len(base.get_submodule(path)._modules) for path in holders}
@@ -170,7 +207,25 @@ class Parts:
         ways += [link for layer in self.layers for path in self.reads for link in _links(layer, path)]
         self.links = list({(id(module), name): (module, name, part) for module, name, part in ways}.values())
         self.links += self.end
+        self.homes = [
+            (self.base.get_submodule(above), name) for above, _, name in (p.rpartition(".") for p in self.paths)
+        ]
         self.sizes = [(self.base.get_submodule(path), count) for path, count in self.counts.items()]
+
+    def hands_tuples(self, number: int) -> bool:
+        """Whether a layer hands on a tuple of tensors: a compiled pass lets nothing else into a checkpointed layer."""
+        layer, (holder, name) = self.layers[number], self.homes[number]
+        wrapped = holder._modules[name] is not layer
+        return self.tuples or (torch.compiler.is_compiling() and (wrapped or self.unpacks(layer)))
+
+    def unpacks(self, layer: nn.Module) -> bool:
+        """Whether a layer is to be given a tuple, for it checkpoints its own forward in a compiled pass."""
+        return isinstance(layer, _Unpacking) and layer.training and torch.compiler.is_compiling() and not self.shown
+
+    @property
+    def residual(self) -> nn.Module:
+        """The residual that `base` has when it runs, or what wraps it."""
+        return cast(nn.Module, self.base._modules["residual"])
 
     def refuse_changes(self) -> None:
         """Raise a UserError that names a layer or a norm that was replaced, added or taken out."""
@@ -204,7 +259,7 @@ class Parts:
 
     def _is_layer(self, module: nn.Module, number: int) -> bool:
         """Whether a module has the hook of this layer."""
-        hooks = [hook for hook in module._forward_pre_hooks.values() if owner(hook) is self]
+        hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if owner(hook) is self]
         return any(hook.args[1:2] == (number,) for hook in hooks)
 
     def _changed(self, path: str, found: nn.Module | None) -> UserError:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from attnres.errors import UserError
 from attnres.residuals import NormLike, Residual, Ways
-from attnres.residuals.base import as_it_is, verbs
+from attnres.residuals.base import verbs
+from attnres.residuals.state import as_it_is
 from attnres.residuals.watch import unwatched
 from attnres.streams.inputs import Inputs
 from attnres.streams.known_norms import describe_norm
@@ -313,6 +314,28 @@ def passed_over(stream: Stream, count: int) -> Stream:
         stream = stream + torch.zeros_like(stream.like)
     stream.inside = False
     return stream
+
+
+class Handed(NamedTuple):
+    """A stream between two layers as a tuple of tensors: what a checkpointed layer takes in a compiled pass.
+
+    Attributes:
+        state: with every output written. like, values: as `Stream` has them.
+    """
+
+    state: Any
+    index: int
+    like: Tensor
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, stream: Stream) -> "Handed":
+        return cls(stream.written(), stream.index, stream.like, stream.values)
+
+    def stream(self, residual: nn.Module) -> Stream:
+        """Return the stream that goes on from here."""
+        tracked, call = torch.is_grad_enabled(), verbs(residual)
+        return Stream(residual, self.state, self.index, self.like, None, self.values, call, tracked)
 
 
 def _is_stream(value: Any) -> bool:

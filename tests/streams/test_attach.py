@@ -199,6 +199,21 @@ def test_checkpointing_keeps_gradients_or_says_why_not(use_reentrant, where):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_compiled_module_may_checkpoint_its_layers_where_they_hand_on_tuples():
+    torch.manual_seed(0)
+    module, x, condition = CheckpointedDiT(), torch.randn(2, 5, WIDTH), torch.randn(2, WIDTH)
+    plain = copy.deepcopy(module)
+    gradients = []
+    for each, tuples in ((plain, False), (module, True)):
+        residual = attach(each, "block", example=(x, condition), num_blocks=3, tuples=tuples)
+        with torch.no_grad():
+            residual.query.copy_(torch.linspace(-1, 1, residual.query.numel()).view_as(residual.query))
+        run = torch.compile(each, backend="aot_eager", fullgraph=True) if tuples else each
+        gradients.append(torch.autograd.grad(run(x, condition).square().sum(), list(each.parameters())))
+    for left, right in zip(*gradients, strict=True):
+        assert (left - right).abs().max() <= 1e-5 * right.abs().max()
+
+
 def test_reentrant_checkpointing_is_refused_where_the_first_input_has_no_gradient():
     """Of a frozen embedding, say: the condition's and the parameters' gradients would be lost all the same."""
     module = DiT()
