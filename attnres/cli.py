@@ -45,6 +45,7 @@ COMMANDS = {
     "app": "look into one or two models in the browser",
     "plan": "what layouts of GPUs cost for a model: memory, bytes, bubble, time",
     "mechanisms": "which residual mechanisms there are, what each starts at and costs",
+    "doctor": "faults of a model with depth reads that no error tells",
     "check": "whether a residual mechanism does what the interface asks",
     "env": "versions, devices, and which backend a read takes",
 }

@@ -1,14 +1,13 @@
 """`attnres compare`: train variants side by side."""
 
 import dataclasses
-import sys
 from dataclasses import dataclass, field
 
 from attnres.commands.train import Model, plain_config
 from attnres.errors import UserError
 from attnres.flags import Hidden, Settings, config_file, fields_of, parse
-from attnres.training.check import fitted, refuse_idle
 from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict
+from attnres.training.prepare import refuse_idle
 from attnres.typed import overlay
 
 
@@ -78,9 +77,6 @@ def run(arguments: list[str]) -> None:
     options = parse("compare", Compare, arguments, Compare(**defaults))
     config = plain_config(options)
     refuse_idle(dataclasses.replace(config, finetune=demo.finetune), demo)  # variants may use what is fine-tuning's
-
-    for note in fitted(config)[1]:
-        print(f"attnres: {note}", file=sys.stderr)
 
     from attnres.comparison.compare import compare
     from attnres.comparison.plan import CompareConfig

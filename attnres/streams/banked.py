@@ -11,8 +11,8 @@ from attnres.ops.bank import Bank
 from attnres.ops.norms import Norm
 from attnres.ops.sharded import settled
 from attnres.residuals import Residual
-from attnres.residuals.base import as_it_is
 from attnres.residuals.program import take_bank
+from attnres.residuals.state import as_it_is
 from attnres.streams.inputs import Inputs
 from attnres.streams.known_norms import describe_norm
 from attnres.streams.stream import REENTRANT_IS_REFUSED, UNREAD, Stream, hidden_states_wanted, reentrant

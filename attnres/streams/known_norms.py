@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnres.device import autocast_dtype
 from attnres.ops.norms import Norm
-from attnres.residuals.base import NormLike
+from attnres.residuals.watch import NormLike
 
 
 class Exchanged(nn.Module):

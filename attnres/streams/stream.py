@@ -19,7 +19,8 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from attnres.errors import UserError
 from attnres.residuals import NormLike, Residual, Ways
-from attnres.residuals.base import as_it_is, verbs
+from attnres.residuals.base import verbs
+from attnres.residuals.state import as_it_is
 from attnres.residuals.watch import unwatched
 from attnres.streams.inputs import Inputs
 from attnres.streams.known_norms import describe_norm

@@ -6,12 +6,9 @@ The docstrings below the fields are the help texts of the command line (tyro rea
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from attnres.errors import UserError
-from attnres.files import user_path
-from attnres.text import run_name
 from attnres.typed import leaves, overlay
 
 Setting = int | float | bool | str
@@ -81,10 +78,6 @@ class OptimConfig:
     what makes them of the input) and their keys' gains (`Residual.slow`), with which at the whole rate a model loses
     by 4 M tokens what it gained and does not find it again (docs/results.md, section 10), and lr for the others of a
     residual; lr for all with finetune.init_from."""
-    residual_hold: float = 0.0
-    """Fraction of the steps in which the residual's own parameters stay at their start values. 0.05 gained nothing."""
-    residual_warmup: float = 0.0
-    """Further warm-up of the residual's own parameters after that, as a fraction of the steps. 0.05 gained nothing."""
     residual_decay: float = 0.0
     """Decoupled weight decay of the pseudo-queries, towards the uniform mean."""
     muon_lr: float = 2e-3
@@ -198,9 +191,9 @@ class TrainConfig:
     gradient_checkpointing: Literal["none", "layer", "sublayer", "reads"] = "none"
     """What is made again in the backward pass instead of being kept: each layer, each attention and MLP, or depth reads
     alone (the least memory saved, for a little time)."""
-    loss: Literal["auto", "whole", "chunked", "liger"] = "auto"
-    """From all logits of a micro-batch (whole), from few rows of them at a time (chunked), or by Liger Kernel on CUDA;
-    auto is whole up to 33 million logits (268 on a GPU), else chunked."""
+    loss: Literal["auto", "whole", "chunked"] = "auto"
+    """Compute the loss from all logits of a micro-batch (whole) or from few rows of them at a time (chunked); auto is
+    whole up to 33 million logits (268 million on a GPU), else chunked."""
     val_every: int = 100
     """Steps between validations (there is always one at the end)."""
     log_every: int = 10
@@ -221,7 +214,7 @@ class TrainConfig:
     """Also send the metrics to this tracker; metrics.jsonl is always written."""
 
 
-# ------------------------------------------------------------------ resolving
+# ------------------------------------------------------------------ defaults of a new model
 
 
 def merged_settings(model: ModelConfig) -> dict[str, Setting]:
@@ -249,41 +242,6 @@ def tokenizer_or_default(data: DataConfig) -> str:
     return "bpe:4096" if data.tokenizer is None else data.tokenizer
 
 
-def resolve(config: TrainConfig) -> TrainConfig:
-    """A copy of `config` with every default filled in: settings merged, name and folder given.
-
-    A mechanism of a user's own file is read and known by its name from then on. With `finetune.init_from`,
-    `attnres.training.start.settle` fills in the rest: it has to look at the model.
-    """
-    from attnres.residuals import residual_class, source_file, source_sha256
-
-    mechanism = residual_class(config.model.residual, config.model.residual_file)
-    file, content = source_file(mechanism.name), source_sha256(mechanism.name)
-    if config.model.residual_file == file and config.model.residual_sha256 not in (None, content):
-        raise UserError(
-            f"{file} has changed since this configuration was written (model.residual_sha256): restore the file, or "
-            "take that line out of the configuration"
-        )
-    name = config.name if config.name is not None else run_name(mechanism.name, config.seed)
-    if name in ("", ".", "..") or name != Path(name).name:
-        raise UserError(f"name is '{name}': expected a plain name, without folders; --out says where the run lies")
-    model = dataclasses.replace(
-        config.model,
-        residual=mechanism.name,
-        residual_file=file,
-        residual_sha256=content,
-        settings=merged_settings(config.model),
-        block_size=None,
-        num_blocks=None,
-    )
-    out = user_path(config.out if config.out is not None else Path("runs") / name)
-    config = dataclasses.replace(config, model=model, name=name, out=str(out))
-    if config.finetune.init_from is not None:
-        return config
-    data = dataclasses.replace(config.data, tokenizer=tokenizer_or_default(config.data))
-    return dataclasses.replace(config, model=dataclasses.replace(model, size=size_or_default(model)), data=data)
-
-
 # ------------------------------------------------------------------ plain dicts and files
 
 
@@ -295,11 +253,24 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> TrainConfig:
-    """The configuration `base` (default: the defaults) with nested `values` laid over it.
+    """Return the configuration `base` (default: the defaults) with nested `values` laid over it.
 
-    An unknown key is refused with the nearest valid one; a value of a wrong type with what was expected.
+    A configuration of an earlier version may hold the default of an option that is gone.
+
+    Raises:
+        UserError: an unknown key, with the nearest valid one; a value of a wrong type, with what was expected; a value
+            that is gone.
     """
-    return overlay(base or TrainConfig(), values)
+    flat = dict(leaves(values))
+    for name, (default, instead) in GONE.items():
+        if flat.get(name, default) != default:
+            raise UserError(f"{name} is {flat[name]}, an option that is gone: {instead}")
+    if flat.get("loss") == "liger":
+        raise UserError("loss is liger, which is gone: give chunked, which is a fused kernel on CUDA, or auto")
+    known = dict(values)
+    if isinstance(optim := values.get("optim"), Mapping):
+        known["optim"] = {name: value for name, value in optim.items() if f"optim.{name}" not in GONE}
+    return overlay(base or TrainConfig(), known)
 
 
 # ------------------------------------------------------------------ a run and its resumption
@@ -316,6 +287,11 @@ def unused(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: what for what, (given, *names) in needed.items() if not given for name in names}
 
 
+GONE = {
+    "optim.residual_hold": (0.0, "it gained nothing in a comparison, leave it out"),
+    "optim.residual_warmup": (0.0, "it gained nothing in a comparison, leave it out"),
+}
+"""Fields of earlier versions: the default that a stored configuration may hold, and what to do about another value."""
 FREE = (
     *("out", "name", "resume", "track", "save_every", "keep_at", "device", "allow_different"),
     *("accumulation", "gradient_checkpointing", "loss", "cuda_graphs", "recompute_reads"),
@@ -329,7 +305,8 @@ _CONTENT = "model.residual_sha256"
 def deciding(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `to_dict` form that decide what a run computes, by dotted name; what an earlier version
     did not have it did as by default."""
-    fields = {**dict(leaves(to_dict(TrainConfig()))), **dict(leaves(values))}
+    gone = {name: default for name, (default, _) in GONE.items()}
+    fields = {**gone, **dict(leaves(to_dict(TrainConfig()))), **dict(leaves(values))}
     return {name: value for name, value in fields.items() if name not in FREE and not name.startswith("parallel.")}
 
 
