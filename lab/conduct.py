@@ -20,7 +20,7 @@ from rich.console import Console
 
 from attnres.comparison.children import Child, Runner
 from attnres.comparison.compare import Work, opened, time_steps
-from attnres.comparison.plan import Plan, make_plan
+from attnres.comparison.plan import ComparisonPlan, make_plan
 from attnres.comparison.watch import Ended, train_all
 from attnres.device import cores
 from attnres.errors import Interrupted, UserError
@@ -216,7 +216,7 @@ class _Pass:
         assert arm.compare is not None
         config = dataclasses.replace(arm.compare, out=str(self.folder / arm.name), jobs=self.options.jobs)
 
-        def fill(plan: Plan, data: dict[str, Any]) -> None:
+        def fill(plan: ComparisonPlan, data: dict[str, Any]) -> None:
             refuse_other_text(plan, data, own)
             for name in adopt(plan, data, stored, arm):
                 self.options.say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
@@ -285,7 +285,7 @@ def _seed(child: Child) -> int:
     return taken[1] if taken else 0
 
 
-def _branch(plan: Plan, trunk: Path) -> None:
+def _branch(plan: ComparisonPlan, trunk: Path) -> None:
     """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept. One whose trunk has
     none, for it diverged before that or came from a runs.jsonl, is trained from its start: it is the same run."""
     for name, run in plan.runs.items():

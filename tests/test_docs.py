@@ -127,8 +127,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     variables = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     subprocess.run(command, cwd=ROOT, env=variables, check=True)
     for page, text in {
-        "index.html": "make_residual",
-        "api/attnres.residuals/index.html": (attnres.Residual.finish.__doc__ or "").splitlines()[0],
-        "contributing/index.html": "A mechanism",
+        "index.html": "DepthReads",
+        "api/attnres.residuals.html": (attnres.Residual.finish.__doc__ or "").splitlines()[0],
+        "contributing.html": "A mechanism",
+        "results.html": "at length",
+        "results/index.html": "Should I use Attention Residuals?",
     }.items():
         assert text in (tmp_path / page).read_text(encoding="utf-8")
