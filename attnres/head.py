@@ -212,18 +212,6 @@ def sums_in_parts(head: Head, hidden: Tensor, targets: Tensor, soft: Soft | None
     return Sums(*_InParts.apply(hidden, head.weight, head.bias, targets, head, soft))
 
 
-def sums_by_liger(head: Head, hidden: Tensor, targets: Tensor) -> Sums:
-    """The same without a teacher by Liger Kernel's fused kernel (CUDA), gradients summed in fp32."""
-    fused = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
-    x, bias = hidden.flatten(0, -2), head.bias
-    if head.scale != 1:
-        x, bias = x / head.scale, None if bias is None else bias / head.scale
-    options = {"bias": bias, "reduction": "sum", "softcap": head.cap, "accum_dtype": torch.float32}
-    objective = fused(x, head.weight, targets.flatten(), **options)
-    entropy = objective.detach()
-    return Sums(objective, entropy, torch.zeros_like(entropy))
-
-
 def called_losses(model: Any, call: dict[str, Any], y: Tensor, kind: str) -> Tensor:
     """Cross-entropy in nats of a model called so: with gradients the sum (1,), else of every token (B, T)."""
     if kind == "whole":
@@ -232,8 +220,7 @@ def called_losses(model: Any, call: dict[str, Any], y: Tensor, kind: str) -> Ten
     hidden, head = body_of(model)(**call, use_cache=False).last_hidden_state, cast(Head, head_of(model))
     if not torch.is_grad_enabled():
         return losses_in_parts(head, hidden, y)
-    sums = sums_by_liger if kind == "liger" else sums_in_parts
-    return sums(head, hidden, y).objective.view(1)
+    return sums_in_parts(head, hidden, y).objective.view(1)
 
 
 class _InParts(torch.autograd.Function):

@@ -79,8 +79,8 @@ def fits(
 
 
 def _linear(power: np.ndarray, y: np.ndarray, floor: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Squares left, floor and scale of y = floor + scale power along the last axis; where losses do not fall the floor
-    is their mean."""
+    """Return squares left, floor and scale of y = floor + scale power along the last axis; where losses do not fall the
+    floor is their mean."""
     if floor is None:
         centred = power - power.mean(-1, keepdims=True)
         scale = (centred * y).sum(-1) / (centred**2).sum(-1)
@@ -116,7 +116,8 @@ class LossCurve:
         return fit(self.at.tolist(), self.losses.tolist()) if len(self.at) > 2 else None
 
     def tokens(self, loss: float) -> Reading:
-        """The tokens at which the curve has this loss. NaN where it began below, or beyond its end has no fit."""
+        """Return the tokens at which the curve has this loss. NaN where it began below, or beyond its end has no
+        fit."""
         n, losses = self.at, self.losses
         if not len(n) or loss > losses[0]:
             return Reading(math.nan, False)
@@ -148,7 +149,7 @@ class Saving(NamedTuple):
     loss: float
 
     def of_compute(self, ratio: float) -> float:
-        """The same in what a token costs `ratio` times as much of: FLOPs, or the time of a step."""
+        """Return the same in what a token costs `ratio` times as much of: FLOPs, or the time of a step."""
         return self.tokens / ratio
 
 

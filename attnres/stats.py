@@ -29,7 +29,7 @@ class Ratio(NamedTuple):
 
 
 def ratio(above: np.ndarray, below: np.ndarray | float = 1.0) -> Ratio:
-    """The ratio of sums over items (n,); items with NaN above or nothing below are left out.
+    """Return the ratio of sums over items (n,); items with NaN above or nothing below are left out.
 
     >>> ratio(np.array([1.0, 2.0, 3.0])).mean
     2.0
@@ -65,7 +65,7 @@ class RatioSums:
         self._ab += above * below[:, None]
 
     def ratio(self, label: int) -> Ratio:
-        """The ratio of one label, mean and error (width,)."""
+        """Return the ratio of one label, mean and error (width,)."""
         aa, ab, bb = self._aa[label], self._ab[label], self._bb[label]
         return _ratio(
             int(self._items[label]), self._a[label], self._b[label], lambda mean: aa - 2 * mean * ab + mean**2 * bb
@@ -108,7 +108,8 @@ def or_none(value: float | None) -> float | None:
 
 
 def plain(value: Any, digits: int = 6) -> Any:
-    """Numbers that JSON has, in lists and dicts: NaN and infinity become None, others are rounded to so many digits."""
+    """Return numbers that JSON has, in lists and dicts: NaN and infinity become None, others are rounded to so many
+    digits."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -122,7 +123,7 @@ def plain(value: Any, digits: int = 6) -> Any:
 
 
 def _beta_share(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (NIST DLMF 8.17.22)."""
+    """Return the regularised incomplete beta function I_x(a, b), by its continued fraction (NIST DLMF 8.17.22)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
@@ -242,7 +243,8 @@ class Effect(NamedTuple):
         return t_tail(self.difference / self.error, self.degrees) if self.error else float(self.difference == 0)
 
     def excludes(self, value: float = 0.0) -> bool:
-        """Whether the interval leaves a value out, such as 0 or a published effect; without a noise it leaves none."""
+        """Return whether the interval leaves a value out, such as 0 or a published effect; without a noise it leaves
+        none."""
         return self._replace(difference=self.difference - value).p < self.level
 
 
@@ -327,11 +329,11 @@ class Recipe:
             self._moderated = {name: max(own, towards) for (name, own), towards in pairs}
 
     def sd(self, name: str) -> float:
-        """The standard deviation of a mechanism's own runs, beside seeds' luck; of one run sigma."""
+        """Return the standard deviation of a mechanism's own runs, beside seeds' luck; of one run sigma."""
         return math.sqrt(self._own[name][0]) if name in self._own else self.sigma
 
     def effect(self, name: str, other: str, level: float = ALPHA) -> Effect:
-        """The difference of two mechanisms' means, `name` minus `other`."""
+        """Return the difference of two mechanisms' means, `name` minus `other`."""
         i, j = self.names.index(name), self.names.index(other)
         c = self._covariance
         scale, difference = c[i, i] + c[j, j] - 2 * c[i, j], self.means[name] - self.means[other]
@@ -370,7 +372,7 @@ def moderated(variances: Sequence[float], degrees: Sequence[float]) -> list[tupl
 
 
 def _digamma(x: float) -> float:
-    """The derivative of log gamma, for x > 0: moved up until its asymptotic series is exact to 1e-12."""
+    """Return the derivative of log gamma, for x > 0: moved up until its asymptotic series is exact to 1e-12."""
     below = 0.0
     while x < 12:
         below, x = below + 1 / x, x + 1
@@ -379,7 +381,7 @@ def _digamma(x: float) -> float:
 
 
 def _trigamma(x: float) -> float:
-    """The derivative of `_digamma`, in the same way."""
+    """Return the derivative of `_digamma`, in the same way."""
     below = 0.0
     while x < 12:
         below, x = below + 1 / (x * x), x + 1

@@ -131,7 +131,7 @@ def _row(
     label: str, step: TrainingStep, times: dict[str, list[float]], size: Size, on: torch.device, dtype: str
 ) -> dict[str, Any]:
     timed = spread(times[label], times["plain"])
-    flops = step_flops(step.update.layout.model, size.length) * size.batch * size.length
+    flops = step_flops(step.update.placed.model, size.length) * size.batch * size.length
     peak = peak_flops(on, "fp32" if dtype == "fp32" else "bf16")
     row: dict[str, Any] = {
         "variant": label,

@@ -87,7 +87,6 @@ def main() -> None:
     harness.add_device(parser, ("fp32", "bf16"))
     parser.add_argument("--vocabulary", type=int, default=151_936)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--liger", action="store_true", help="Liger Kernel's loss too, on CUDA")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args()
     dtypes = [options.dtype] if options.dtype else ["fp32", "bf16"]
@@ -100,7 +99,7 @@ def main() -> None:
             step()
         print(peak_memory(device), base)
         return
-    kinds = ["whole", "chunked", *(["liger"] if options.liger else [])]
+    kinds = ["whole", "chunked"]
     result = harness.head("loss", device, ",".join(dtypes), 0)
     result |= {"size": SIZE, "vocabulary": options.vocabulary, "tokens": options.tokens, "dtypes": {}}
     groups: dict[str, dict[str, float]] = {}

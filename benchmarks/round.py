@@ -521,8 +521,7 @@ def _ratio(row: Row, plain: Row, name: str) -> str:
 
 def pages(rows: Sequence[Row]) -> dict[Path, str]:
     """Return what stands between the marks of each page."""
-    few = [goal for goal in GOALS if goal[2] == BLOCK8 and goal[3]]
-    return {PAGE: page(rows), ROOT / "README.md": steps_table(rows, few)}
+    return {PAGE: page(rows)}
 
 
 def write_page(tables: str, path: Path) -> None:
@@ -606,7 +605,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--pack", type=Path, default=PACK, help="the folder that make gpu-pack has made")
     parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows")
     parser.add_argument("--list", action="store_true", help="list the experiments")
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/kernels.md and README anew")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/kernels.md anew")
     parser.add_argument("--in-process", action="store_true", help="no process for each: limits are not kept")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)

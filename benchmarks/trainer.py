@@ -60,12 +60,12 @@ def wait(began: float | None, answers: TextIO) -> float:
 
 def run_ours(config: TrainConfig) -> None:
     """Take turns of `STEPS` steps in our loop."""
-    from attnres.training.config import resolve
     from attnres.training.interrupt import Signals
     from attnres.training.parallel import join_processes
+    from attnres.training.prepare import prepare_run
     from attnres.training.run import Run
 
-    run, signals = Run(resolve(config), join_processes(config.device), progress=False), Signals()
+    run, signals = Run(prepare_run(config), join_processes(config.device), progress=False), Signals()
     began = wait(None, sys.stdout)
     while True:
         for _ in range(STEPS):
@@ -80,15 +80,15 @@ def run_trainer(config: TrainConfig, folder: Path) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from attnres.models import build_plain
-    from attnres.training.config import resolve
     from attnres.training.data import open_data
     from attnres.training.environment import tune
     from attnres.training.parallel import join_processes
+    from attnres.training.prepare import prepare_run
 
     answers, sys.stdout = sys.stdout, sys.stderr  # what it logs is no answer
-    config = resolve(config)
+    config = prepare_run(config).config
     who = join_processes(config.device)
-    prepared, batches, _ = open_data(config, who, progress=False)
+    prepared, batches, _ = open_data(config.data, who, batch_size=config.batch_size, seed=config.seed, progress=False)
     length = config.data.seq_len
     model: Any = build_plain(config.model.size or "nano", vocab_size=prepared.vocab_size, max_positions=length)
     tune(model, who.device, length)

@@ -1,4 +1,4 @@
-"""The page of results, docs/results/index.md, written from the result files: no figure of ours on it is typed.
+"""Write the page of results, docs/results/index.md, and README's two tables from the result files.
 
 python experiments/results_page.py
 """
@@ -16,6 +16,8 @@ from attnres.text import number
 
 ROOT = DATA.parents[1]
 PAGE = ROOT / "docs" / "results" / "index.md"
+README = ROOT / "README.md"
+BENCHMARKS = ROOT / "benchmarks" / "results"
 PUBLISHED = -0.020, -0.026
 """Block at the end of training, 194 to 528 M parameters (arXiv 2603.15031, Table 2)."""
 BANDS = (6e6, 14e6), (14e6, 24e6), (24e6, 34e6), (34e6, 42e6)
@@ -96,10 +98,76 @@ def saved_by_budget(size: str) -> list[tuple[float, float, bool, float]]:
 
 def step(name: str, size: str, dtype: str) -> str:
     """Block's step over the plain model's, with quartiles over rounds."""
-    record = json.loads((ROOT / "benchmarks" / "results" / name).read_text("utf-8"))["sizes"][size][dtype]
-    block = record["variants"]["block (8 blocks)"]
-    low, high = block["ratio_quartiles"]
-    return f"{block['ratio']:.2f} ({low:.2f} to {high:.2f}), {record['device']}"
+    record = json.loads((BENCHMARKS / name).read_text("utf-8"))["sizes"][size][dtype]
+    return f"{ratio(record['variants']['block (8 blocks)'])}, {record['device']}"
+
+
+def ratio(timed: dict) -> str:
+    """A ratio to the plain model's time with its quartiles."""
+    low, high = timed["ratio_quartiles"]
+    return f"{timed['ratio']:.2f} ({low:.2f} to {high:.2f})"
+
+
+def evidence() -> list[str]:
+    """README's table of evidence: differences in loss, and tokens saved where whole schedules or curves give them."""
+    nano = [*finals("lasting_seeds"), *finals("lasting_runs")]
+    (*_, first), (*_, last) = saved_at_42m()[0], saved_at_42m()[-1]
+    budgets = {size: [saved for _, saved, far, _ in saved_by_budget(size) if not far] for size in PARAMETERS}
+    tuned = Recipe(fine_tuned()).effect("block-num_blocks4", "standard")
+    saved = {size: f"{min(found):.2f} to {max(found):.2f}, growing with the budget" for size, found in budgets.items()}
+    rows = [
+        (
+            "194 M to 528 M ([paper](https://arxiv.org/abs/2603.15031))",
+            "39 B to 119 B",
+            "1 each",
+            "−0.020 to −0.026",
+            "1.25",
+        ),
+        (
+            "42 M",
+            "49 M",
+            "2",
+            cell(Recipe(finals("one_gpu")).effect("block", "standard")),
+            f"{first:.2f} to {last:.2f}",
+        ),
+        ("2.9 M", "10 M", "3", cell(Recipe(nano).effect("block", "standard")), saved["nano"]),
+        ("0.9 M", "4 M", "6", cell(Recipe(micro()).effect("block", "standard")), saved["micro"]),
+        ("2.9 M, pretrained, converted, trained on", "1 M", "3", cell(tuned), "–"),
+    ]
+    head = ["| parameters | tokens | Block's runs | Block − baseline | tokens saved, times |", "|---|---|---|---|---|"]
+    return head + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def cost() -> list[str]:
+    """README's table of cost."""
+
+    def read(name: str) -> dict:
+        return json.loads((BENCHMARKS / name).read_text("utf-8"))
+
+    cpu, small, graphs = read("step_cpu_plain.json"), read("step_cpu_nano.json"), read("decode_graphs_cuda.json")
+    gpu, compiled = (read(f"step_100m{name}_cuda.json")["sizes"]["100m"]["bf16"] for name in ("", "_compiled"))
+    block = "block (8 blocks)"
+    rows = [
+        ("training step, 12 layers of width 256", cpu["fp32"]["device"], cpu["fp32"]["variants"][block]),
+        ("training step, 2.9 M parameters", "the same", small["sizes"]["nano"]["fp32"]["variants"][block]),
+        ("**training step, 42 M parameters**", f"one {gpu['device']}", gpu["variants"][block]),
+        ("the same, compiled", "the same", compiled["variants"][block]),
+        ("prefill of 8,192 tokens, 0.6 B", "the same", graphs["prefill"]["8192"]["block"]),
+        ("decoding, 0.6 B, CUDA graphs", "the same", graphs["decode"]["1"]["block"]),
+        ("decoding, 2.9 M parameters", cpu["fp32"]["device"], read("decode_nano_fp32.json")["decode"]["1"]["block"]),
+    ]
+    head = ["| what | on | time |", "|---|---|---|"]
+    return head + [f"| {what} | {device} | {ratio(timed)} |" for what, device, timed in rows]
+
+
+def readme() -> str:
+    """README with today's tables between its marks."""
+    text = README.read_text("utf-8")
+    for name, lines in (("evidence", evidence()), ("cost", cost())):
+        mark = f"<!-- {name}: made by `python experiments/results_page.py` -->"
+        before, rest = text.split(mark)
+        text = "\n".join([before + mark, "", *lines, "", "<!-- end -->" + rest.split("<!-- end -->", 1)[1]])
+    return text
 
 
 def fine_tuned() -> list[Run]:
@@ -233,3 +301,4 @@ def page() -> str:
 if __name__ == "__main__":
     Path(PAGE).parent.mkdir(exist_ok=True)
     write_text(PAGE, page())
+    write_text(README, readme())

@@ -113,7 +113,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _designs(options: Study) -> "list[Design]":
-    """The studies that are named. Raises UserError."""
+    """Return the studies that are named. Raises UserError."""
     from lab.studies import STUDIES
 
     if not options.name:

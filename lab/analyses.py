@@ -19,7 +19,7 @@ SURE = (0.135, 99.865)
 
 
 def survivors(losses: Mapping[str, float], keep: int) -> list[str]:
-    """The `keep` candidates with the lowest losses, best first; one that diverged (NaN) never survives.
+    """Return the `keep` candidates with the lowest losses, best first; one that diverged (NaN) never survives.
 
     >>> survivors({"a": 3.0, "b": 1.0, "c": 2.0}, 2)
     ['b', 'c']
@@ -29,7 +29,7 @@ def survivors(losses: Mapping[str, float], keep: int) -> list[str]:
 
 
 def beyond(losses: Mapping[float, float], factor: float, most: float) -> float | None:
-    """The next rate to try where the best of those tried is the highest or the lowest: `factor` times that or a
+    """Return the next rate to try where the best of those tried is the highest or the lowest: `factor` times that or a
     `factor`-th of it, from 1 / `most` up to `most`; else None.
 
     >>> beyond({1.0: 3.0, 2.0: 2.5}, 2.0, 16.0), beyond({1.0: 3.0, 2.0: 3.5}, 2.0, 16.0)
@@ -47,7 +47,7 @@ def beyond(losses: Mapping[float, float], factor: float, most: float) -> float |
 
 
 def at_best(losses: Mapping[str, float], of: Mapping[str, str]) -> dict[str, str]:
-    """For each mechanism its candidate with the lowest loss: `of` names the mechanism of each candidate."""
+    """Return for each mechanism its candidate with the lowest loss: `of` names the mechanism of each candidate."""
     names: Sequence[str] = list(dict.fromkeys(of.values()))
     best = {name: survivors({c: loss for c, loss in losses.items() if of[c] == name}, 1) for name in names}
     return {name: kept[0] for name, kept in best.items() if kept}
@@ -79,7 +79,7 @@ class Trend:
 def trend(
     losses: Mapping[float, Sequence[float]], base: Mapping[float, Sequence[float]], sigma: float, degrees: float
 ) -> Trend:
-    """The gap of two mechanisms at each budget, from their losses over seeds there, and its slope.
+    """Return the gap of two mechanisms at each budget, from their losses over seeds there, and its slope.
 
     Args:
         sigma, degrees: of one run, the same at all budgets and independent: runs that branch off one trunk share a part
@@ -137,7 +137,8 @@ def optimum(x: Sequence[float], y: Sequence[float], sigma: float | None = None, 
 
 
 def _valley(where: np.ndarray, values: np.ndarray) -> tuple[float, float, bool]:
-    """The lowest place (a logarithm) within the points, the value there, and whether it is a valley between them."""
+    """Return the lowest place (a logarithm) within the points, the value there, and whether it is a valley between
+    them."""
     square, line, level = np.polyfit(where, values, 2)
     first, last = float(where.min()), float(where.max())
     if square > 0 and first < (place := -line / (2 * square)) < last:
@@ -158,7 +159,7 @@ class Fitted:
     draws: tuple[PowerLaw, ...]
 
     def interval(self, name: str) -> tuple[float, float]:
-        """The 95 % interval of floor, scale or exponent (percentiles of the redrawn fits)."""
+        """Return the 95 % interval of floor, scale or exponent (percentiles of the redrawn fits)."""
         return _interval([getattr(fit, name) for fit in self.draws])
 
 
@@ -198,7 +199,7 @@ def multiplier(base: PowerLaw, other: PowerLaw, compute: float) -> float:
 def multiplier_interval(
     base: Fitted, other: Fitted, compute: float, percent: tuple[float, float] = PERCENT
 ) -> tuple[float, float]:
-    """Its interval between two percentiles, over fits of both that were redrawn independently."""
+    """Return the multiplier between two percentiles, over fits of both that were redrawn independently."""
     return _interval([multiplier(one, two, compute) for one, two in zip(base.draws, other.draws[::-1])], percent)
 
 

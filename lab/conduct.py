@@ -20,7 +20,7 @@ from rich.console import Console
 
 from attnres.comparison.children import Child, Runner
 from attnres.comparison.compare import Work, opened, time_steps
-from attnres.comparison.plan import Plan, make_plan
+from attnres.comparison.plan import ComparisonPlan, make_plan
 from attnres.comparison.watch import Ended, train_all
 from attnres.device import cores
 from attnres.errors import Interrupted, UserError
@@ -76,7 +76,7 @@ class ExecutionOptions:
     only: Sequence[str] = ()
 
     def wants(self, arm: Arm, name: str) -> bool:
-        """Whether a run of an arm is to be made now."""
+        """Return whether a run of an arm is to be made now."""
         return not self.only or any(fnmatchcase(f"{arm.name}/{name}", pattern) for pattern in self.only)
 
     def check(self, design: Design, arms: Sequence[Arm]) -> None:
@@ -90,7 +90,7 @@ class ExecutionOptions:
                 )
 
     def times(self, arm: Arm) -> bool:
-        """Whether the steps of an arm's variants are to be timed."""
+        """Return whether the steps of an arm's variants are to be timed."""
         timed = self.here and arm.compare is not None and arm.compare.timing_s > 0
         return timed and any(self.wants(arm, name) for name in names_of(arm))
 
@@ -136,7 +136,7 @@ def conduct(design: Design, setting: Setting, options: ExecutionOptions, *, adop
 
 
 def _is_untimed(arm: Arm, folder: Path, options: ExecutionOptions) -> bool:
-    """Whether the steps of an arm's variants are to be timed and were not."""
+    """Return whether the steps of an arm's variants are to be timed and were not."""
     return options.times(arm) and not (folder / arm.name / TIMES).is_file()
 
 
@@ -216,7 +216,7 @@ class _Pass:
         assert arm.compare is not None
         config = dataclasses.replace(arm.compare, out=str(self.folder / arm.name), jobs=self.options.jobs)
 
-        def fill(plan: Plan, data: dict[str, Any]) -> None:
+        def fill(plan: ComparisonPlan, data: dict[str, Any]) -> None:
             refuse_other_text(plan, data, own)
             for name in adopt(plan, data, stored, arm):
                 self.options.say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
@@ -239,7 +239,7 @@ class _Pass:
             self.timed.append((work, arm.compare.timing_s))
 
     def _of_study(self, arm: Arm, child: Child, run: TrainConfig) -> Child:
-        """A run of an arm as one of a study's."""
+        """Return the child of an arm as one of the whole study."""
         first = branch_step(run) if arm.trunk and child.folder.exists() else 0
         size = _size(arm, self.setting, child.name)
         return dataclasses.replace(child, name=f"{arm.name}/{child.name}", is_alone=True, size=size, first=first)
@@ -271,12 +271,12 @@ def _measure(name: str, folder: Path) -> None:
 
 
 def _request(run: TrainConfig) -> tuple[str, tuple[int, ...]]:
-    """What makes two planned runs one: their key, and the checkpoints that they are to keep."""
+    """Return what makes two planned runs one: their key, and the checkpoints that they are to keep."""
     return run_key(to_dict(run)), tuple(sorted(run.keep_at))
 
 
 def _size(arm: Arm, setting: Setting, run: str) -> float:
-    """How much a run of an arm computes: hours at the preset's speed."""
+    """Return how much a run of an arm computes: hours at the preset's speed."""
     return hours(costs_of(arm, setting.config(), [run]), setting.preset.flops_per_s)
 
 
@@ -285,7 +285,7 @@ def _seed(child: Child) -> int:
     return taken[1] if taken else 0
 
 
-def _branch(plan: Plan, trunk: Path) -> None:
+def _branch(plan: ComparisonPlan, trunk: Path) -> None:
     """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept. One whose trunk has
     none, for it diverged before that or came from a runs.jsonl, is trained from its start: it is the same run."""
     for name, run in plan.runs.items():
@@ -346,8 +346,8 @@ def print_estimate(
 def left_of(
     design: Design, setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()
 ) -> list[tuple[Arm, set[str]]]:
-    """The arms that a study asks for by now, each with its runs that would be trained: wanted, neither finished nor to
-    be had from `adopted` or from studies beside it, if their text is the same, which is not looked at.
+    """Return the arms that a study asks for by now, each with its runs that would be trained: wanted, neither finished
+    nor to be had from `adopted` or from studies beside it, if their text is the same, which is not looked at.
 
     Raises:
         UserError: the study's folder cannot be used, or no run fits a pattern, as `conduct` would say.

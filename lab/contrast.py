@@ -288,7 +288,7 @@ def contrast(
 
 
 def _curve(measured: Measured, arm: str, label: str) -> LossCurve:
-    """Mean over seeds of the losses at the steps that all of them have."""
+    """Return mean over seeds of the losses at the steps that all of them have."""
     seeds: dict[int, dict[int, float]] = {}
     for row in measured.of(arm, label):
         seeds.setdefault(row.seed, {})[row.tokens] = row.value
@@ -297,7 +297,7 @@ def _curve(measured: Measured, arm: str, label: str) -> LossCurve:
 
 
 def _own_share(measured: Measured, arm: str, label: str) -> float:
-    """The residual's parameters over those of the model without them; NaN where nothing was trained."""
+    """Return the residual's parameters over those of the model without them; NaN where nothing was trained."""
     own, every = (measured.mean(arm, label, name) for name in ("own_parameters", "parameters"))
     return own / (every - own)
 

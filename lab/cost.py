@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
     @classmethod
     def of(cls, run: TrainConfig, model: TrainConfig, mechanism: Mechanism = STANDARD) -> "Step":
-        """A run's; a pretrained model's size is taken to be that of `model`."""
+        """Return the step of a run; a pretrained model's size is taken to be that of `model`."""
         size = size_or_default((run if run.finetune.init_from is None else model).model)
         shape = vocabulary_of(run), run.data.seq_len, run.batch_size, run.accumulation
         return cls(mechanism, json.dumps(size, sort_keys=True), *shape)
@@ -80,8 +80,8 @@ class Cost:
 
 
 def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]:
-    """What these runs of an arm cost, mechanism by mechanism. `model`: the preset's run, whose size a pretrained model
-    is taken to have.
+    """Return what these runs of an arm cost, mechanism by mechanism. `model`: the preset's run, whose size a pretrained
+    model is taken to have.
 
     Runs that branch off others train from there alone.
     """
@@ -103,21 +103,21 @@ def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]
 
 
 def vocabulary_of(config: TrainConfig) -> int:
-    """The size of the vocabulary that a tokenizer spec asks for; a usual one where it does not say."""
+    """Return the size of the vocabulary that a tokenizer spec asks for; a usual one where it does not say."""
     kind, _, size = tokenizer_or_default(config.data).partition(":")
     return int(size) if kind == "bpe" and size.isdecimal() else 50_257
 
 
 def flops_a_token(size: object, seq_len: int, vocabulary: int, mechanism: Mechanism = STANDARD) -> float:
-    """FLOPs of training a model on one token: the standard model's, as `attnres.models.step_cost` counts them, and the
-    mechanism's `operations`, thrice as many as in a forward pass, as everything else is."""
+    """Return the FLOPs of training a model on one token: the standard model's, as `attnres.models.step_cost` counts
+    them, and the mechanism's `operations`, thrice as many as in a forward pass, as everything else is."""
     standard, sublayers, width = _standard(json.dumps(size, sort_keys=True), seq_len, vocabulary)
     return standard + 3 * operations(mechanism.residual, json.loads(mechanism.settings), sublayers, width)
 
 
 @functools.cache
 def _standard(size: str, seq_len: int, vocabulary: int) -> tuple[float, int, int]:
-    """FLOPs of the standard model for a token, its number of sublayers, and its width."""
+    """Return the FLOPs of the standard model for a token, its number of sublayers, and its width."""
     from attnres.models import build
     from attnres.models.step_cost import step_flops
 
@@ -128,15 +128,15 @@ def _standard(size: str, seq_len: int, vocabulary: int) -> tuple[float, int, int
 
 
 def on_gpu(config: TrainConfig) -> bool:
-    """Whether a run is trained on a GPU: it asks for one, or for what there is and there is one."""
+    """Return whether a run is trained on a GPU: it asks for one, or for what there is and there is one."""
     return pick_device("auto").type == "cuda" if config.device == "auto" else config.device.startswith("cuda")
 
 
 def measured_speeds(
     config: TrainConfig, steps: Collection[Step], on_each: Callable[[float], None] = lambda more: None
 ) -> dict[Step, float]:
-    """FLOPs a second of each of these training steps on one thread here; none without the device of `config`, the
-    preset's run.
+    """Return the FLOPs a second of each of these training steps on one thread here; none without the device of
+    `config`, the preset's run.
 
     A few of each are timed in this process; the quickest counts, since other work may have the machine: an estimate to
     a factor of two. `on_each` is called with 1 after each.
@@ -180,7 +180,7 @@ def _seconds(step: Step, config: TrainConfig) -> float:
 
 
 def hours(costs: Sequence[Cost], flops_per_s: float, speeds: Mapping[Step, float] | None = None) -> float:
-    """Hours of one core or one GPU for all of them, at the speeds of their steps where those are known."""
+    """Return the hours of one core or one GPU for all of them, at the speeds of their steps where those are known."""
     known = speeds or {}
     by_step = (flops_per_s if cost.step is None else known.get(cost.step, flops_per_s) for cost in costs)
     return math.fsum(cost.flops / speed + cost.calls * CALL for cost, speed in zip(costs, by_step, strict=True)) / 3600

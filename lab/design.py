@@ -132,39 +132,39 @@ class Measured:
     of_other_texts: tuple[str, ...] = ()
 
     def complete(self, arm: str) -> bool:
-        """Whether every run of an arm is finished."""
+        """Return whether every run of an arm is finished."""
         return arm in self.planned and set(self.planned[arm]) <= set(self.finished.get(arm, []))
 
     def of(self, arm: str, label: str | None = None, quantity: str = "loss") -> list[Row]:
-        """Rows of an arm, of one label if one is given, in order of seed and step; of what diverged none."""
+        """Return rows of an arm, of one label if one is given, in order of seed and step; of what diverged none."""
         rows = [row for row in self.rows if row.arm == arm and row.quantity == quantity and math.isfinite(row.value)]
         return sorted((row for row in rows if label in (None, row.label)), key=lambda row: (row.seed, row.step))
 
     def labels(self, arm: str) -> list[str]:
-        """Labels of an arm that have finished, in the order in which they were asked for."""
+        """Return labels of an arm that have finished, in the order in which they were asked for."""
         return list(dict.fromkeys(row.label for row in self.rows if row.arm == arm))
 
     def finals(self, arm: str, label: str, quantity: str = "loss") -> dict[int, float]:
-        """The last value of each seed that did not diverge."""
+        """Return the last value of each seed that did not diverge."""
         return {row.seed: row.value for row in self.of(arm, label, quantity)}
 
     def mean(self, arm: str, label: str, quantity: str = "loss") -> float:
-        """Mean over seeds of the last values; NaN without any."""
+        """Return the mean over seeds of the last values; NaN without any."""
         values = list(self.finals(arm, label, quantity).values())
         return sum(values) / len(values) if values else math.nan
 
     def diverged(self, arm: str, label: str, quantity: str | None = None) -> list[int]:
-        """The seeds of which that quantity, or any, did not stay finite."""
+        """Return the seeds of which that quantity, or any, did not stay finite."""
         rows = (row for row in self.rows if (row.arm, row.label) == (arm, label) and quantity in (None, row.quantity))
         return sorted({row.seed for row in rows if not math.isfinite(row.value)})
 
     def asked_for(self, arm: str) -> list[str]:
-        """All labels of an arm, finished or not."""
+        """Return all labels of an arm, finished or not."""
         named = (label_and_seed(name) for name in self.planned.get(arm, []))
         return list(dict.fromkeys(taken[0] for taken in named if taken))
 
     def at_recipe(self, arm: str, quantity: str) -> bool:
-        """Whether that is what the noises and the curve are of."""
+        """Return whether the noises and the curve are of this arm's recipe and of this quantity."""
         return quantity == "loss" and arm in self.recipe
 
     def recipe_of(self, arm: str, quantity: str = "loss", floor: float = 0.0) -> Recipe | None:
@@ -179,11 +179,11 @@ class Measured:
         return Recipe(runs, floor) if own else None
 
     def flops(self, arm: str, label: str) -> float:
-        """What one run of a label spent."""
+        """Return the FLOPs of one run of a label."""
         return max((row.flops for row in self.of(arm, label)), default=math.nan)
 
     def steps(self, arm: str, label: str) -> int:
-        """The last step of a label's runs."""
+        """Return the last step of a label's runs."""
         return max((row.step for row in self.of(arm, label)), default=0)
 
 
@@ -233,11 +233,11 @@ class Setting:
     allow_different: bool = False
 
     def folder(self, study: str) -> Path:
-        """Where a study of this setting lies."""
+        """Return where a study of this setting lies."""
         return self.out / self.name / study
 
     def config(self, **values: Any) -> TrainConfig:
-        """The preset's run with nested values laid over it."""
+        """Return the preset's run with nested values laid over it."""
         base = from_dict(self.preset.train)
         text = {"source": self.source, "column": self.column}
         changes = {name: value for name, value in text.items() if value is not None}
@@ -246,13 +246,13 @@ class Setting:
         return from_dict(values, base)
 
     def sized(self, size: dict[str, Any], **values: Any) -> TrainConfig:
-        """The preset's run of another size; to another width its rates are carried over (muP)."""
+        """Return the preset's run of another size; to another width its rates are carried over (muP)."""
         width = self.preset.width
         carried = {} if size["hidden_size"] == width else {"optim": {"base_width": width}}
         return self.config(model={"size": size}, **carried, **values)
 
     def is_recipe(self, run: TrainConfig) -> bool:
-        """Whether a run is the preset's but for its steps."""
+        """Return whether a run is the preset's but for its steps."""
         return run == self.config(steps=run.steps)
 
     def arm(
@@ -265,13 +265,14 @@ class Setting:
         timed: bool = False,
         **more: Any,
     ) -> Arm:
-        """An arm of variants, each with every seed; if `timed` their steps are timed in turn before any is trained."""
+        """Return an arm of variants, each with every seed; if `timed` their steps are timed in turn before any is
+        trained."""
         which = range(self.seeds) if seeds is None else seeds
         seconds = self.preset.timing_s if timed else 0
         return Arm(name, CompareConfig(list(variants), list(which), base=of, timing_s=seconds), **more)
 
     def some(self, variants: Sequence[str]) -> list[str]:
-        """As many of a long list of variants as the preset takes, the first ones."""
+        """Return the first variants of a long list, as many as the preset takes."""
         return list(variants)[: self.preset.most]
 
 

@@ -89,14 +89,14 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[Row]:
 
 
 def step_times(folder: Path) -> dict[str, list[float]]:
-    """The time of a step of each variant, round by round, of a comparison that timed them in turn; else none."""
+    """Return the time of a step of each variant, round by round, of a comparison that timed them in turn; else none."""
     path = folder / TIMES
     variants = checked(read_json(path), Timing, path, ADVICE)["variants"] if path.is_file() else {}
     return {label: one.get("times") or [one["ratio"]] for label, one in variants.items()}
 
 
 def measures_of(folder: Path) -> Measures:
-    """What a run's folder has of it; no rows where there is no such file. Raises UserError."""
+    """Return what a run's folder has of it; no rows where there is no such file. Raises UserError."""
     path = folder / MEASURES
     if not path.is_file():
         return {"rows": []}
@@ -112,8 +112,8 @@ def _row(arm: str, label: str, seed: int, one: Measure) -> Row:
 
 
 def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
-    """FLOPs a token; of a pretrained model, whose size the run does not name, by its parameters, and of a mechanism
-    that is not attnres' own without its reads."""
+    """Return FLOPs a token; of a pretrained model, whose size the run does not name, by its parameters, and of a
+    mechanism that is not attnres' own without its reads."""
     model, length = config["model"], config.get("data", {}).get("seq_len")
     if model.get("size") is None or length is None:
         return 6.0 * summary["parameters"]
@@ -122,7 +122,7 @@ def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """One line a measurement, sorted: no clock has a part in it, so a study that was stopped gives the same."""
+    """Return one line a measurement, sorted: no clock has a part in it, so a study that was stopped gives the same."""
     lines = [
         (row.arm, row.label, row.seed, row.step, row.tokens, f"{row.flops:.6g}", row.quantity, f"{row.value:.8g}")
         for row in rows

@@ -96,7 +96,7 @@ class Outcome:
 
 
 def survey(design: Design, setting: Setting, runs: Path | None = None) -> tuple[list[Arm], Measured]:
-    """The arms that a study asks for by now, and what their finished runs gave. Nothing is run.
+    """Return the arms that a study asks for by now, and what their finished runs gave. Nothing is run.
 
     Args:
         runs: the folder with its arms; none is the study's own.
@@ -202,7 +202,7 @@ def draw(folders: Sequence[Path], out: str, formats: Sequence[str]) -> None:
 
 
 def names_of(arm: Arm) -> list[str]:
-    """The names of an arm's runs, seed by seed."""
+    """Return the names of an arm's runs, seed by seed."""
     if arm.computed is not None:
         return list(arm.computed.runs)
     assert arm.compare is not None
@@ -223,14 +223,14 @@ def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured)
 
 
 def _is_finished(arm: Arm, run: Path) -> bool:
-    """Whether a run of an arm has given all that it will: what was measured of it, or that it diverged."""
+    """Return whether a run of an arm has given all that it will: what was measured of it, or that it diverged."""
     if arm.computed is not None:
         return (run / MEASURES).is_file()
     return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
 
 
 def _noises(values: Values, setting: Setting) -> dict[int, KnownNoise]:
-    """The noise of this preset and text as its study has it, by the steps of a run."""
+    """Return the noise of this preset and text as its study has it, by the steps of a run."""
     known = values.get("by_steps") or {}
     outside = f"The noise of {setting.name}: its control, the same function, lies OUTSIDE it."
     remark = outside if values.get("control_inside") is False else ""
@@ -253,13 +253,13 @@ def _values(setting: Setting, study: str) -> Values:
 
 
 def study_page(outcome: Outcome) -> str:
-    """The page of one study, as HTML."""
+    """Return the page of one study, as HTML."""
     title = f"{outcome.design.title} ({outcome.setting.name})"
     return framed(title, _kicker(outcome), outcome.result.verdict, _sections(outcome), FOOTER)
 
 
 def report_page(outcomes: Sequence[Outcome]) -> str:
-    """The page of several studies: a table of them, what holds at several sizes, then each."""
+    """Return the page of several studies: a table of them, what holds at several sizes, then each."""
     rows = [
         [one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.verdict] for one in outcomes
     ]
@@ -313,7 +313,7 @@ def _sections(outcome: Outcome) -> list[str]:
 
 
 def command(outcome: Outcome) -> str:
-    """The command that carries the study out again."""
+    """Return the command that carries the study out again."""
     setting = outcome.setting
     words = ["python -m lab", outcome.design.name, "--preset", setting.name, "--seeds", str(setting.seeds)]
     places = {"--source": setting.source, "--column": setting.column, "--images": setting.images}
@@ -330,7 +330,7 @@ def _section(table: Table) -> str:
 
 
 def _table(table: Table, kind: str = "numbers", anchors: Sequence[str] = ()) -> str:
-    """A table; with `anchors` each row's first cell leads to one."""
+    """Return a table; with `anchors` each row's first cell leads to one."""
     firsts = [escape(row[0]) for row in table.rows]
     if anchors:
         firsts = [f'<a href="#{anchor}">{first}</a>' for anchor, first in zip(anchors, firsts, strict=True)]
@@ -347,7 +347,8 @@ def _table(table: Table, kind: str = "numbers", anchors: Sequence[str] = ()) -> 
 
 
 def at_sizes(outcomes: Sequence[Outcome]) -> list[Table]:
-    """A table a study that was carried out at several presets: each difference at each, and what they say together.
+    """Return a table a study that was carried out at several presets: each difference at each, and what they say
+    together.
 
     Only what was held against the same baseline, in the same arm and under the same name, is one question. Two presets
     with one model are one size, for which the longer one stands.
@@ -377,13 +378,13 @@ def at_sizes(outcomes: Sequence[Outcome]) -> list[Table]:
 
 
 def _longest(name: str, presets: Iterable[str]) -> str:
-    """Of the presets with the model of this one, which are one size, that with the most steps."""
+    """Return the preset with the most steps of those with the model of this one, which are one size."""
     size = PRESETS[name].train["model"]
     return max((one for one in presets if PRESETS[one].train["model"] == size), key=lambda one: PRESETS[one].steps)
 
 
 def contrasts(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The comparisons with a baseline among the values of a result, each with the names that lead to it."""
+    """Yield the comparisons with a baseline among the values of a result, each with the names that lead to it."""
     if "baseline" in values and "variants" in values:
         yield where, values
         return
@@ -393,7 +394,7 @@ def contrasts(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str,
 
 
 def together(answers: Sequence[Mapping[str, Any]]) -> str:
-    """What the same question's answers at several sizes say.
+    """Return what the same question's answers at several sizes say.
 
     >>> clear, open_ = {"excludes_0": True, "difference": -0.04}, {"excludes_0": False, "difference": -0.01}
     >>> together([clear, clear]), together([clear, open_])

@@ -8,7 +8,7 @@ Size = str | dict[str, Any]
 
 
 def qwen3(width: int, layers: int, heads: int, hidden: int) -> dict[str, Any]:
-    """A Qwen3 of this shape with half as many key-value heads, or one."""
+    """Return a Qwen3 of this shape with half as many key-value heads, or one."""
     return {
         "family": "qwen3",
         "hidden_size": width,
@@ -22,7 +22,7 @@ def qwen3(width: int, layers: int, heads: int, hidden: int) -> dict[str, Any]:
 
 
 def gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
-    """A GPT-2 of this shape without dropout."""
+    """Return a GPT-2 of this shape without dropout."""
     fields = {"n_embd": width, "n_layer": layers, "n_head": heads}
     return {"family": "gpt2", **fields, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -80,7 +80,7 @@ class Preset:
         return 12.0 * self.depth * self.width**2
 
     def of_depth(self, layers: int) -> dict[str, Any]:
-        """The recipe's model with so many layers."""
+        """Return the recipe's model with so many layers."""
         return {**self._fields, "num_hidden_layers": layers}
 
     @property
@@ -219,7 +219,8 @@ HUNDRED = Preset(
 
 
 def in_fp32(preset: Preset) -> Preset:
-    """The same recipe without bf16, for a processor that would emulate it: another recipe, with a noise of its own."""
+    """Return the same recipe without bf16, for a processor that would emulate it: another recipe, with a noise of its
+    own."""
     return dataclasses.replace(preset, about=f"{preset.about}; in fp32", train={**preset.train, "dtype": "fp32"})
 
 
@@ -236,7 +237,8 @@ PRESETS = {
 
 
 def shape(layers: int, parameters: float) -> dict[str, Any]:
-    """The Qwen3 of so many layers whose layers have about so many parameters, with three times its width in the MLP.
+    """Return the Qwen3 of so many layers whose layers have about so many parameters, with three times its width in the
+    MLP.
 
     A layer has 3 d^2 in its attention with half as many key-value heads, and 9 d^2 in its MLP; d is a multiple of 8.
     """

@@ -43,7 +43,7 @@ class Slurm:
             raise UserError(f"Slurm cannot be used: {error}") from error
 
     def _job(self, child: Child) -> Any:
-        """The child's command with its variables; all others are the job's own, its GPU among them."""
+        """Return the child's command with its variables; all others are the job's own, its GPU among them."""
         there = dataclasses.replace(child, threads=self._cores)  # not this machine's share of them
         words = [f"{name}={value}" for name, value in there.variables().items()]
         return self._command(["env", *words, *child.command(quiet=True)], verbose=False)

@@ -25,7 +25,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 import attnres
-from attnres.comparison.plan import Plan
+from attnres.comparison.plan import ComparisonPlan
 from attnres.data.sources import title_of
 from attnres.errors import UserError
 from attnres.files import LOCK, is_half_written, locked, replaced_folder, write_json, write_text
@@ -63,7 +63,7 @@ def _digest(value: Any) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """A value as any other that is equal to it: 1 as 1.0, a tuple as a list."""
+    """Return a value as any other that is equal to it: 1 as 1.0, a tuple as a list."""
     if isinstance(value, list | tuple):
         return [_hashable(part) for part in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -165,7 +165,7 @@ def same_runs(stored: Iterable[StoredRun], run: TrainConfig, arm: Arm) -> list[S
     return sorted(same, key=lambda one: (not all(kept(one.folder, at).is_dir() for at in run.keep_at), not one.ended))
 
 
-def adopt(plan: Plan, data: dict[str, Any], stored: Sequence[StoredRun], arm: Arm) -> list[str]:
+def adopt(plan: ComparisonPlan, data: dict[str, Any], stored: Sequence[StoredRun], arm: Arm) -> list[str]:
     """Copy into an arm's folders the stored runs with its keys and data; of finished ones no checkpoint, which only a
     run that goes on needs, but for those that they are to keep.
 
@@ -191,7 +191,7 @@ def adopt(plan: Plan, data: dict[str, Any], stored: Sequence[StoredRun], arm: Ar
     return names
 
 
-def refuse_other_text(plan: Plan, data: dict[str, Any], own: Iterable[StoredRun]) -> None:
+def refuse_other_text(plan: ComparisonPlan, data: dict[str, Any], own: Iterable[StoredRun]) -> None:
     """Refuse `data` where a study's own runs with the plan's settings, of a text of that name, had other data: runs of
     a study are compared whatever arm they are of. Raises UserError."""
 

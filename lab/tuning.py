@@ -23,8 +23,9 @@ FLATTERED = 1.0
 
 
 def candidates(setting: Setting, variant: str) -> list[str]:
-    """The ways to train a mechanism: at the recipe's rates, at half of them and at twice, and one with parameters of
-    its own with these at the other of AdamW's rate and a tenth of it, which is the default of queries and gains."""
+    """Return the ways to train a mechanism: at the recipe's rates, at half of them and at twice, and one with
+    parameters of its own with these at the other of AdamW's rate and a tenth of it, which is the default of queries and
+    gains."""
     lr, parsed = setting.config().optim.lr, parse_variant(variant)
     residual = make_residual(parsed.residual, 4, 16, **_small(parsed.settings))
     ways = [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
@@ -42,8 +43,8 @@ def _small(settings: dict) -> dict:
 def tuned_study(
     name: str, question: str, about: str, source: str, published: Mapping[str, str], title: str, best_title: str
 ) -> Design:
-    """A study of variants: all at the recipe's rates with all seeds, then their other rates at one seed, then each at
-    the best of its rates with all seeds. A run that two of these ask for is made once.
+    """Return a study of variants: all at the recipe's rates with all seeds, then their other rates at one seed, then
+    each at the best of its rates with all seeds. A run that two of these ask for is made once.
 
     Args:
         published: variant -> what others have for it, "" for nothing.
@@ -132,7 +133,7 @@ def _held_beside(
     published: Mapping[str, str],
     comparisons: int = 0,
 ) -> _Beside:
-    """Contrasts, the standard model's first, and their tables.
+    """Return the contrasts, the standard model's first, and their tables.
 
     Args:
         ways: how each variant was trained in this arm.
@@ -157,7 +158,7 @@ def _held_beside(
 
 
 def _published_gap(one: str, base: str) -> float | None:
-    """The difference of two published losses, of texts that begin with them; None where one does not."""
+    """Return the difference of two published losses, of texts that begin with them; None where one does not."""
     if both := re.match(r"(\d+\.\d+) where standard has (\d+\.\d+)", one):
         return round(float(both[1]) - float(both[2]), 6)
     losses = [re.match(r"\d+\.\d+", text) for text in (one, base)]
@@ -165,7 +166,8 @@ def _published_gap(one: str, base: str) -> float | None:
 
 
 def _by_loss(measured: Measured, variants: Sequence[str]) -> list[str]:
-    """The standard model, then the others by their loss at the recipe's rates, lowest first, unknown ones last."""
+    """Return the standard model, then the others by their loss at the recipe's rates, lowest first, unknown ones
+    last."""
     losses = {variant: measured.mean(RECIPE, label_of(variant)) for variant in variants}
     return sorted(variants, key=lambda one: (one != "standard", math.isnan(losses[one]), losses[one]))
 
@@ -181,7 +183,7 @@ def timed_at_best(measured: Measured, best: Mapping[str, str]) -> Measured:
 
 
 def _search_table(setting: Setting, measured: Measured, variants: Sequence[str]) -> Table:
-    """The loss of each way to train mechanisms of which all ways have finished at the coarse seed."""
+    """Return the loss of each way to train mechanisms of which all ways have finished at the coarse seed."""
     rows = []
     for variant in _by_loss(measured, variants):
         ways = candidates(setting, variant)
@@ -202,8 +204,8 @@ def _search_table(setting: Setting, measured: Measured, variants: Sequence[str])
 
 
 def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) -> dict[str, str]:
-    """Variant -> its candidate with the lowest loss at the coarse seed; one with a candidate that has not finished is
-    left out."""
+    """Return variant -> its candidate with the lowest loss at the coarse seed; one with a candidate that has not
+    finished is left out."""
     ways = {variant: candidates(setting, variant) for variant in variants}
     mechanism = {one: v for v, those in ways.items() if _all_finished(measured, those) for one in those}
     losses = {one: measured.mean(COARSE, label_of(one)) for one in mechanism}
@@ -211,11 +213,12 @@ def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) 
 
 
 def _is_judged(setting: Setting, measured: Measured, way: str) -> bool:
-    """Whether more than the seed that chose a rate has been trained at it, diverged or not, if more are asked for."""
+    """Return whether more than the seed that chose a rate has been trained at it, diverged or not, if more are asked
+    for."""
     label = label_of(way)
     return len({*measured.finals(BEST, label), *measured.diverged(BEST, label)}) >= min(2, setting.seeds)
 
 
 def _all_finished(measured: Measured, ways: Sequence[str]) -> bool:
-    """Whether each way to train a mechanism has finished at the coarse seed, diverged or not."""
+    """Return whether each way to train a mechanism has finished at the coarse seed, diverged or not."""
     return {label_of(way) for way in ways} <= set(measured.labels(COARSE))

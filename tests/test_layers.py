@@ -86,7 +86,7 @@ def place(module: str) -> str | None:
 
 
 def test_the_graph_has_imports_of_functions_too_and_those_of_type_checkers_not():
-    assert "attnres.residuals.base" in GRAPH["attnres.residuals.mechanisms.full"]
+    assert "attnres.residuals.layout" in GRAPH["attnres.residuals.mechanisms.full"]
     assert "attnres.comparison.compare" in GRAPH["attnres.commands.compare"]
     assert "attnres.evals.generate" not in GRAPH["attnres"]
 

@@ -23,7 +23,8 @@ from attnres.inspect.edits import Reweigh
 from attnres.models import build, export_model, load
 from attnres.residuals import registry
 from attnres.residuals.registry import PLUGINS
-from attnres.training.config import from_dict, resolve
+from attnres.training.config import from_dict
+from attnres.training.prepare import prepare_run
 
 MECHANISMS = '''
 """Two mechanisms of a user's own."""
@@ -284,7 +285,7 @@ def test_a_file_that_changed_is_not_taken_for_the_old_one(place, tmp_path, capsy
     with pytest.warns(UserWarning, match=r"own\.py:Anchored has changed since this model was made"):
         load(out / "model")
     with pytest.raises(UserError, match=r"own\.py:Anchored has changed since this configuration was written"):
-        resolve(from_dict(json.loads((out / "config.json").read_text())))
+        prepare_run(from_dict(json.loads((out / "config.json").read_text())))
 
 
 def test_compare_and_report(place, runs, capsys):
@@ -408,7 +409,7 @@ def test_a_models_folder_runs_no_file_unasked(tmp_path, registered):
     refused("unknown residual 'secret'", residual="secret", residual_file=None)
     refused("is not run unasked", residual_file=f"{file}:Secret")
     with pytest.raises(UserError, match="is not run unasked"):  # the configuration of a run, read as a file
-        resolve(from_dict({"model": {"residual": "secret", "residual_file": f"{file}:Secret"}}))
+        prepare_run(from_dict({"model": {"residual": "secret", "residual_file": f"{file}:Secret"}}))
     assert not marker.exists()
     load(tmp_path / "model", trust_remote_code=True)
     assert marker.exists() and registered() == ["secret"]

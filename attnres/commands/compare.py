@@ -1,14 +1,13 @@
 """`attnres compare`: train variants side by side."""
 
 import dataclasses
-import sys
 from dataclasses import dataclass, field
 
 from attnres.commands.train import Model, plain_config
 from attnres.errors import UserError
 from attnres.flags import Hidden, Settings, config_file, fields_of, parse
-from attnres.training.check import fitted, refuse_idle
 from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict
+from attnres.training.prepare import refuse_idle
 from attnres.typed import overlay
 
 
@@ -24,20 +23,20 @@ class SharedModel(Model):
 
 @dataclass
 class Comparison:
-    """What a comparison has and a run has not; a base class, so that the help begins with it."""
+    """Options of a comparison that a single run has not; a base class, so that the help begins with them."""
 
     variants: tuple[str, ...] = ("standard", "rescaled", "block", "full")
     """RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard block:num_blocks=6 full@lr=0.003; the names after @
     are lr and those of fine-tuning (train_only, residual_lr, distill_weight, ...)."""
     seeds: tuple[int, ...] = (0,)
-    """Every variant is trained with each; from two on the errors are over seeds."""
+    """Seeds; every variant is trained with each. With two or more, standard errors are over seeds."""
     lrs: tuple[float, ...] = ()
     """Train every variant at each of these learning rates."""
     jobs: int | None = None
-    """Runs trained at once, the processor's threads shared between them; none is one a core, at most four. Their
-    threads are settled when the comparison is begun and stay the same when it is continued."""
+    """Runs trained at the same time, which share the processor's threads; none is one a core, at most four. The
+    number of threads of a run is set when the comparison begins and is the same when it is continued."""
     timing_s: float = 20.0
-    """Seconds for timing the variants in turn at the end; 0 leaves it out."""
+    """Seconds for timing the variants, interleaved, at the end; 0 leaves it out."""
 
 
 @dataclass
@@ -78,9 +77,6 @@ def run(arguments: list[str]) -> None:
     options = parse("compare", Compare, arguments, Compare(**defaults))
     config = plain_config(options)
     refuse_idle(dataclasses.replace(config, finetune=demo.finetune), demo)  # variants may use what is fine-tuning's
-
-    for note in fitted(config)[1]:
-        print(f"attnres: {note}", file=sys.stderr)
 
     from attnres.comparison.compare import compare
     from attnres.comparison.plan import CompareConfig

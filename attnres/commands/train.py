@@ -65,9 +65,10 @@ def _residual_of(init_from: str | None) -> str:
     usual = ModelConfig().residual
     if init_from is None:
         return usual
-    from attnres.training.start import find_start, has_reads
+    from attnres.models import open_checkpoint
+    from attnres.training.start import has_reads
 
-    start = find_start(init_from)
+    start = open_checkpoint(init_from)
     if not has_reads(start) or start.residual in (None, usual):
         return usual
     if os.environ.get("RANK", "0") == "0":

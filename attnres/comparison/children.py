@@ -121,14 +121,14 @@ class Child:
             self.process.send_signal(number)
 
     def latest(self) -> tuple[int, float | None]:
-        """The last training step in its metrics and the loss there; 0 and None before the first."""
+        """Return the last training step in its metrics and the loss there; 0 and None before the first."""
         with contextlib.suppress(OSError):
             if lines := growing(self.folder / "metrics.jsonl", "train", tail=16384):
                 return lines[-1]
         return 0, None
 
     def failure(self, how: str = "", log: Path | None = None) -> UserError:
-        """Why it failed, in its own words where it had any, else `how` and where to look."""
+        """Return why it failed, in its own words where it had any, else `how` and where to look."""
         with contextlib.suppress(OSError):
             message = self._error_file.read_text(encoding="utf-8").strip()
             self._error_file.unlink()
@@ -235,13 +235,13 @@ def others_go_on(child: Child, failure: UserError, failures: list[UserError]) ->
 
 
 def several(failures: Sequence[UserError]) -> UserError:
-    """The first of them, which says how many more there are."""
+    """Return the first of them, which says how many more there are."""
     more = f" ({len(failures) - 1} more failed)" * (len(failures) > 1)
     return UserError(f"{failures[0]}{more}")
 
 
 def _gpus() -> list[str]:
-    """The GPUs that runs may have, where there are several."""
+    """Return the GPUs that runs may have, where there are several."""
     import torch
 
     count = torch.cuda.device_count()
@@ -251,7 +251,7 @@ def _gpus() -> list[str]:
 
 
 def _wanted(signals: Signals, ended: bool) -> int:
-    """The signal to pass on to the running children, 0 for none."""
+    """Return the signal to pass on to the running children, 0 for none."""
     if signals.terminations:
         return signal.SIGTERM
     return signal.SIGINT if signals.interrupts or ended else 0

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from attnres.comparison.children import Child
-from attnres.comparison.plan import CompareConfig, Plan, Variant, make_plan
+from attnres.comparison.plan import CompareConfig, ComparisonPlan, Variant, make_plan
 from attnres.comparison.speed import step_times
 from attnres.comparison.watch import Ended, RunStatus, train_all
 from attnres.device import cores
@@ -34,7 +34,6 @@ from attnres.training.data import data_record, held_out, prepare_from
 from attnres.training.environment import emulated
 from attnres.training.records import TIMES, Compared
 from attnres.training.run_folder import claim, same_data
-from attnres.training.start import find_start
 from attnres.typed import checked
 
 VERSION = 1
@@ -51,7 +50,7 @@ class Work:
     """
 
     out: Path
-    plan: Plan
+    plan: ComparisonPlan
     children: list[Child]
     walls: dict[str, float]
     jobs: int
@@ -62,7 +61,7 @@ class Work:
 def opened(
     config: CompareConfig,
     say: Console,
-    fill: Callable[[Plan, dict[str, Any]], None] | None = None,
+    fill: Callable[[ComparisonPlan, dict[str, Any]], None] | None = None,
     here: bool = True,
     runs: int | None = None,
 ) -> Generator[Work]:
@@ -142,6 +141,8 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     """
     say = console or Console(stderr=True)
     with opened(config, say) as work:
+        for note in work.plan.notes:
+            say.print(note, highlight=False, soft_wrap=True)
         status = RunStatus(work.out, work.plan)
 
         def report(child: Child) -> None:
@@ -159,13 +160,13 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
         return show(work.out, out=work.out)
 
 
-def _claim(out: Path, plan: Plan) -> dict[str, dict[str, Any]]:
-    """Summaries of the runs that are finished; refuses other configurations."""
+def _claim(out: Path, plan: ComparisonPlan) -> dict[str, dict[str, Any]]:
+    """Return the summaries of the finished runs. Raises UserError for other configurations."""
     summaries = {name: claim(out / name, to_dict(run), resume=True) for name, run in plan.runs.items()}
     return {name: summary for name, summary in summaries.items() if summary is not None}
 
 
-def _prepare(out: Path, plan: Plan, say: Console) -> tuple[int, dict[str, Any]]:
+def _prepare(out: Path, plan: ComparisonPlan, say: Console) -> tuple[int, dict[str, Any]]:
     """Tokenise once, before the runs: they find the result in the cache. Returns the size of the vocabulary and
     the content of data.json.
 
@@ -186,13 +187,14 @@ def _prepare(out: Path, plan: Plan, say: Console) -> tuple[int, dict[str, Any]]:
 
 
 def _before(out: Path) -> Compared:
-    """What compare.json says, if this continues a comparison."""
+    """Return what compare.json says, if this continues a comparison."""
     path = out / "compare.json"
     return checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
 
 
-def _kernels(before: Compared, plan: Plan) -> str | None:
-    """Which build of the C kernels all runs read with, None for plain torch: as before if this continues a comparison.
+def _kernels(before: Compared, plan: ComparisonPlan) -> str | None:
+    """Return which build of the C kernels all runs read with, None for plain torch: as before if this continues a
+    comparison.
 
     Raises:
         UserError: that build is not to be had, and different ones are not allowed.
@@ -210,8 +212,10 @@ def _kernels(before: Compared, plan: Plan) -> str | None:
     return here
 
 
-def _share(before: Compared, jobs_option: int | None, plan: Plan, vocabulary: int, runs: int) -> tuple[int, int]:
-    """How many runs train at once and with how many threads each: as before if this continues a comparison. With
+def _share(
+    before: Compared, jobs_option: int | None, plan: ComparisonPlan, vocabulary: int, runs: int
+) -> tuple[int, int]:
+    """Return how many runs train at once and with how many threads each: as before if this continues a comparison. With
     another number of runs at once new ones get their share of the threads, and those that were begun keep theirs: more
     threads than cores wait for each other at a multiple of the time."""
     jobs = jobs_option or before.get("jobs") or _jobs(plan, vocabulary, runs)
@@ -219,10 +223,10 @@ def _share(before: Compared, jobs_option: int | None, plan: Plan, vocabulary: in
     return jobs, threads or max(1, torch.get_num_threads() // jobs)
 
 
-def _jobs(plan: Plan, vocabulary: int, runs: int) -> int:
-    """Of so many runs, how many at once where nothing is asked for: on a CPU one a core (two small models on a thread
-    each train faster than one on two threads), as many as fit in memory and at most four; on GPUs one each, on a GPU
-    that is named one."""
+def _jobs(plan: ComparisonPlan, vocabulary: int, runs: int) -> int:
+    """Return how many of so many runs go at once where nothing is asked for: on a CPU one a core (two small models on a
+    thread each train faster than one on two threads), as many as fit in memory and at most four; on GPUs one each, on a
+    GPU that is named one."""
     if not plan.first.device.startswith("cpu"):
         return 1 if ":" in plan.first.device else max(1, torch.cuda.device_count())
     jobs = min(cores(), 4, runs)
@@ -309,13 +313,14 @@ def _same_model(a: Variant, b: Variant) -> bool:
     return (a.residual, a.settings) == (b.residual, b.settings)
 
 
-def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
-    """Whether so many models with gradients and AdamW's state (16 bytes a parameter) take half the free memory."""
+def _fits(models: int, plan: ComparisonPlan, vocabulary: int) -> bool:
+    """Return whether so many models with gradients and AdamW's state (16 bytes a parameter) take half the free
+    memory."""
     from attnres.models import build
 
     run = plan.first
-    if run.finetune.init_from is not None:
-        parameters = find_start(run.finetune.init_from).weights.parameters
+    if plan.start is not None:
+        parameters = plan.start.weights.parameters
     else:
         with torch.device("meta"):
             model = build(

@@ -13,13 +13,14 @@ import torch
 
 from attnres.device import pick_device
 from attnres.errors import UserError, unknown
+from attnres.models import Checkpoint
 from attnres.residuals import RESIDUALS, residual_class, settings_of, source_file
 from attnres.residuals.registry import ships
 from attnres.text import run_name
-from attnres.training.check import check, fitted, idle, without_idle
-from attnres.training.config import OptimConfig, TrainConfig, from_dict, resolve
+from attnres.training.config import OptimConfig, TrainConfig, from_dict
 from attnres.training.environment import has_bf16
-from attnres.training.start import check_model, settle
+from attnres.training.prepare import PreparedRun, idle, prepare_run, refuse_idle, without_idle
+from attnres.training.start import open_start
 
 SYNTAX = (
     "RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard, block:num_blocks=6, mine.py:Mine or block@lr=0.003"
@@ -27,8 +28,6 @@ SYNTAX = (
 
 TRAINING = {
     "residual_lr": "optim",
-    "residual_hold": "optim",
-    "residual_warmup": "optim",
     "residual_decay": "optim",
     "train_only": "finetune",
     "lora_rank": "finetune",
@@ -58,7 +57,7 @@ class Variant:
 
 
 def label_of(variant: str) -> str:
-    """How runs of a variant are called."""
+    """Return the label of a variant."""
     return parse_variant(variant).label
 
 
@@ -86,7 +85,7 @@ def parse_variant(text: str) -> Variant:
 
 
 def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterable[str]) -> dict[str, Any]:
-    """The values in `NAME=VALUE,...` by name; none where nothing was given."""
+    """Return the values in `NAME=VALUE,...` by name; none where nothing was given."""
     values: dict[str, Any] = {}
     for part in [] if settings is None else settings.split(","):
         name, equals, value = part.partition("=")
@@ -134,7 +133,7 @@ def _rate(value: str | float, where: str) -> float:
 
 
 def setting_value(text: str) -> int | float | bool | str:
-    """A setting as the plainest type that its text has: 6, 0.5, true, mean."""
+    """Return a setting as the plainest type that its text has: 6, 0.5, true, mean."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -161,12 +160,16 @@ class CompareConfig:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """The runs that a configuration asks for, by name (`LABEL-seedK`), and the label the others are held against."""
 
     variants: dict[str, Variant]
     runs: dict[str, TrainConfig]
     baseline: str
+    notes: tuple[str, ...] = ()
+    """A sentence for each default that gave way to what was given."""
+    start: Checkpoint | None = None
+    """The model that all runs start from, opened; None for new models."""
 
     @property
     def first(self) -> TrainConfig:
@@ -174,17 +177,16 @@ class Plan:
         return next(iter(self.runs.values()))
 
 
-def make_plan(config: CompareConfig, here: bool = True) -> Plan:
-    """Every run's full configuration, checked: a mistake in the last variant shows before the first is trained. Runs of
-    other machines, not `here`, keep the device that was asked for; where it is "auto" each finds its own."""
-    base = fitted(config.base)[0]
+def make_plan(config: CompareConfig, here: bool = True) -> ComparisonPlan:
+    """Return every run's full configuration, checked: a mistake in the last variant shows before the first is trained.
+    Runs of other machines, not `here`, keep the device that was asked for; where it is "auto" each finds its own."""
+    base = config.base
     if not config.seeds or len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0:
         raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
     if config.jobs is not None and config.jobs < 1:
         raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
     if not 0 <= config.timing_s < math.inf:
         raise UserError(f"timing_s is {config.timing_s}: expected seconds, 0 or more")
-    check(without_idle(base))
     variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
     for variant in variants.values():
         if variant.file is None and not ships(variant.residual):
@@ -196,51 +198,48 @@ def make_plan(config: CompareConfig, here: bool = True) -> Plan:
     dtype = base.dtype
     if here and dtype == "auto":
         dtype = "bf16" if has_bf16(torch.device(device)) else "fp32"
+    start = None if base.finetune.init_from is None else open_start(base.finetune.init_from)
+    prepared: dict[str, PreparedRun] = {}
+    for label, variant in variants.items():
+        model = dataclasses.replace(
+            base.model,
+            residual=variant.residual,
+            residual_file=variant.file,
+            residual_sha256=None,
+            settings={**variant.settings},
+            block_size=None,
+            num_blocks=None,
+        )
+        run = dataclasses.replace(
+            base,
+            model=model,
+            optim=_at_rate(base.optim, variant.lr),
+            seed=max(config.seeds),  # the one that may be too large
+            name=label,
+            device=device,
+            dtype=dtype,
+            resume=True,
+        )
+        # What the base configuration has for other variants is no setting of this one.
+        own = [f"{TRAINING[setting]}.{setting}" for setting in variant.training]
+        run = without_idle(from_dict(_training(variant), run), kept=own)
+        prepared[label] = prepare_run(run, start=start)
+    used_by_none = set(idle(base)).intersection(*(idle(from_dict(_training(one), base)) for one in variants.values()))
+    refuse_idle(without_idle(base, kept={name for name in used_by_none if name.startswith("finetune.")}))
     runs = {}
-    for seed in config.seeds:  # seed by seed: what is there first is one whole comparison
-        for label, variant in variants.items():
+    for seed in config.seeds:  # seed by seed: so the first runs that are finished are one whole comparison
+        for label, one in prepared.items():
             name = run_name(label, seed)
-            model = dataclasses.replace(
-                base.model,
-                residual=variant.residual,
-                residual_file=variant.file,
-                residual_sha256=None,
-                settings={**variant.settings},
-                block_size=None,
-                num_blocks=None,
-            )
-            run = dataclasses.replace(
-                base,
-                model=model,
-                optim=_at_rate(base.optim, variant.lr),
-                seed=seed,
-                name=name,
-                out=str(Path(config.out) / name),
-                device=device,
-                dtype=dtype,
-                resume=True,
-            )
-            # What the base configuration has for other variants is no setting of this one.
-            own = [f"{TRAINING[setting]}.{setting}" for setting in variant.training]
-            runs[name] = settle(resolve(without_idle(_trained(variant, run), kept=own)))
-            check(runs[name])
-    used_by_none = set(idle(base)).intersection(*(idle(_trained(variant, base)) for variant in variants.values()))
-    check(without_idle(base, kept={name for name in used_by_none if name.startswith("finetune.")}))
-    for label in variants:
-        check_model(runs[run_name(label, config.seeds[0])])
+            runs[name] = dataclasses.replace(one.config, seed=seed, name=name, out=str(Path(config.out) / name))
     baseline = next(
         (label for label, variant in variants.items() if variant.residual == "standard"), next(iter(variants))
     )
-    return Plan(variants, runs, baseline)
-
-
-def _trained(variant: Variant, base: TrainConfig) -> TrainConfig:
-    """The base configuration with what a variant trains in a way of its own."""
-    return from_dict(_training(variant), base)
+    notes = tuple(dict.fromkeys(note for one in prepared.values() for note in one.notes))
+    return ComparisonPlan(variants, runs, baseline, notes, start)
 
 
 def _training(variant: Variant) -> dict[str, dict[str, Any]]:
-    """What a variant trains in a way of its own, as values to lay over the base configuration."""
+    """Return what a variant trains in a way of its own, as values to lay over the base configuration."""
     values: dict[str, dict[str, Any]] = {}
     for name, value in variant.training.items():
         values.setdefault(TRAINING[name], {})[name] = value

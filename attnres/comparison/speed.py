@@ -10,9 +10,9 @@ from torch import Tensor
 
 from attnres.device import device_name, in_turn, seconds_of, spread
 from attnres.models.bases import checkpoint_activations
-from attnres.training.config import OptimConfig, TrainConfig
+from attnres.training.config import OptimConfig
 from attnres.training.environment import tune
-from attnres.training.layout import Whole
+from attnres.training.layout import Layout, PlacedModel, parallelize
 from attnres.training.objective import Objective, loss_kind, precision
 from attnres.training.optim import build_optimizers
 from attnres.training.parallel import Processes
@@ -109,11 +109,11 @@ def training_steps(
     loss: str = "auto",
     gradient_checkpointing: str = "none",
 ) -> dict[str, "TrainingStep"]:
-    """Label -> a training step of that variant, of a model of its own and the same random tokens. Arguments are those
-    of `step_times`."""
+    """Return a training step of each variant by label, of a model of its own and the same random tokens. Arguments are
+    those of `step_times`."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator).to(on)
-    config = TrainConfig(accumulation=accumulation, batch_size=batch_size)
+    layout = Layout(Processes(0, 1, on), batch_size=batch_size, accumulation=accumulation, seq_len=seq_len)
     steps = {}
     for label, (residual, settings) in variants.items():
         model = _build(size, residual, settings, vocab_size, seq_len, on)
@@ -125,9 +125,8 @@ def training_steps(
         if residual is not None or gradient_checkpointing == "layer":
             checkpoint_activations(model, gradient_checkpointing)
         kind = loss_kind(loss, model, batch_size // accumulation * seq_len)
-        layout = Whole(config, Processes(0, 1, on))
-        layout.place(Objective(model, kind, partial(precision, dtype, on), compiled=compile))
-        steps[label] = TrainingStep(layout, optim or OptimConfig(), tokens, capture=cuda_graphs)
+        objective = Objective(model, kind, partial(precision, dtype, on), compiled=compile)
+        steps[label] = TrainingStep(parallelize(objective, layout), optim or OptimConfig(), tokens, capture=cuda_graphs)
     return steps
 
 
@@ -135,10 +134,10 @@ class TrainingStep:
     """One update of a model from the same tokens, (B, T + 1), as training does it; but no rate is carried to a width:
     that changes no time, and the plain model has no place for it."""
 
-    def __init__(self, layout: Whole, optim: OptimConfig, tokens: Tensor, *, capture: bool) -> None:
-        optimizers = build_optimizers(layout.model, dataclasses.replace(optim, base_width=None))
+    def __init__(self, placed: PlacedModel, optim: OptimConfig, tokens: Tensor, *, capture: bool) -> None:
+        optimizers = build_optimizers(placed.model, dataclasses.replace(optim, base_width=None))
         self.x, self.y = tokens[:, :-1], tokens[:, 1:]
-        self.update = Update(layout, optimizers, optim.clip, lambda: None, capture=capture)
+        self.update = Update(placed, optimizers, optim.clip, lambda: None, capture=capture)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
         """Take the step; return the sums and the norm of `Update.gradients`."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attnres.comparison.children import Child, Runner, run_children
-from attnres.comparison.plan import Plan
+from attnres.comparison.plan import ComparisonPlan
 from attnres.progress import STEPS, Bar, Bars, grid
 from attnres.text import duration, label_and_seed, number, run_name
 from attnres.training.records import growing
@@ -53,7 +53,7 @@ def _without_seed(name: str) -> str:
 
 
 def _rate(runs: Sequence[Ended]) -> float:
-    """Seconds for a unit of size; 0 where all steps had been made before."""
+    """Return the seconds for a unit of size; 0 where all steps had been made before."""
     size = math.fsum(run.size for run in runs)
     return math.fsum(run.seconds for run in runs) / size if size else 0.0
 
@@ -65,7 +65,7 @@ class RunStatus:
         folder: of the comparison. plan: its variants and runs.
     """
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: ComparisonPlan) -> None:
         self.folder, self.baseline, self.names = folder, plan.baseline, list(plan.runs)
         self._losses: dict[str, tuple[int, dict[int, float]]] = {}
 

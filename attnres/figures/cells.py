@@ -26,13 +26,13 @@ VECTOR_CELLS = 1600  # beyond that the cells are one embedded image: lines betwe
 
 
 def rooted(largest: float) -> FuncNorm:
-    """A scale over the square root of the size, either way from zero to `largest`."""
+    """Return a scale over the square root of the size, either way from zero to `largest`."""
     return FuncNorm((signed_root, lambda x: np.sign(x) * np.square(x)), vmin=-largest, vmax=largest)
 
 
 def look_of(by: By, *tables: np.ndarray) -> dict[str, Any]:
-    """One scale for tables of one of the numbers that sources have, for `cells`: that of contributions ends at 1 or,
-    since they may exceed it, at the largest."""
+    """Return one scale for tables of one of the numbers that sources have, for `cells`: that of contributions ends at 1
+    or, since they may exceed it, at the largest."""
     if by == "weight":
         return {"norm": SHARES, "colourmap": COLOURMAP}
     values = np.concatenate([table.ravel() for table in tables])

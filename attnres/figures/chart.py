@@ -56,7 +56,7 @@ class Line:
 
     @classmethod
     def through(cls, label: str, points: Sequence[tuple[float, float]]) -> "Line":
-        """The line through points (x, y)."""
+        """Return the line through points (x, y)."""
         return cls(label, [x for x, _ in points], [y for _, y in points])
 
 
@@ -227,7 +227,8 @@ Chart = Curves | Differences | Grid
 
 
 def _looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour and dash of each line: its mechanism's where all labels begin with one's name, else one after another."""
+    """Return colour and dash of each line: its mechanism's where all labels begin with one's name, else one after
+    another."""
     names = {label: re.split(r"[-, ]", label)[0] for label in labels}
     if all(name in RESIDUALS for name in names.values()):
         return style.looks({label: (name, residual_class(name).traits) for label, name in names.items()})
@@ -237,7 +238,7 @@ def _looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _names_apart(places: Sequence[float]) -> list[str]:
-    """Names of places on a logarithmic axis, none for one that is too near to the last that has one.
+    """Return names of places on a logarithmic axis, none for one that is too near to the last that has one.
 
     >>> _names_apart([0.1, 0.333, 0.5, 1, 10])
     ['0.1', '0.333', '', '1', '10']

@@ -73,7 +73,8 @@ class Variant:
         return mean_inspection(list(self.inspections.values()), self.label)
 
     def over_steps(self, key: str) -> tuple[Sequence[float], np.ndarray]:
-        """Steps and (depth, steps) values that training recorded; the first seed's where seeds differ in steps."""
+        """Return steps and (depth, steps) values that training recorded; the first seed's where seeds differ in
+        steps."""
         runs = [run for run in self.dynamics.values() if run.get(key) and all(run[key])]
         if not runs:
             return [], np.empty((0, 0))
@@ -113,11 +114,11 @@ class Comparison:
         )
 
     def having(self, name: str) -> Self:
-        """Those variants alone that have something in a field."""
+        """Return those variants alone that have something in a field."""
         return dataclasses.replace(self, variants=[one for one in self.variants if getattr(one, name)])
 
     def without(self, name: str) -> Self:
-        """The same variants with nothing in a field."""
+        """Return the same variants with nothing in a field."""
         return dataclasses.replace(self, variants=[dataclasses.replace(one, **{name: {}}) for one in self.variants])
 
     def noise(self) -> list[tuple[float, float]]:
@@ -132,12 +133,12 @@ class Comparison:
         return [(place, float(2**0.5 * one)) for place, one in zip(common, deviations, strict=True)]
 
     def looks(self) -> list[dict[str, Any]]:
-        """Line keywords of each variant: the colour of its residual, its label."""
+        """Return line keywords of each variant: the colour of its residual, its label."""
         looks = style.looks({one.label: (one.residual, one.traits) for one in self.variants})
         return [{**looks[one.label], "label": plain(one.label)} for one in self.variants]
 
     def named(self, name: str, title: str) -> tuple[str, str]:
-        """A figure's name and title: those of the one model, or of all."""
+        """Return a figure's name and title: those of the one model, or of all."""
         if len(self.variants) == 1:
             return name, f"{self.variants[0].label}: {title}"
         return f"compare-{name}", title[0].upper() + title[1:]

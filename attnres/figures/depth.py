@@ -138,7 +138,7 @@ MAGNITUDES = ("output_rms", "input_rms", "grad_rms")
 
 
 def quantity(key: str) -> Quantity:
-    """The quantity of that name; one under its own name where it is not listed."""
+    """Return the quantity of that name; one under its own name where it is not listed."""
     return QUANTITIES.get(key) or Quantity(key, "", True)
 
 
@@ -187,14 +187,16 @@ def by_depth(comparison: Comparison, keys: Sequence[str], name: str, title: str)
 
 
 def bands(comparison: Comparison, keys: Sequence[str]) -> str:
-    """A sentence on what `panel` draws of several seeds, where it does for one of these quantities; else nothing."""
+    """Return a sentence on what `panel` draws of several seeds, where it does for one of these quantities; else
+    nothing."""
     tables = [rows(one, key) for one in comparison.variants for key in keys]
     several = any(table is not None and len(table) > 1 for table in tables)
     return " Lines: means over seeds; bands: least to most." if several else ""
 
 
 def coinciding(comparison: Comparison, key: str) -> str:
-    """A sentence that names lines which lie on one another, within a hundredth of the panel's range; else nothing."""
+    """Return a sentence that names lines which lie on one another, within a hundredth of the panel's range; else
+    nothing."""
     tables = [(one.label, table.mean(0)) for one in comparison.variants if (table := rows(one, key)) is not None]
     values = np.concatenate([line for _, line in tables] or [np.zeros(1)])
     close = 0.01 * (np.nanmax(values) - np.nanmin(values))
@@ -213,7 +215,7 @@ def coinciding(comparison: Comparison, key: str) -> str:
 
 
 def most_sources(variant: Variant) -> list[float]:
-    """How many sources each read has, NaN where it weighs none; nothing where that was not measured."""
+    """Return how many sources each read has, NaN where it weighs none; nothing where that was not measured."""
     most = variant.mean.entropy.get("most", []) if variant.inspections else []
     return [float(count or np.nan) for count in most]
 
@@ -395,7 +397,7 @@ def _add_bar(figure: Figure, mesh: QuadMesh, row: Sequence[Axes], words: str) ->
 
 
 def _each(variant: Variant, rows: int) -> int:
-    """How many rows a layer has: those of its sublayers, or of their reads, or one."""
+    """Return how many rows a layer has: those of its sublayers, or of their reads, or one."""
     sublayers = len(variant.over_steps("output_rms")[1])
     layouts = [inspection.layout for inspection in variant.inspections.values()]
     each = per_layer(layouts[0]) if layouts else 2

@@ -70,7 +70,7 @@ def draw(
 
 
 def _expand(paths: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """What to inspect, and the folders that training runs are read from."""
+    """Return what to inspect, and the folders that training runs are read from."""
     models: list[str] = []
     studies: list[Path] = []
     for name in paths:
@@ -121,7 +121,7 @@ def _caption(plot: Plot) -> str:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, numbered where two are the same."""
+    """Return the names, numbered where two are the same."""
     return [name if names.count(name) == 1 else f"{name} {names[:i].count(name) + 1}" for i, name in enumerate(names)]
 
 

@@ -24,7 +24,7 @@ DRAWN = 24
 
 
 def edge_map(measured: "Attribution | Patching", title: str) -> Plot:
-    """Every edge as a cell, reads in rows: the change of ln p without it, or what patching it restores."""
+    """Draw every edge as a cell, reads in rows: the change of ln p without it, or what patching it restores."""
     patched = hasattr(measured, "restored")
     rows: Any = measured.restored if patched else measured.knockout
     table = Routing(measured.layout, rows)
@@ -46,7 +46,7 @@ def edge_map(measured: "Attribution | Patching", title: str) -> Plot:
 
 
 def graph(attribution: "Attribution", title: str) -> Plot:
-    """The edges without which the prediction changes most and which lead to it, among the `DRAWN` largest.
+    """Draw the edges without which the prediction changes most and which lead to it, among the `DRAWN` largest.
 
     From the output upwards: an edge is drawn if what it feeds is the output or is part of a source that is drawn. Each
     was measured alone; two together may do more or less than the sum.
@@ -157,12 +157,12 @@ def leading(attribution: "Attribution") -> list[tuple[int, Source, float]]:
 
 
 def _column(part: Read | Source) -> float:
-    """Where across a node stands: what writes by its kind, sums between."""
+    """Return where across a node stands: what writes by its kind, sums between."""
     return {"attention": 0.0, "mlp": 2.0, "output": 1.0, "embedding": 1.0}.get(part.kind, 1.0)
 
 
 def _node(source: Source, written: Sequence[Source]) -> str:
-    """The node of a source: the sublayer's where it is one output, else its own; what is open is another at each
+    """Return the node of a source: the sublayer's where it is one output, else its own; what is open is another at each
     read."""
     if source.span is not None and len(source.span) == 1:
         return written[source.span.start].name

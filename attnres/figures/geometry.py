@@ -163,7 +163,7 @@ def learned(inspection: "Inspection") -> Plot:
 
 
 def _array(values: Any) -> np.ndarray:
-    """One or two axes of numbers, NaN where a row has ended; empty for more axes and for none."""
+    """Return one or two axes of numbers, NaN where a row has ended; empty for more axes and for none."""
     if not isinstance(values, list):
         return np.empty(0)
     if not any(isinstance(row, list) for row in values):
@@ -177,7 +177,7 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _counted(inspection: "Inspection", axes: Sequence[str], axis: int, count: int) -> list[str]:
-    """Names along an axis of a learned table."""
+    """Return names along an axis of a learned table."""
     kind = axes[axis] if axis < len(axes) else ""
     if kind in ("read", "sublayer") and count <= len(inspection.layout):
         return [label(read) for read in inspection.layout[:count]]

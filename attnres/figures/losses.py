@@ -153,8 +153,8 @@ def learning_rates(comparison: Comparison) -> Plot:
 
 
 def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Points]], marker: str = "") -> str:
-    """For each variant a thick line, the mean over seeds at their common places; single seeds thin behind it. Returns
-    what a caption says of them.
+    """Draw a thick line for each variant, the mean over seeds at their common places; single seeds thin behind it.
+    Returns what a caption says of them.
 
     Raises:
         NotShown: no variant has a curve.
@@ -192,7 +192,7 @@ def _smooth(points: Points) -> Points:
 
 
 def _cut_off(ax: Axes) -> str:
-    """What a caption says of lines that begin above or below the axes, which hold all that comes later."""
+    """Return what a caption says of lines that begin above or below the axes, which hold all that comes later."""
     low, high = ax.get_ylim()
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.get_lines()])
     outside = np.isfinite(values) & ((values < low) | (values > high))

@@ -28,7 +28,7 @@ TITLES: dict[By, str] = {"contribution": "what reads are made of", "weight": "we
 
 
 def shares(inspection: "Inspection", by: By = "contribution") -> Routing:
-    """What each source is of the reads that weigh something, means over tokens; see `Routing.of`.
+    """Return what each source is of the reads that weigh something, means over tokens; see `Routing.of`.
 
     Raises:
         NotShown: a residual that weighs nothing.
@@ -40,7 +40,7 @@ def shares(inspection: "Inspection", by: By = "contribution") -> Routing:
 
 
 def what_numbers_are(inspection: "Inspection", routing: Routing) -> str:
-    """How a caption names the numbers."""
+    """Return how a caption names the numbers."""
     if routing.by == "contribution":
         return "Mean contribution (a weighted source's projection on the read; rows sum to one, negative against it)"
     assert inspection.routing is not None
@@ -51,12 +51,12 @@ def what_numbers_are(inspection: "Inspection", routing: Routing) -> str:
 
 
 def axis(routing: Routing) -> str:
-    """The numbers' name beside a scale."""
+    """Return the numbers' name beside a scale."""
     return "contribution to the read" if routing.by == "contribution" else "weight"
 
 
 def boundaries(routing: Routing, most: int = 7) -> list[int]:
-    """Rows of the reads at which a block begins, in depth order, and the last one (the output's).
+    """Return rows of the reads at which a block begins, in depth order, and the last one (the output's).
 
     Where no source is a block or a state, as in Full, every read is a boundary. More than `most` are thinned evenly.
     """
@@ -72,7 +72,7 @@ def boundaries(routing: Routing, most: int = 7) -> list[int]:
 
 
 def which_reads(routing: Routing) -> str:
-    """How a caption names the reads that `boundaries` chooses."""
+    """Return how a caption names the reads that `boundaries` chooses."""
     sealed = any(map(routing.composites, range(len(routing.layout))))
     return f"in {'the reads with which blocks begin' if sealed else 'some of the reads, evenly chosen'} and in the last"
 
@@ -130,13 +130,14 @@ def patterns(inspection: "Inspection", by: By = "contribution", width: float = P
 
 
 def differ(inspection: "Inspection", by: By) -> bool:
-    """Whether some source of a read has another number than the others, to two digits, as no plain sum's weights do."""
+    """Return whether some source of a read has another number than the others, to two digits, as no plain sum's weights
+    do."""
     routing = Routing.of(inspection, by)
     return routing is not None and any(np.ptp(row) > 0.005 for row in routing.values)
 
 
 def at_boundaries(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """One table: the reads with which blocks begin, and the output's."""
+    """Draw one table: the reads with which blocks begin, and the output's."""
     routing = shares(inspection, by)
     if not any(map(routing.composites, range(len(routing.layout)))):
         raise NotShown("no blocks, so no block boundaries")
@@ -251,9 +252,9 @@ def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 def matrix_of(inspection: "Inspection", by: By) -> tuple[np.ndarray, By]:
-    """What each output is of each read, rows that sum to one, NaN where output i comes after read l: contributions, or
-    |M[l, i]| / sum_j |M[l, j]|, also for an inspection that has no contributions. Raises `NotShown` without a
-    matrix."""
+    """Return what each output is of each read, rows that sum to one, NaN where output i comes after read l:
+    contributions, or |M[l, i]| / sum_j |M[l, j]|, also for an inspection that has no contributions. Raises `NotShown`
+    without a matrix."""
     if inspection.mixing is None:
         raise NotShown(f"{inspection.model['residual']} is not linear in its outputs with one number a source")
     if by == "contribution" and inspection.mixing_contribution is not None:

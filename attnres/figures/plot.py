@@ -46,7 +46,7 @@ class Plot:
     figure: Figure
 
     def _repr_png_(self) -> bytes:
-        """What a notebook shows."""
+        """Return what a notebook shows."""
         out = io.BytesIO()
         FigureCanvasAgg(self.figure)
         self.figure.savefig(out, format="png", dpi=NOTEBOOK_DPI, facecolor=style.PAPER)
@@ -58,7 +58,7 @@ class NotShown(Exception):
 
 
 def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, np.ndarray]:
-    """A figure and its (rows, columns) axes, with text for a paper."""
+    """Return a figure and its (rows, columns) axes, with text for a paper."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for ax in axes.flat:
@@ -69,7 +69,7 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **optio
 
 
 def panels(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` panels: one in a column's width, up to three side by side, more in two rows."""
+    """Return a figure of `count` panels: one in a column's width, up to three side by side, more in two rows."""
     rows = 2 if count > 3 else 1
     width, height = (COLUMN, 2.15) if count == 1 else (PAGE, 1.9)
     figure, axes = canvas(width, height * rows + 0.25, rows, math.ceil(count / rows))
@@ -100,12 +100,12 @@ def fit(text: str, inches: float, size: float = 8.0) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that Matplotlib shows as it is: a dollar sign begins no formula."""
+    """Return text that Matplotlib shows as it is: a dollar sign begins no formula."""
     return text.replace("$", r"\$")
 
 
 def label(part: Read | Source) -> str:
-    """A source's or read's name on an axis: emb, attn 3, mlp 3, block 2, out; attn 3 key of one for the keys."""
+    """Return a source's or read's name on an axis: emb, attn 3, mlp 3, block 2, out; attn 3 key of one for the keys."""
     into = part.into if isinstance(part, Read) else None
     parts = (_LABELS.get(part.kind, part.kind), part.number, into)
     return plain(" ".join(str(word) for word in parts if word is not None))
@@ -149,12 +149,12 @@ def depth_axis(ax: Axes, count: int, *, reads: bool, each: int = 2) -> None:
 
 
 def per_layer(layout: Sequence[Read]) -> int:
-    """How many sublayers a layer has."""
+    """Return how many sublayers a layer has."""
     return max(1, len({read.kind for read in layout if read.number == 0}))
 
 
 def spread(sublayers: Sequence[int]) -> np.ndarray:
-    """Where on an axis of sublayers each read is: at its own, and of several side by side within it.
+    """Return where on an axis of sublayers each read is: at its own, and of several side by side within it.
 
     >>> spread([0, 1, 1, 2]).tolist()
     [0.0, 0.75, 1.25, 2.0]
@@ -282,6 +282,6 @@ def legend(figure: Figure, *axes: Axes) -> None:
 
 
 def number(value: float) -> str:
-    """Two digits without the leading zero, for a cell: .07, 1, -.3."""
+    """Return two digits without the leading zero, for a cell: .07, 1, -.3."""
     text = short_number(value)
     return {"1.00": "1", ".00": "0"}.get(text, text)

@@ -103,8 +103,9 @@ def style() -> Generator[None]:
 
 
 def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, Any]]:
-    """Line keywords for each label, given its residual's name and traits: the mechanism's colour, or the next free one;
-    a dash for each further label, and a darker, then a lighter shade of the colour where the clearest are used up.
+    """Return line keywords for each label, given its residual's name and traits: the mechanism's colour, or the next
+    free one; a dash for each further label, and a darker, then a lighter shade of the colour where the clearest are
+    used up.
 
     Residuals without a colour of their own share a few, which not every eye tells from the others: each has a dash.
     """
@@ -126,7 +127,7 @@ def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, An
 
 
 def _mixed(colour: str, other: str, share: float) -> str:
-    """A colour with so much of another in it, as `#rrggbb`."""
+    """Return a colour with so much of another in it, as `#rrggbb`."""
     pairs = zip(to_rgb(colour), to_rgb(other), strict=True)
     red, green, blue = (one * (1 - share) + two * share for one, two in pairs)
     return to_hex((red, green, blue))
@@ -166,7 +167,7 @@ LEAST = 3.0
 
 @functools.cache
 def on_dark(colour: str) -> str:
-    """A colour's partner on a dark page, mixed with white where it is no ink.
+    """Return a colour's partner on a dark page, mixed with white where it is no ink.
 
     Contrasts with the page from 1 to white's go to `LEAST` to white's, evenly by their logarithm: shades of one hue
     keep their order.
@@ -186,15 +187,15 @@ def variables(dark: bool) -> str:
 
 
 def declared(name: str, colour: str) -> str:
-    """The CSS property of that name with the colour of an ink or a line in both themes; a browser that does not know
-    light-dark() has the light one."""
+    """Return the CSS property of that name with the colour of an ink or a line in both themes; a browser that does not
+    know light-dark() has the light one."""
     if colour in NAMES:
         return f"{name}: var(--{NAMES[colour]})"
     return f"{name}: {colour}; {name}: light-dark({colour}, {on_dark(colour)})"
 
 
 def to_svg(figure: "Figure", name: str, alt: str, zoom: float) -> str:
-    """An `<svg>` to put in the page: scales with its box, the theme's colours, ids that no other figure has.
+    """Return an `<svg>` to put in the page: scales with its box, the theme's colours, ids that no other figure has.
 
     `zoom`: how much larger it is shown than on paper where there is room; a broad one never much smaller than it is.
     """

@@ -84,7 +84,7 @@ def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 def most_varied(values: np.ndarray) -> int:
-    """The source, of (tokens, sources) numbers, that differs most from token to token."""
+    """Return the source, of (tokens, sources) numbers, that differs most from token to token."""
     return int(values.std(0).argmax())
 
 
@@ -114,8 +114,8 @@ def example_columns(inspection: "Inspection", by: By, most: int) -> list[tuple[R
 
 
 def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """The example laid out as it was written, one panel for each read with which a block begins, each token on the
-    colour of one source (`example_columns`).
+    """Draw the example laid out as it was written, one panel for each read with which a block begins, each token on
+    the colour of one source (`example_columns`).
 
     Raises:
         NotShown: there is no example, or no such read weighs its sources.
@@ -187,7 +187,7 @@ def _draw_text(ax: Axes, fragments: Iterable[tuple[int, int, int, str]], parts: 
 
 
 def _example(inspection: "Inspection", by: By) -> tuple[list[str], Routing, int, np.ndarray]:
-    """Tokens, the routing, the row of the last read with several sources and (tokens, sources) numbers."""
+    """Return tokens, the routing, the row of the last read with several sources and (tokens, sources) numbers."""
     example: Any = inspection.example
     if example is None:
         raise NotShown("the inspection has no example text")
@@ -205,8 +205,8 @@ def _refuse_constant(weights: np.ndarray) -> None:
 
 
 def _layout(tokens: Sequence[str], most: int = 44) -> tuple[list[tuple[int, int, int, str]], int, int, int]:
-    """Where each token's text goes: (token, line, first letter, text), how many lines, letters, and tokens that fit in
-    `most` lines.
+    """Return where each token's text goes: (token, line, first letter, text), how many lines, letters, and tokens that
+    fit in `most` lines.
 
     Long lines go on in the next one; a line break takes one letter's place at the end of its line.
     """
@@ -245,7 +245,7 @@ def drawable(text: str) -> str:
 
 
 def _label(token: str) -> str:
-    """A token in at most nine letters, with its spaces and line breaks visible."""
+    """Return a token in at most nine letters, with its spaces and line breaks visible."""
     text = token.replace("\r\n", "\n").replace("\r", "␍").replace("\n", "↵").replace("\t", "→")
     text = re.sub(" {3,}", lambda run: f" ×{len(run[0])}", text).replace(" ", "\N{OPEN BOX}")
     text = drawable(text)

@@ -47,7 +47,7 @@ class Figure:
     by: bool = False
 
     def asked(self, by: By) -> dict[str, By]:
-        """What tells it which numbers to draw, where it can be told."""
+        """Return what tells it which numbers to draw, where it can be told."""
         return {"by": by} if self.by else {}
 
     def compared(self, comparison: Comparison, by: By = "contribution") -> Plot:
@@ -57,7 +57,7 @@ class Figure:
 
 
 def noted(plot: Plot, variants: Sequence[Variant], mean: bool) -> Plot:
-    """The plot with a word on seeds at the end of its caption, where there are several."""
+    """Draw the plot with a word on seeds at the end of its caption, where there are several."""
     seeds = {tuple(map(str, one.seeds)) for one in variants}
     if max(map(len, seeds)) <= 1:
         return plot
@@ -67,7 +67,7 @@ def noted(plot: Plot, variants: Sequence[Variant], mean: bool) -> Plot:
 
 
 def _alone(key: str, section: str) -> Figure:
-    """One quantity by depth, for the page: papers have several in a figure."""
+    """Return one quantity by depth, for the page: papers have several in a figure."""
     name = key.replace("_", "-")
     draw = partial(by_depth, keys=(key,), name=name, title=QUANTITIES[key].axis)
     return Figure(name, draw, "seeds", section, paper=False)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from attnres.inspect.attention import TokenAttention, token_attention
     from attnres.inspect.attribution import Attribution, Patching, attribute, patch
     from attnres.inspect.corpus import Search, search
+    from attnres.inspect.doctor import Finding, examine
     from attnres.inspect.edits import Ablate, KnockOut, Patch, Reweigh, Steer, intervene, source_names
     from attnres.inspect.effects import Effect, Vectors, effect, predict, read_vectors
     from attnres.inspect.inspection import Inspection
@@ -22,6 +23,7 @@ _HOMES = {
     "attention": "TokenAttention token_attention",
     "attribution": "Attribution Patching attribute patch",
     "corpus": "Search search",
+    "doctor": "Finding examine",
     "edits": "Ablate KnockOut Patch Reweigh Steer intervene source_names",
     "effects": "Effect Vectors effect predict read_vectors",
     "inspection": "Inspection",
@@ -43,6 +45,7 @@ __all__ = [
     "CorpusEffect",
     "Direct",
     "Effect",
+    "Finding",
     "Inspection",
     "KnockOut",
     "Lens",
@@ -60,6 +63,7 @@ __all__ = [
     "corpus_effect",
     "direct",
     "effect",
+    "examine",
     "find_residual",
     "from_trace",
     "inspect_model",

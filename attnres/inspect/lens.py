@@ -24,7 +24,7 @@ from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, TextModel, Token, as_model, prompt_ids, token_id
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
-from attnres.residuals.base import with_norm
+from attnres.residuals.watch import with_norm
 from attnres.streams.known_norms import describe_norm
 from attnres.streams.stream import FINISHED, note_progress
 from attnres.text import short

@@ -62,6 +62,17 @@ def _tokens_saved(row: Row, table: Table) -> str:
     return f"{row.tokens_saved:.2f}×"
 
 
+def _time_saved(row: Row, table: Table) -> float:
+    """Return how many times this row's time the baseline needs for the same loss, each by its own step."""
+    base = table.row(table.baseline).step_ratio if table.baseline else math.nan  # both beside the plain model, if timed
+    return math.nan if row.saving is None else row.saving.of_compute(row.step_ratio / base)
+
+
+def _time_saved_text(row: Row, table: Table) -> str:
+    hidden = table.doubt or _tokens_saved(row, table) == UNKNOWN or math.isnan(_time_saved(row, table))
+    return UNKNOWN if hidden else f"{_time_saved(row, table):.2f}×"
+
+
 def _perplexity(row: Row, table: Table) -> str:
     return UNKNOWN if math.isnan(row.loss) else f"{row.perplexity:.{'2f' if row.perplexity < 1e6 else '2e'}}"
 
@@ -128,13 +139,13 @@ COLUMNS = (
     Column(
         "tokens_saved", lambda row, _: row.tokens_saved, "Tokens saved", _tokens_saved, "Tokens\nsaved", optional=True
     ),
-    Column("time_saved", lambda row, _: math.nan if row.saving is None else row.saving.of_compute(row.step_ratio)),
+    Column("time_saved", _time_saved, "Time saved", _time_saved_text, optional=True),
 )
 """All there is to say of a variant: in this order in the CSV file, those with a title in the table."""
 
 
 def shown(table: Table) -> list[Column]:
-    """The columns of a table that is printed."""
+    """Return the columns of a table that is printed."""
 
     def known(column: Column) -> bool:
         return not column.optional or any(column.text(row, table) != UNKNOWN for row in table.rows)
@@ -143,7 +154,8 @@ def shown(table: Table) -> list[Column]:
 
 
 def plain_cells(table: Table, columns: list[Column]) -> list[str]:
-    """The cells of the plain model's row, which was timed and not trained; none where there is nothing to show."""
+    """Return the cells of the plain model's row, which was timed and not trained; none where there is nothing to
+    show."""
     if table.doubt or math.isnan(table.plain_tokens_per_s):
         return []
     known = {"label": "plain model", "tokens_per_s": number(table.plain_tokens_per_s, 0), "step_time_ratio": "1.00×"}
@@ -161,7 +173,8 @@ def print_table(table: Table, verdict: str, console: "Console | None" = None) ->
     grid = Grid(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     columns = shown(table)
     if any(column.name == "tokens_saved" for column in columns):  # eighty columns: it takes others' place
-        columns = [column for column in columns if column.name not in ("perplexity", "extra_parameters")]
+        left_out = ("perplexity", "extra_parameters", "time_saved")
+        columns = [column for column in columns if column.name not in left_out]
     for column in columns:
         first = column is columns[0]
         heading = column.short or column.title.replace(" ", "\n")

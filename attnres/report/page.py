@@ -50,7 +50,7 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
 
 
 def page(study: Study, table: Table, comparison: Comparison, drawn: Sequence[Section]) -> str:
-    """The HTML text."""
+    """Return the HTML text."""
     parts = [
         _section("Comparison", _table(table, comparison)),
         *(_section(part.title, _part(part), part.lead or _same_conditions(study)) for part in drawn),
@@ -62,8 +62,8 @@ def page(study: Study, table: Table, comparison: Comparison, drawn: Sequence[Sec
 
 
 def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: str) -> str:
-    """A page that opens offline, as HTML: the first sentence of `text` is its headline; `sections` and `footer` are
-    HTML already."""
+    """Return a page that opens offline, as HTML: the first sentence of `text` is its headline; `sections` and `footer`
+    are HTML already."""
     headline, _, more = text.partition(". ")
     template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -97,18 +97,18 @@ def _kicker(study: Study) -> str:
 
 
 def _of_all(study: Study, name: str) -> Any:
-    """A field of the configuration where all runs agree on it, else None."""
+    """Return a field of the configuration where all runs agree on it, else None."""
     values = [dict(leaves(run.config)).get(name) for run in study.runs]
     return values[0] if all(value == values[0] for value in values) else None
 
 
 def _prose(text: str) -> str:
-    """Escaped, with numbers kept together with their errors and units."""
+    """Escape text, and keep numbers together with their errors and units."""
     return escape(text).replace(" ± ", "&nbsp;±&nbsp;").replace(" %", "&nbsp;%")
 
 
 def _same_conditions(study: Study) -> str:
-    """What may be said of the runs' conditions, from their configurations and data."""
+    """Return what may be said of the runs' conditions, from their configurations and data."""
     if len(study.labels) < 2:
         return ""
     if not equal_conditions(study):
@@ -125,7 +125,7 @@ def _part(part: Section) -> str:
 
 
 def _examples(comparison: Comparison) -> str:
-    """The same held-out text for every variant that weighs its sources token by token."""
+    """Return the same held-out text for every variant that weighs its sources token by token."""
     variants = comparison.having("inspections").variants
     texts = {one.label: text for one in variants if (text := example(one.mean))}
     folded = (_details(label, text, open_=i == 0) for i, (label, text) in enumerate(texts.items()))
@@ -141,7 +141,8 @@ def _examples(comparison: Comparison) -> str:
 
 
 def figure_cards(plots: Sequence[Plot], anchor: str = "") -> str:
-    """Side by side where there is room; those as wide as a page each in a row of its own, to scroll on a phone.
+    """Lay out figures side by side where there is room; those as wide as a page each in a row of its own, to scroll on
+    a phone.
 
     `anchor`: what makes their ids unlike those of other figures with the same names in the page.
     """
@@ -193,7 +194,7 @@ def _row(table: Table, row: Row, colour: str) -> str:
 
 
 def _configuration(study: Study) -> str:
-    """What all runs share, what differs from variant to variant, and the machine."""
+    """Return what all runs share, what differs from variant to variant, and the machine."""
     # Seed, name and folder are each run's own.
     hidden = {"seed", "name", "out", "resume"}
     by_label = {
@@ -234,7 +235,7 @@ def _configuration(study: Study) -> str:
 
 
 def _of_seeds(runs: list[Run], hidden: set[str]) -> dict[str, Any]:
-    """A variant's configuration; where its seeds were trained with different ones, all that they had."""
+    """Return a variant's configuration; where its seeds were trained with different ones, all that they had."""
     configs = [{key: value for key, value in leaves(run.config) if key not in hidden} for run in runs]
     means = {}
     for key in dict.fromkeys(key for config in configs for key in config):

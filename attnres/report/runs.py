@@ -84,7 +84,7 @@ class Run:
         return max((records[-1]["step"] for records in (self.train, self.val) if records), default=0)
 
     def tokens_at(self, step: int) -> float:
-        """Tokens seen by `step`; the step itself where the run does not say."""
+        """Return the tokens seen by `step`; the step itself where the run does not say."""
         for record in reversed(self.train):
             if record.get("tokens") and record["step"]:
                 return step * record["tokens"] / record["step"]
@@ -103,11 +103,11 @@ class Study:
     missing: list[str] = field(default_factory=list)  # runs that were planned and left nothing on disk
 
     def of(self, label: str) -> list[Run]:
-        """The runs of one label, by seed."""
+        """Return the runs of one label, by seed."""
         return sorted((run for run in self.runs if run.label == label), key=lambda run: run.seed)
 
     def counted(self, label: str) -> list[Run]:
-        """Those of which means are taken: the finished ones, or all of them while none has finished."""
+        """Return the runs that means are taken over: the finished ones, or all of them while none has finished."""
         runs = self.of(label)
         return [run for run in runs if run.finished] or runs
 
@@ -209,8 +209,8 @@ def _load_folder(folder: Path) -> Study:
 
 
 def _told_apart(runs: list[Run]) -> list[Run]:
-    """The runs of a folder, of which copies are no further seeds, as a run that was moved aside, NAME.saved: what is
-    there twice has its folder's name for a label, unless that is the run's own."""
+    """Return the runs of a folder, of which copies are no further seeds, as a run that was moved aside, NAME.saved:
+    what is there twice has its folder's name for a label, unless that is the run's own."""
     keys = [(run.label, run.seed) for run in runs]
     return [
         run if keys.count(key) == 1 or run.folder.name == run_name(*key) else replace(run, label=run.folder.name)
@@ -219,13 +219,13 @@ def _told_apart(runs: list[Run]) -> list[Run]:
 
 
 def _label_order(run: Run) -> tuple[int, str]:
-    """The baseline first, then controls, then the others by label."""
+    """Sort the baseline first, then controls, then the others by label."""
     rank = 0 if run.residual == "standard" else 1 if run.traits.is_control else 2
     return rank, run.label
 
 
 def _baseline(runs: list[Run], labels: list[str], planned: str | None) -> str | None:
-    """The label that the others are compared with: the planned one, else the standard residual's."""
+    """Return the label that the others are compared with: the planned one, else the standard residual's."""
     if planned in labels:
         return planned
     return next((label for label in labels for run in runs if run.label == label and run.residual == "standard"), None)
@@ -250,7 +250,7 @@ def _prefixed(study: Study, name: str) -> Study:
 
 
 def _read(path: Path, kind: Any) -> dict[str, Any]:
-    """A JSON object of this kind, empty where there is no such file. Raises UserError."""
+    """Return a JSON object of this kind, empty where there is no such file. Raises UserError."""
     return checked(read_json(path), kind, path, ADVICE) if path.exists() else {}
 
 
@@ -261,7 +261,7 @@ def _read_environments(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Records by kind, sorted by step. A resumed run repeats steps: the later line counts."""
+    """Return records by kind, sorted by step. A resumed run repeats steps: the later line counts."""
     by_kind: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}, "depth": {}}
     for line in read_metrics(path):
         if line["kind"] in by_kind:
@@ -270,7 +270,7 @@ def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _read_inspection(folder: Path, residual: str) -> tuple[Inspection | None, str]:
-    """What was measured of the run's model, and why it cannot be read: a report can do without."""
+    """Return what was measured of the run's model, and why it cannot be read: a report can do without."""
     try:
         if (folder / "inspection.json").is_file():
             return Inspection.load(folder / "inspection.json"), ""

@@ -85,7 +85,7 @@ class Section:
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """The sections for which there are figures; draw inside `style.style`."""
+    """Return the sections for which there are figures; draw inside `style.style`."""
     result = {title: Section(title, lead) for title, lead in SECTIONS.items()}
     for figure in FIGURES:
         if not figure.section:
@@ -109,13 +109,14 @@ def sections(comparison: Comparison) -> list[Section]:
 
 
 def _says_nothing(inspection: Inspection, folded: str) -> bool:
-    """Whether a plain sum's weights would be drawn, all alike, or those of a file without contributions twice."""
+    """Return whether a plain sum's weights would be drawn, all alike, or those of a file without contributions
+    twice."""
     by = by_in("contribution", inspection.routing)
     return not differ(inspection, "weight" if folded else by) or (bool(folded) and by == "weight")
 
 
 def slug(label: str) -> str:
-    """A label as part of a file's or an element's name."""
+    """Return a label as part of a file's or an element's name."""
     return "".join(character if character.isalnum() else "-" for character in label)
 
 
@@ -123,7 +124,7 @@ def slug(label: str) -> str:
 
 
 def comparison_of(study: Study) -> Comparison:
-    """Everything that the figures draw of a study, each label's runs as one variant."""
+    """Return everything that the figures draw of a study, each label's runs as one variant."""
     baseline = strongest_baseline(study)
     last = against(study, baseline) if baseline else {}
     counted = any(record.get("tokens") for run in study.runs for record in run.train[-1:])
@@ -175,8 +176,8 @@ NAMED = 2
 
 
 def example(inspection: "Inspection") -> str:
-    """The text once for each of the reads with which blocks begin and the output's, as HTML, on the colour of one
-    source (`attnres.figures.tokens.example_columns`); empty where the model has no such read, or one whose numbers
+    """Return the text once for each of the reads with which blocks begin and the output's, as HTML, on the colour of
+    one source (`attnres.figures.tokens.example_columns`); empty where the model has no such read, or one whose numbers
     are the same for every token."""
     try:
         columns = example_columns(inspection, "contribution", READS + 1)[-READS:]

@@ -78,7 +78,7 @@ class Paired:
 
 
 def unequal(a: Run, b: Run) -> list[str]:
-    """The conditions in which two runs differ, seeds aside: fields of the configuration, and the text itself.
+    """Return the conditions in which two runs differ, seeds aside: fields of the configuration, and the text itself.
 
     The text is the same if the checksums of its tokens are; where a run does not have them, the data settings and the
     number of windows have to do.
@@ -97,15 +97,15 @@ def unequal(a: Run, b: Run) -> list[str]:
 
 
 def pairs(runs: list[Run], others: list[Run]) -> list[tuple[Run, Run]]:
-    """Runs of two variants matched by seed, where nothing but the variant differs: the finished ones, or all of them
-    while none has finished."""
+    """Return runs of two variants matched by seed, where nothing but the variant differs: the finished ones, or all of
+    them while none has finished."""
     by_seed = {run.seed: run for run in others}
     both = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed and not unequal(run, by_seed[run.seed])]
     return [pair for pair in both if all(run.finished for run in pair)] or both
 
 
 def why_unpaired(study: Study, label: str, other: str) -> str:
-    """What keeps two labels from being compared, to follow a colon."""
+    """Return what keeps two labels from being compared, to follow a colon."""
     mine, theirs = study.of(label), study.of(other)
     reasons = dict.fromkeys(name for a in mine for b in theirs for name in unequal(a, b))
     if reasons:
@@ -118,14 +118,14 @@ def why_unpaired(study: Study, label: str, other: str) -> str:
 
 
 def equal_conditions(study: Study) -> bool:
-    """Whether all runs of a study may be compared, each label with the same seeds."""
+    """Return whether all runs of a study may be compared, each label with the same seeds."""
     seeds = {tuple(run.seed for run in study.of(label)) for label in study.labels}
     return len(seeds) == 1 and not any(unequal(study.runs[0], run) for run in study.runs[1:])
 
 
 def kind(run: Run) -> tuple[str, str]:
-    """What a variant is without its learning rate: the residual, its settings, and how its parameters are trained, the
-    residual's own rate as a fraction of the rate.
+    """Return what a variant is without its learning rate: the residual, its settings, and how its parameters are
+    trained, the residual's own rate as a fraction of the rate.
 
     What is off or has no value counts as not given: an older run's configuration may lack it.
     """
@@ -137,13 +137,13 @@ def kind(run: Run) -> tuple[str, str]:
 
 
 def kind_name(study: Study, label: str) -> str:
-    """A label without its learning rate."""
+    """Return a label without its learning rate."""
     lr = study.of(label)[0].lr
     return label if lr is None else label.removesuffix(f"-lr{lr:g}")
 
 
 def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
-    """Steps at which every one of these runs was measured, on equally many windows."""
+    """Return the steps at which every one of these runs was measured, on equally many windows."""
     if not matched:
         return []
     steps = sorted(set.intersection(*(a.windows.keys() & b.windows.keys() for a, b in matched)))
@@ -151,14 +151,15 @@ def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
 
 
 def is_planned(study: Study, label: str, other: str) -> bool:
-    """Whether the comparison is one of those written down beforehand, and is made once in this study."""
+    """Return whether the comparison is one of those written down beforehand, and is made once in this study."""
     names = [study.of(one)[0].residual for one in study.labels]
     asked = study.of(label)[0].residual, study.of(other)[0].residual
     return asked in QUESTIONS and all(names.count(name) == 1 for name in asked)
 
 
 def paired_at(matched: list[tuple[Run, Run]], step: int, level: float = ALPHA, study: Study | None = None) -> Paired:
-    """The difference of two variants at a step that all of these matched runs have, with its interval at 1 - `level`.
+    """Return the difference of two variants at a step that all of these matched runs have, with its interval at 1 -
+    `level`.
 
     The other runs of the `study` under equal conditions, and of the same two variants under other seeds, count by
     their noise and their means.
@@ -190,7 +191,7 @@ def paired_at(matched: list[tuple[Run, Run]], step: int, level: float = ALPHA, s
 
 
 def against(study: Study, other: str) -> dict[str, Paired]:
-    """Every variant minus `other` at the last step both have, without those that share no seed, step or windows.
+    """Return every variant minus `other` at the last step both have, without those that share no seed, step or windows.
 
     Questions written down beforehand are answered at 5 %, all others together by Holm.
     """
@@ -209,20 +210,20 @@ def paired(study: Study, label: str, other: str) -> Paired | None:
 
 
 def paired_curve(study: Study, last: Paired, label: str, other: str) -> list[Paired]:
-    """The same at every step that both have, each with an interval at the level of the last."""
+    """Return the same at every step that both have, each with an interval at the level of the last."""
     matched = pairs(study.of(label), study.of(other))
     return [paired_at(matched, step, last.effect.level, study) for step in common_steps(matched)]
 
 
 def final_loss(run: Run) -> float:
-    """Held-out loss at the end, or at the last measurement of an unfinished run; NaN before the first."""
+    """Return the held-out loss at the end, or at the last measurement of an unfinished run; NaN before the first."""
     if run.summary is not None and run.summary.get("val_loss") is not None:
         return float(run.summary["val_loss"])
     return float(run.val[-1]["loss"]) if run.val else math.nan
 
 
 def final_loss_se(run: Run) -> float:
-    """Standard error of `final_loss` over held-out windows."""
+    """Return the standard error of `final_loss` over held-out windows."""
     if run.windows:
         return standard_error(run.windows[max(run.windows)])
     record = run.summary or (run.val[-1] if run.val else {})
@@ -230,7 +231,8 @@ def final_loss_se(run: Run) -> float:
 
 
 def mean_loss(study: Study, label: str) -> tuple[float, float]:
-    """Mean over seeds of the final held-out loss, with its standard error (over seeds from two on, else windows)."""
+    """Return the mean over seeds of the final held-out loss, with its standard error (over seeds from two on, else
+    windows)."""
     runs = [run for run in study.counted(label) if not math.isnan(final_loss(run))]
     if not runs:
         return math.nan, math.nan
@@ -241,7 +243,7 @@ def mean_loss(study: Study, label: str) -> tuple[float, float]:
 
 
 def strongest_baseline(study: Study) -> str | None:
-    """The label the others are held against.
+    """Return the label the others are held against.
 
     That is the study's baseline; where it was trained at several learning rates, the one of them with the lowest
     held-out loss, so that no variant wins against a badly tuned opponent.
@@ -260,7 +262,7 @@ def strongest_baseline(study: Study) -> str | None:
 
 
 def sweeps_lr(study: Study) -> bool:
-    """Whether some residual with some settings was trained at several learning rates."""
+    """Return whether some residual with some settings was trained at several learning rates."""
     rates: dict[tuple[str, str], set[float | None]] = {}
     for run in study.runs:
         rates.setdefault(kind(run), set()).add(run.lr)

@@ -98,7 +98,7 @@ class Row:
         return float(np.mean(first))
 
     def largest(self, key: str) -> float:
-        """The largest value that a finished run's summary has."""
+        """Return the largest value that a finished run's summary has."""
         return max((value for run in self.runs if not math.isnan(value := _known(run, key))), default=math.nan)
 
 
@@ -152,14 +152,14 @@ def _known(run: Run, key: str) -> float:
 
 
 def _curve(runs: list[Run]) -> LossCurve:
-    """Mean over runs of the held-out loss at the steps that all of them have."""
+    """Return the mean over runs of the held-out loss at the steps that all of them have."""
     losses = [{record["step"]: float(record["loss"]) for record in run.val} for run in runs]
     steps = set.intersection(*map(set, losses))
     return LossCurve((runs[0].tokens_at(step), float(np.mean([one[step] for one in losses]))) for step in steps)
 
 
 def _median_of(runs: list[Run], key: str) -> float:
-    """Median over seeds; an unfinished run gives the median of its training lines so far."""
+    """Return the median over seeds; an unfinished run gives the median of its training lines so far."""
     values = [_known(run, key) for run in runs]
     for i, run in enumerate(runs):
         lines = [float(record[key]) for record in run.train if record.get(key) is not None]
@@ -170,7 +170,7 @@ def _median_of(runs: list[Run], key: str) -> float:
 
 
 def _entry(study: Study, label: str) -> dict[str, Any]:
-    """What speed.json has of a variant, or nothing."""
+    """Return what speed.json has of a variant, or nothing."""
     return (study.speed or {}).get("variants", {}).get(label) or {}
 
 
@@ -179,14 +179,15 @@ def _timed(study: Study, label: str) -> float:
 
 
 def _beside(study: Study, label: str, baseline: str) -> float:
-    """The median of the rounds' ratios of a step to the plain model's, to the baseline's where that was not timed."""
+    """Return the median of the rounds' ratios of a step to the plain model's, to the baseline's where that was not
+    timed."""
     entry, base = _entry(study, label), (study.speed or {}).get("plain") or _entry(study, baseline)
     rounds = [one.get("times") or [_seconds(one)] for one in (entry, base)]
     return spread(*rounds).ratio if len(rounds[0]) == len(rounds[1]) else _seconds(entry) / _seconds(base)
 
 
 def _seconds(entry: dict[str, Any] | None) -> float:
-    """The median step of an entry of speed.json."""
+    """Return the median step of an entry of speed.json."""
     return float((entry or {}).get("median_s") or math.nan)
 
 
@@ -196,7 +197,8 @@ def _quartiles(study: Study, label: str) -> tuple[float, float]:
 
 
 def _doubt(study: Study, rows: list[Row]) -> str:
-    """Why a timing says nothing: too few rounds, or rounds that differ too much; empty where it says something."""
+    """Return why a timing says nothing: too few rounds, or rounds that differ too much; empty where it says
+    something."""
     entries = (study.speed or {}).get("variants", {})
     rounds = [len(entry["times"]) for entry in entries.values() if isinstance(entry, dict) and entry.get("times")]
     if rounds and min(rounds) < ROUNDS:
@@ -228,7 +230,8 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
     if any(not math.isnan(row.tokens_saved) for row in rows):
         notes.append(
             f"Tokens saved: how many times a variant's tokens {baseline} needs for the lowest loss that both have "
-            "reached, between measured points of the curves; within one schedule a lower bound."
+            "reached, between measured points of the curves; within one schedule a lower bound. Time saved: the same "
+            "by the time of each one's step."
         )
     if baseline and baseline != study.baseline:
         notes.append(f"The baseline is {baseline}: the best of the {kind_name(study, baseline)} runs.")
@@ -294,7 +297,7 @@ def _what_the_losses_error_is(rows: list[Row]) -> list[str]:
 
 
 def _what_the_error_is(study: Study, found: dict[str, Paired], baseline: str) -> str:
-    """Of which rule the intervals are, and over what the errors."""
+    """Say by which rule the intervals are made, and what the errors are over."""
     pairs = list(found.values())
     windows = listed([f"{count:,}" for count in sorted({pair.windows for pair in pairs})])
     what = f"Difference: loss minus that of {baseline} on the same {windows} held-out windows. "

@@ -12,7 +12,7 @@ Pairs = list[tuple[str, Paired]]
 
 
 def verdict(study: Study, table: Table) -> str:
-    """One or a few sentences: who is better than the baseline, by how much, and who cannot be told from it."""
+    """Return one or a few sentences: who is better than the baseline, by how much, and who cannot be told from it."""
     done = [row for row in table.rows if row.complete and not math.isnan(row.loss)]
     if not done:
         return "No variant has finished yet: nothing can be said."
@@ -58,7 +58,8 @@ def verdict(study: Study, table: Table) -> str:
 
 
 def _apart(pairs: Iterable[tuple[str, Paired | None]]) -> tuple[Pairs, Pairs, Pairs]:
-    """Labels whose difference is decided for the better and for the worse, and those that cannot be told; by size."""
+    """Return labels whose difference is decided for the better and for the worse, and those that cannot be told; by
+    size."""
     known = sorted(((label, pair) for label, pair in pairs if pair is not None), key=lambda item: item[1].mean)
     decided = [(label, pair) for label, pair in known if pair.decided]
     tied = [(label, pair) for label, pair in known if not pair.decided]
@@ -87,7 +88,8 @@ def _against_baseline(rows: list[Row], base: str) -> str:
 
 
 def _chance(row: Row, base: str) -> str:
-    """What the difference of a control that is the baseline's function says: never that it is better or worse."""
+    """Say what the difference of a control that is the baseline's function means: never that it is better or
+    worse."""
     assert row.paired is not None
     size = number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True)
     count = len(row.paired.per_seed)
@@ -97,7 +99,7 @@ def _chance(row: Row, base: str) -> str:
 
 
 def _against_control(study: Study, tested: list[Row], controls: list[Row]) -> list[str]:
-    """Whether the others also beat the control, which has the scaling and nothing that is learned."""
+    """Say whether the others also beat the control, which has the scaling and nothing that is learned."""
     if not controls or not tested:
         return []
     control = min(controls, key=lambda row: row.loss).label
@@ -117,7 +119,7 @@ def _against_control(study: Study, tested: list[Row], controls: list[Row]) -> li
 
 
 def _among_best(study: Study, rows: list[Row]) -> list[str]:
-    """Whether the two best can be told apart."""
+    """Say whether the two best can be told apart."""
     better = {label for label, _ in _apart((row.label, row.paired) for row in rows)[0]}
     ranked = [row.label for row in sorted(rows, key=lambda row: row.loss) if row.label in better]
     pair = paired(study, ranked[0], ranked[1]) if len(ranked) > 1 else None
@@ -130,14 +132,15 @@ def _among_best(study: Study, rows: list[Row]) -> list[str]:
 
 
 def _best_of_each(rows: list[Row]) -> list[Row]:
-    """Of each variant the row with the lowest loss: in a sweep of learning rates each is judged at its best rate."""
+    """Return the row of each variant with the lowest loss: in a sweep of learning rates each is judged at its best
+    rate."""
     best = {kind(row.runs[0]): row for row in sorted(rows, key=lambda row: -row.loss)}
     return [row for row in rows if row is best[kind(row.runs[0])]]
 
 
 def _at_equal_rates(study: Study, rows: list[Row], base: str) -> list[str]:
-    """For each other variant: at how many of the learning rates it shares with the baseline it wins, unless that is the
-    baseline's alone, which is said already. What computes the baseline's function wins nothing."""
+    """Say for each other variant at how many of the learning rates it shares with the baseline it wins, unless that
+    is the baseline's alone, which is said already. What computes the baseline's function wins nothing."""
     first = {row.label: row.runs[0] for row in rows if row.label == base or not row.traits.is_chance}
     against = [label for label in first if kind(first[label]) == kind(first[base])]
     counts = []

@@ -1,6 +1,6 @@
 """Residual mechanisms: `standard`, its control, Attention Residuals, and rivals, behind one interface."""
 
-from attnres.residuals.base import NormLike, Residual, Slot, Ways
+from attnres.residuals.base import Residual
 from attnres.residuals.layout import (
     About,
     Learned,
@@ -26,7 +26,8 @@ from attnres.residuals.registry import (
     source_sha256,
     traits_of,
 )
-from attnres.residuals.watch import Editor, Observer, watched_by
+from attnres.residuals.state import Slot, Ways
+from attnres.residuals.watch import Editor, NormLike, Observer, watched_by
 
 __all__ = [
     "RESIDUALS",

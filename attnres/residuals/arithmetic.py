@@ -1,10 +1,10 @@
 """Arithmetic that several mechanisms share, among it Sinkhorn's normalisation."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnres.ops import plain
 
@@ -95,3 +95,18 @@ class _Steps(torch.autograd.Function):
 def _outer(rows: Tensor, columns: Tensor) -> Tensor:
     """Sum over steps the outer products of (steps, n, B): (n, n, B)."""
     return (rows.unsqueeze(2) * columns.unsqueeze(1)).sum(0)
+
+
+class Precise(nn.Module):
+    """A module whose parameters stay in fp32 where a model is cast to 16 bits."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Precise":
+        """Move or cast as asked, but keep parameters in fp32 where 16 bits are asked for (`.to(torch.bfloat16)`,
+        Lightning's bf16-true): steps of a small rate would round to nothing there."""
+
+        def precise(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            narrows = tensor.is_floating_point() and new.element_size() < 4 <= tensor.element_size()
+            return tensor.to(new.device) if narrows else new
+
+        return super()._apply(precise, recurse)

@@ -4,18 +4,19 @@ A bank serves forward passes without gradients whose reads nobody watches: see o
 general path, the verbs of the residual.
 """
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from attnres.device import autocast_dtype
-from attnres.ops import plain
+from attnres.ops import Plan, explain, plain
 from attnres.ops.backend import Call
-from attnres.ops.bank import Bank, Group, Program, Step
-from attnres.ops.dispatch import KERNELS, stored_dtype
+from attnres.ops.bank import Bank, Banks, Group, Program, Step
+from attnres.ops.dispatch import KERNELS, bank_plan, stored_dtype
 from attnres.ops.precision import compute_dtype
 from attnres.residuals.layout import Source
 
@@ -185,3 +186,42 @@ def _group(steps: Sequence[Step], start: int, stop: int) -> Group | None:
     query = steps[start].query
     assert query is not None
     return Group(start, stop, first[:count], query) if count else None
+
+
+class Banked(nn.Module):
+    """A residual whose passes without gradients may take a bank of sources. `bank_reads` says how; the default takes
+    none."""
+
+    name: ClassVar[str]
+    width: int
+    banks: Banks
+    program: Program | str | None = None
+    """Its reads as a program for a bank, or why there is none; made when it is first asked for."""
+
+    def bank_reads(self) -> BankReads | str:
+        """Return how a pass without gradients makes the reads in a bank of sources, or why it cannot."""
+        return f"residual '{self.name}' is made in plain torch"
+
+    def bank_queries(self) -> Tensor:
+        """Return the queries (reads, d) that such a pass scores sources with, in fp32."""
+        raise NotImplementedError
+
+    def explain(self, embedding: Tensor, *, training: bool | None = None) -> Plan:
+        """Say which path a pass from `embedding` (..., d) takes, and why: what its last group of reads does.
+
+        Args:
+            training: whether a backward follows; None asks `torch.is_grad_enabled()`.
+        """
+        training = torch.is_grad_enabled() if training is None else training
+        reason = why_no_bank(cast("Residual", self), embedding, training=training)
+        if reason is None:
+            assert isinstance(self.program, Program)
+            device, tokens = embedding.device.type, embedding.numel() // self.width
+            shared = self.program.shared(tokens, self.width, embedding.dtype, cached=KERNELS[device].bank.cached)
+            return bank_plan(device, in_common=bool(shared))
+        plan = self.general_plan(embedding, training=training)
+        return dataclasses.replace(plan, reasons=(*plan.reasons, f"no bank of sources: {reason}"))
+
+    def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
+        """Say which path reads take where a pass takes no bank."""
+        return explain([embedding], training=training)

@@ -29,6 +29,7 @@ class Queried(Residual):
     query_lr: float = 1.0
     query: nn.Parameter
     gain: nn.Parameter
+    query_scale: Tensor
 
     def add_queries(self, reads: int) -> None:
         """Make the parameters of `reads` reads, without values."""
@@ -65,7 +66,9 @@ class Queried(Residual):
         if rate != 1.0:
             self.register_buffer("query_scale", torch.tensor(rate, dtype=torch.float32, device=self.query.device))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(  # ty: ignore[incompatible-method-override]
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
         stored = state_dict.pop(f"{prefix}query_scale", None)
         before = 1.0 if stored is None else float(stored)
         if not math.isclose(before, self.query_lr, rel_tol=1e-4):

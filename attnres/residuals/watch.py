@@ -3,16 +3,25 @@
 import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops import compute_dtype
+from attnres.ops import Norm, apply_norm, compute_dtype
 
 if TYPE_CHECKING:
     from attnres.residuals.base import Residual
+
+
+NormLike = Norm | Callable[[Tensor], Tensor]
+"""The norm a read ends with: as a value where its arithmetic is known (then it can be fused), else as a function."""
+
+
+def with_norm(h: Tensor, norm: NormLike) -> Tensor:
+    """Return norm(h)."""
+    return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
 
 
 class Observer(Protocol):
@@ -180,3 +189,38 @@ def _mixed_anew(
     for i, value in enumerate(exchanged):
         mixed = mixed + factors[..., i : i + 1] * value
     return mixed.to(h.dtype)
+
+
+class Watched(nn.Module):
+    """A residual whose reads may be seen and edited. Its subclasses' `start` and `write` show what they are given."""
+
+    observer: Observer | None = None
+    editor: Editor | None = None
+    watched_from_start: ClassVar[bool] = False
+    """It keeps what it shows beside the state, from the start of a pass: none that begins at a cut can be watched."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the mechanism's `start` and `write` show what they are given, whoever calls them."""
+        super().__init_subclass__(**kwargs)
+        if "start" in vars(cls):
+            cls.start = showing_start(cls.start)
+        if "write" in vars(cls):
+            cls.write = showing_write(cls.write)
+
+    @property
+    def watched(self) -> bool:
+        """Whether someone sees or edits the reads."""
+        return self.observer is not None or self.editor is not None
+
+    def forget(self) -> None:
+        """Let go of what was kept beside the state for those who watched; unless a mechanism says otherwise, nothing
+        was."""
+
+    def normed(
+        self, h: Tensor, index: int, norm: NormLike, weights: Tensor | None = None, values: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Return norm(h), for mechanisms whose read is not fused with its norm; show it first, as read number `index`,
+        to those who watch. `weights` and `values` as in `watched`."""
+        if self.watched:
+            h = watched(cast("Residual", self), h, index, weights, values)
+        return with_norm(h, norm)

@@ -28,7 +28,7 @@ from attnres.device import now
 from attnres.errors import UserError
 from attnres.models import DepthMixin
 from attnres.residuals import Residual
-from attnres.residuals.base import Slot
+from attnres.residuals.state import Slot
 
 
 class Cut(NamedTuple):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.ops.norms import Norm
 from attnres.residuals import NormLike, make_residual
-from attnres.residuals.base import as_it_is
 from attnres.residuals.mechanisms.one_stream import OneStream
 from attnres.residuals.program import has_hooks
+from attnres.residuals.state import as_it_is
 from attnres.streams.inputs import Inputs
 from attnres.streams.known_norms import describe_norm
 from attnres.streams.stream import Stream

@@ -16,11 +16,10 @@ from attnres.files import replaced_folder
 from attnres.residuals import Residual, residual_class
 from attnres.training.checkpoint import kept, reconfigure, stored_state
 from attnres.training.config import TrainConfig, differences, from_dict, to_dict
-from attnres.training.optim import rates
+from attnres.training.optim import scheduled_rate
 from attnres.training.records import Metrics
 
 SCHEDULE = ("steps", "optim.schedule", "optim.warmup", "optim.decay", "optim.min_lr_ratio")
-SCHEDULE += ("optim.residual_hold", "optim.residual_warmup")
 """Fields in which a branch may differ from its trunk, as far as they give the same rates until it branches off."""
 
 
@@ -29,7 +28,7 @@ def branch(trunk: Path, step: int, config: TrainConfig) -> None:
 
     Args:
         trunk: folder of a run that kept its checkpoint of that step (`keep_at`).
-        config: of the branch, settled (`attnres.training.start.settle`).
+        config: of the branch, prepared (`attnres.training.prepare.prepare_run`).
 
     Raises:
         UserError: the trunk is no such run, or the branch's run would have gone another way until there.
@@ -80,7 +79,7 @@ def _same_until(step: int, config: TrainConfig, trunk: dict[str, Any], where: Pa
         )
     before = from_dict(trunk)
     for at in range(1, step + 1):
-        if rates(at, config.steps, config.optim) != rates(at, before.steps, before.optim):
+        if scheduled_rate(at, config.steps, config.optim) != scheduled_rate(at, before.steps, before.optim):
             raise UserError(
                 f"a branch of {where} has another learning rate at step {at} of the {step} before it branches off: "
                 "give both as many steps of warm-up, and let it branch off before any decay"

@@ -44,7 +44,7 @@ from attnres.training.records import ADVICE, Checkpointed
 from attnres.typed import checked
 
 if TYPE_CHECKING:
-    from attnres.training.layout import Whole as Layout
+    from attnres.training.layout import PlacedModel
 
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ def save_model(model: Any, folder: Path) -> None:
 
 
 def restore(
-    folder: str | Path, state: dict[str, Any], layout: "Layout", optimizers: list[torch.optim.Optimizer]
+    folder: str | Path, state: dict[str, Any], placed: "PlacedModel", optimizers: list[torch.optim.Optimizer]
 ) -> None:
     """Fill the optimizers, and of a checkpoint in shares the model too, whatever layout wrote it.
 
@@ -109,9 +109,9 @@ def restore(
         UserError: the checkpoint is damaged or does not fit.
     """
     if state["format"] == IN_SHARES:
-        fill(Path(folder), layout, optimizers)
+        fill(Path(folder), placed, optimizers)
     else:
-        load_optimizers(folder, state, optimizers, {name for name, _ in layout.named_parameters()})
+        load_optimizers(folder, state, optimizers, {name for name, _ in placed.named_parameters()})
 
 
 def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | None:
@@ -225,12 +225,12 @@ class ShardedSave:
     def __init__(
         self,
         folder: str | Path,
-        layout: "Layout",
+        placed: "PlacedModel",
         optimizers: list[torch.optim.Optimizer],
         state: dict[str, Any],
         extra_files: Mapping[str, Path],
     ) -> None:
-        """Begin, with copies of the tensors where `layout.saving` is a group for it; else write all of it here.
+        """Begin, with copies of the tensors where `placed.saving` is a group for it; else write all of it here.
 
         `state` and `extra_files` are as in `checkpoint.save`.
 
@@ -239,11 +239,11 @@ class ShardedSave:
         """
         from attnres.scale.sharded_checkpoint import begin_shards, file_sums, save_shards
 
-        self.who, self.stack = layout.who, ExitStack()
+        self.who, self.stack = placed.who, ExitStack()
         optimizer = {f"optimizer.{key}": value for key, value in state_tensors(optimizers).items()}
-        tensors = _model_tensors(layout) | optimizer
+        tensors = _model_tensors(placed) | optimizer
         place = Path(self.who.of_first(lambda: str(self.stack.enter_context(replaced_folder(folder)))))
-        config = layout.model.config
+        config = placed.model.config
 
         def complete() -> None:
             with writing(folder):
@@ -255,11 +255,11 @@ class ShardedSave:
 
         self.written: Future[None] | None = None
         try:
-            if layout.saving is None:
+            if placed.saving is None:
                 save_shards(place / SHARES, tensors)
                 self.who.of_first(complete)
                 return
-            self.written = begin_shards(place / SHARES, tensors, layout.saving)
+            self.written = begin_shards(place / SHARES, tensors, placed.saving)
         except BaseException as error:
             self.stack.__exit__(type(error), error, error.__traceback__)
             raise
@@ -291,7 +291,7 @@ class ShardedSave:
             (self.completed if self.who.first else self.written).result()
 
 
-def fill(folder: Path, layout: "Layout", optimizers: list[torch.optim.Optimizer]) -> None:
+def fill(folder: Path, placed: "PlacedModel", optimizers: list[torch.optim.Optimizer]) -> None:
     """Fill the model and the optimizers from the checkpoint in `folder`, whatever layout wrote it.
 
     Raises:
@@ -302,12 +302,12 @@ def fill(folder: Path, layout: "Layout", optimizers: list[torch.optim.Optimizer]
     here = folder / SHARES
     shapes = {key.removeprefix("optimizer."): size for key, size in shapes_in(here).items() if key[:10] == "optimizer."}
     entries = empty_state(optimizers, shapes)
-    load_shards(here, _model_tensors(layout) | {f"optimizer.{key}": value for key, value in entries.items()})
+    load_shards(here, _model_tensors(placed) | {f"optimizer.{key}": value for key, value in entries.items()})
     load_state_tensors(optimizers, entries)
 
 
-def _model_tensors(layout: "Layout") -> dict[str, Tensor]:
-    tensors = {**dict(layout.named_parameters()), **layout.named_buffers()}
+def _model_tensors(placed: "PlacedModel") -> dict[str, Tensor]:
+    tensors = {**dict(placed.named_parameters()), **placed.named_buffers()}
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -342,7 +342,7 @@ def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
     ours = state["config"]["model"]
     residual, settings = (getattr(config, name, None) for name in ("residual", "residual_settings"))
     same = residual == ours["residual"]
-    if not same or settings_in_full(residual, settings) != settings_in_full(residual, ours["settings"]):
+    if not same or settings_in_full(ours["residual"], settings) != settings_in_full(ours["residual"], ours["settings"]):
         raise UserError(
             f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} "
             f"{ours['settings']}: {DAMAGED}"

@@ -6,12 +6,9 @@ The docstrings below the fields are the help texts of the command line (tyro rea
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from attnres.errors import UserError
-from attnres.files import user_path
-from attnres.text import run_name
 from attnres.typed import leaves, overlay
 
 Setting = int | float | bool | str
@@ -44,7 +41,7 @@ class DataConfig:
 
     source: str = "stdlib"
     """stdlib (Python's own sources), a file or folder (.txt, .md, .jsonl, .json, .csv, .parquet, .arrow, .py; text
-    also as .gz or .zst), a pattern ('data/**/*.txt'), hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several in shares:
+    also as .gz or .zst), a pattern ('data/**/*.txt'), hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several by weight:
     mix:SOURCE=3,SOURCE=1; see attnres prepare."""
     tokenizer: str | None = None
     """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name; none is
@@ -77,21 +74,16 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     residual_lr: float | None = None
-    """Peak learning rate of the residual's own parameters. None is a tenth of lr for queries of depth reads (and
-    what makes them of the input) and their keys' gains (`Residual.slow`), with which at the whole rate a model loses
-    by 4 M tokens what it gained and does not find it again (docs/results.md, section 10), and lr for the others of a
-    residual; lr for all with finetune.init_from."""
-    residual_hold: float = 0.0
-    """Fraction of the steps in which the residual's own parameters stay at their start values. 0.05 gained nothing."""
-    residual_warmup: float = 0.0
-    """Further warm-up of the residual's own parameters after that, as a fraction of the steps. 0.05 gained nothing."""
+    """Peak learning rate of the residual's own parameters. None is 0.1 x lr for the queries of depth reads, what
+    computes them and their keys' gains (`Residual.slow`), and lr for the residual's other parameters; with
+    finetune.init_from it is lr for all."""
     residual_decay: float = 0.0
     """Decoupled weight decay of the pseudo-queries, towards the uniform mean."""
     muon_lr: float = 2e-3
     """Peak learning rate of Muon, scaled per matrix so that an update has the RMS of an AdamW update."""
     base_width: int | None = None
-    """The width at which the rates were found: those of a new model of another, and its start values, are carried over
-    as muP has it (docs/architecture.md). None takes them as they are."""
+    """Width of the model whose learning rates these are: the rates and start values of a new model of another width are
+    scaled as in muP (docs/architecture.md). None takes the rates as they are."""
     min_lr_ratio: float = 0.1
     """Last learning rate as a fraction of the peak."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -103,7 +95,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay of the weight matrices (nothing else is decayed)."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's two decay rates."""
+    """AdamW's beta1 and beta2."""
     momentum: float = 0.95
     """Muon's momentum."""
     clip: float = 1.0
@@ -120,28 +112,29 @@ class FinetuneConfig:
     inexact: bool = False
     """Start even where the residual changes the logits of the model it starts from (other layouts, biases, gates)."""
     train_only: Literal["all", "residual", "lora"] = "all"
-    """all parameters; residual: its own, the rest frozen; lora: those and low-rank changes of the layers' matrices."""
+    """all parameters; residual: the residual's own, the rest frozen; lora: those and low-rank changes (LoRA) of the
+    layers' matrices."""
     lora_rank: int = 8
-    """Rank of those changes."""
+    """Rank of LoRA's matrices."""
     lora_alpha: float = 16.0
-    """They are scaled by lora_alpha / lora_rank."""
+    """Scale of LoRA: its matrices' product is multiplied by lora_alpha / lora_rank."""
     distill_weight: float = 0.0
     """Share w of the loss (1-w) cross-entropy + w T^2 KL(model as it started from || this one)."""
     distill_temperature: float = 1.0
-    """Temperature T of both distributions there."""
+    """Temperature T of both distributions in the distillation loss."""
 
 
 @dataclass
 class ParallelConfig:
-    """How the processes of torchrun share the work: dp x shard x pp x tp x cp processes."""
+    """Distributed training: torchrun starts dp x shard x pp x tp x cp processes."""
 
     dp: int | None = None
-    """Copies of the model, each with its share of every batch; none is what the others leave of the processes, all of
-    them where nothing else is given."""
+    """Replicas of the model, each with its part of every batch (data parallel); none is what the other sizes leave of
+    the processes."""
     shard: int = 1
-    """Processes among which every parameter, gradient and optimizer state is shared out (FSDP2; HSDP with dp)."""
+    """Processes over which every parameter, gradient and optimizer state is sharded (FSDP2; HSDP with dp)."""
     pp: int = 1
-    """Processes among which the layers are cut into stages; the micro-batches of a step are `accumulation`."""
+    """Pipeline stages: processes over which the layers are split; a step has `accumulation` micro-batches."""
     pp_schedule: Literal[
         "gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"
     ] = "1f1b"
@@ -151,14 +144,14 @@ class ParallelConfig:
     pp_layers: tuple[int, ...] | None = None
     """Layers of each stage; none balances them by their multiplications (`attnres plan --measure`: by their times)."""
     tp: int = 1
-    """Processes among which the matrices of every layer are shared out, by Transformers' tp_plan, and the tokens of
-    every sequence."""
+    """Tensor parallel: processes over which the matrices of every layer (by Transformers' tp_plan) and the tokens of
+    every sequence are split."""
     cp: int = 1
-    """Processes among which the tokens of every sequence are shared out, with whole matrices: keys and values are
-    gathered."""
+    """Context parallel: processes over which the tokens of every sequence are split, with whole matrices: keys and
+    values are gathered."""
     async_save: bool = False
     """Write checkpoints while training goes on, from copies; training waits for one only before the next and at the
-    end. For models in shares, stages or slices."""
+    end. For sharded, pipelined or tensor-parallel models."""
 
 
 @dataclass
@@ -181,8 +174,8 @@ class TrainConfig:
     batch_size: int = 8
     """Sequences a step, over all processes and micro-batches."""
     accumulation: int = 1
-    """Micro-batches a step: memory falls, the result is the same mean over all tokens. With parallel.pp, 1 becomes as
-    many as the schedule needs."""
+    """Micro-batches of a step: less memory, the same mean over all tokens. With parallel.pp, 1 becomes as many as the
+    schedule needs."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 is autocast over fp32 parameters; auto is bf16 where the device has it, else fp32."""
     stream_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -196,11 +189,11 @@ class TrainConfig:
     """Capture forward, loss, backward, clipping and optimizers as CUDA graphs, so that the host launches a step by few
     calls; where that cannot be done steps are eager, and environment.json says why."""
     gradient_checkpointing: Literal["none", "layer", "sublayer", "reads"] = "none"
-    """What is made again in the backward pass instead of being kept: each layer, each attention and MLP, or depth reads
-    alone (the least memory saved, for a little time)."""
-    loss: Literal["auto", "whole", "chunked", "liger"] = "auto"
-    """From all logits of a micro-batch (whole), from few rows of them at a time (chunked), or by Liger Kernel on CUDA;
-    auto is whole up to 33 million logits (268 on a GPU), else chunked."""
+    """What is recomputed in the backward pass instead of stored: each layer, each attention and MLP (sublayer), or
+    depth reads alone, which saves the least memory and costs little time."""
+    loss: Literal["auto", "whole", "chunked"] = "auto"
+    """Compute the loss from all logits of a micro-batch (whole) or from few rows of them at a time (chunked); auto is
+    whole up to 33 million logits (268 million on a GPU), else chunked."""
     val_every: int = 100
     """Steps between validations (there is always one at the end)."""
     log_every: int = 10
@@ -211,17 +204,19 @@ class TrainConfig:
     save_every: int = 500
     """Steps between checkpoints (there is always one at the end and on Ctrl-C)."""
     keep_at: tuple[int, ...] = ()
-    """Steps whose checkpoints stay, in RUN/kept, for runs that branch off there."""
+    """Steps whose checkpoints are kept in RUN/kept, for runs that branch off there."""
     resume: bool = False
-    """Continue the run in the folder from its checkpoint, or start it if there is none. The result is the same, bit for
-    bit (on CUDA as far as its kernels repeat themselves): with the threads and kernels that it was begun with."""
+    """Continue the run in the folder from its checkpoint, or start it if there is none. The result is bit for bit that
+    of a run without a stop (on CUDA where its kernels are deterministic), with the threads and kernels it began
+    with."""
     allow_different: bool = False
-    """Resume even where something else than the configuration makes other numbers: the device, versions, kernels."""
+    """Resume even where the device, versions or kernels differ from those the run began with, so that its numbers would
+    differ."""
     track: Literal["none", "trackio", "wandb", "tensorboard"] = "none"
     """Also send the metrics to this tracker; metrics.jsonl is always written."""
 
 
-# ------------------------------------------------------------------ resolving
+# ------------------------------------------------------------------ defaults of a new model
 
 
 def merged_settings(model: ModelConfig) -> dict[str, Setting]:
@@ -249,41 +244,6 @@ def tokenizer_or_default(data: DataConfig) -> str:
     return "bpe:4096" if data.tokenizer is None else data.tokenizer
 
 
-def resolve(config: TrainConfig) -> TrainConfig:
-    """A copy of `config` with every default filled in: settings merged, name and folder given.
-
-    A mechanism of a user's own file is read and known by its name from then on. With `finetune.init_from`,
-    `attnres.training.start.settle` fills in the rest: it has to look at the model.
-    """
-    from attnres.residuals import residual_class, source_file, source_sha256
-
-    mechanism = residual_class(config.model.residual, config.model.residual_file)
-    file, content = source_file(mechanism.name), source_sha256(mechanism.name)
-    if config.model.residual_file == file and config.model.residual_sha256 not in (None, content):
-        raise UserError(
-            f"{file} has changed since this configuration was written (model.residual_sha256): restore the file, or "
-            "take that line out of the configuration"
-        )
-    name = config.name if config.name is not None else run_name(mechanism.name, config.seed)
-    if name in ("", ".", "..") or name != Path(name).name:
-        raise UserError(f"name is '{name}': expected a plain name, without folders; --out says where the run lies")
-    model = dataclasses.replace(
-        config.model,
-        residual=mechanism.name,
-        residual_file=file,
-        residual_sha256=content,
-        settings=merged_settings(config.model),
-        block_size=None,
-        num_blocks=None,
-    )
-    out = user_path(config.out if config.out is not None else Path("runs") / name)
-    config = dataclasses.replace(config, model=model, name=name, out=str(out))
-    if config.finetune.init_from is not None:
-        return config
-    data = dataclasses.replace(config.data, tokenizer=tokenizer_or_default(config.data))
-    return dataclasses.replace(config, model=dataclasses.replace(model, size=size_or_default(model)), data=data)
-
-
 # ------------------------------------------------------------------ plain dicts and files
 
 
@@ -295,11 +255,24 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> TrainConfig:
-    """The configuration `base` (default: the defaults) with nested `values` laid over it.
+    """Return the configuration `base` (default: the defaults) with nested `values` laid over it.
 
-    An unknown key is refused with the nearest valid one; a value of a wrong type with what was expected.
+    A configuration of an earlier version may hold the default of an option that is gone.
+
+    Raises:
+        UserError: an unknown key, with the nearest valid one; a value of a wrong type, with what was expected; a value
+            that is gone.
     """
-    return overlay(base or TrainConfig(), values)
+    flat = dict(leaves(values))
+    for name, (default, instead) in GONE.items():
+        if flat.get(name, default) != default:
+            raise UserError(f"{name} is {flat[name]}, an option that is gone: {instead}")
+    if flat.get("loss") == "liger":
+        raise UserError("loss is liger, which is gone: give chunked, which is a fused kernel on CUDA, or auto")
+    known = dict(values)
+    if isinstance(optim := values.get("optim"), Mapping):
+        known["optim"] = {name: value for name, value in optim.items() if f"optim.{name}" not in GONE}
+    return overlay(base or TrainConfig(), known)
 
 
 # ------------------------------------------------------------------ a run and its resumption
@@ -316,6 +289,11 @@ def unused(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: what for what, (given, *names) in needed.items() if not given for name in names}
 
 
+GONE = {
+    "optim.residual_hold": (0.0, "it gained nothing in a comparison, leave it out"),
+    "optim.residual_warmup": (0.0, "it gained nothing in a comparison, leave it out"),
+}
+"""Fields of earlier versions: the default that a stored configuration may hold, and what to do about another value."""
 FREE = (
     *("out", "name", "resume", "track", "save_every", "keep_at", "device", "allow_different"),
     *("accumulation", "gradient_checkpointing", "loss", "cuda_graphs", "recompute_reads"),
@@ -329,7 +307,8 @@ _CONTENT = "model.residual_sha256"
 def deciding(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `to_dict` form that decide what a run computes, by dotted name; what an earlier version
     did not have it did as by default."""
-    fields = {**dict(leaves(to_dict(TrainConfig()))), **dict(leaves(values))}
+    gone = {name: default for name, (default, _) in GONE.items()}
+    fields = {**gone, **dict(leaves(to_dict(TrainConfig()))), **dict(leaves(values))}
     return {name: value for name, value in fields.items() if name not in FREE and not name.startswith("parallel.")}
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attnres.training.config import DataConfig, TrainConfig, tokenizer_or_default
+from attnres.training.config import DataConfig, tokenizer_or_default
 from attnres.training.parallel import Processes
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ def held_out(prepared: "Prepared", data: DataConfig) -> Tensor:
     return held_out_windows(prepared.tokens("val"), data.seq_len, data.val_windows)
 
 
-def open_data(config: TrainConfig, who: Processes, *, progress: bool) -> tuple["Prepared", "Batches", Tensor]:
+def open_data(
+    data: DataConfig, who: Processes, *, batch_size: int, seed: int, progress: bool
+) -> tuple["Prepared", "Batches", Tensor]:
     """The prepared data, the batches and the held-out windows; the first process prepares, the others wait.
 
     Raises:
@@ -45,14 +47,13 @@ def open_data(config: TrainConfig, who: Processes, *, progress: bool) -> tuple["
     from attnres.data import Batches
     from attnres.data.stream import HEAD, StreamedBatches, StreamedTokens
 
-    data = config.data
     prepared = None
     for turn in (True, False):
         with who.alike():
             if who.first is turn:
                 prepared = prepare_from(data, progress=progress and who.first)
     assert prepared is not None
-    sizes = {"seq_len": data.seq_len, "batch_size": config.batch_size, "seed": config.seed}
+    sizes = {"seq_len": data.seq_len, "batch_size": batch_size, "seed": seed}
     with who.alike():
         if data.stream:
             limit = HEAD if data.limit is None else data.limit

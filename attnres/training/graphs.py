@@ -23,17 +23,16 @@ MOST_SHAPES = 4
 """Shapes of batches with graphs of their own. Each keeps a set of gradients and the activations of a pass."""
 
 Micro = Callable[[Tensor, Tensor, int, bool], Tensor]
-"""`attnres.training.layout.Micro`."""
+"""Forward and backward of a micro-batch: (x, y, tokens that its sums are divided by, whether it is the last of the
+step) -> [cross-entropy, divergence], so divided."""
 
 
-def why_not(device: torch.device, residual: Residual | None, *, processes: int = 1, loss: str = "whole") -> str | None:
+def why_not(device: torch.device, residual: Residual | None, *, processes: int = 1) -> str | None:
     """Return why steps cannot be captured; None if they can, as far as can be told before one is tried."""
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device, and this step runs on {device.type}"
     if processes > 1:
         return f"a step of {processes} processes has not been tested as a graph"
-    if loss == "liger":
-        return "Liger Kernel's loss asks the device how many tokens count: choose loss chunked"
     mechanism = Residual if residual is None else type(residual)
     theirs = mechanism.__module__.split(".")[0] != "attnres"
     if theirs and mechanism.set_progress is not Residual.set_progress:

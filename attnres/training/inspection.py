@@ -12,7 +12,7 @@ from torch import nn
 from attnres.data.sources import title_of
 from attnres.head import evaluating
 from attnres.stats import plain
-from attnres.training.config import TrainConfig
+from attnres.training.config import DataConfig
 from attnres.training.objective import Cast
 
 if TYPE_CHECKING:
@@ -27,8 +27,10 @@ EXAMPLE = 128
 """Tokens that are shown one by one."""
 
 
-def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, cast: Cast, rows: int) -> None:
-    """Write inspection.json into the run's folder.
+def write_inspection(
+    folder: Path, model: nn.Module, prepared: "Prepared", data: DataConfig, *, name: str | None, cast: Cast, rows: int
+) -> None:
+    """Write inspection.json into the folder of a run called `name`.
 
     Args:
         prepared: the data; the windows are those of validation, seen in the precision of `cast`.
@@ -44,9 +46,9 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
     from attnres.inspect.survey import Encoded, survey
     from attnres.training.records import read_metrics
 
-    folder, length = Path(config.out or "."), config.data.seq_len
+    length = data.seq_len
     tokens, tokenizer = prepared.tokens("val"), load_tokenizer(prepared.path)
-    starts = held_out_starts(tokens, length, config.data.val_windows)
+    starts = held_out_starts(tokens, length, data.val_windows)
     begins = tokens.document_starts().astype(np.int64)
     place = np.searchsorted(begins, starts, side="right") - 1
     text = tokenizer.decode(np.concatenate([tokens[start : start + length] for start in starts[:8]]).tolist())
@@ -67,8 +69,8 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
     inspection = from_survey(
         model,
         measured,
-        name=config.name,
-        source=f"{title_of(config.data.source)}, held out",
+        name=name,
+        source=f"{title_of(data.source)}, held out",
         context=length,
         kind=kind,
         kinds=KINDS[kind],

@@ -1,7 +1,7 @@
-"""How a run's model lies on its processes: whole on each (DDP), in shares (FSDP2, HSDP), or cut into stages.
+"""Place a run's model on its processes: whole on each (DDP), sharded (FSDP2, HSDP), sliced (tp, cp) or in stages (pp).
 
-The loop asks a layout for the share of a batch, gradients, their clipped norm, held-out losses, the named tensors of a
-checkpoint, and the whole model at the end.
+`parallelize(objective, layout)` gives a `PlacedModel`, which the loop asks for gradients, their clipped norm, held-out
+losses, the named tensors of a checkpoint, and the whole model at the end.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,94 +21,87 @@ from torch.distributed.tensor import DTensor
 from attnres.errors import UserError
 from attnres.head import called_losses, evaluating
 from attnres.training import validate
-from attnres.training.check import sees_all_depths, shares_of
 from attnres.training.checkpoint import saved_buffers
-from attnres.training.config import ParallelConfig, TrainConfig
+from attnres.training.config import ParallelConfig
+from attnres.training.graphs import Micro
 from attnres.training.objective import Objective
 from attnres.training.parallel import Processes
-
-Micro = Callable[[Tensor, Tensor, int, bool], Tensor]
-"""Forward and backward of a micro-batch: (x, y, tokens that its sums are divided by, whether it is the last of the
-step) -> [cross-entropy, divergence], so divided."""
+from attnres.training.prepare import batch_shares
 
 
-def layout_for(config: TrainConfig, who: Processes) -> "Whole":
-    """Return the layout that the table `parallel` asks for. Raises UserError for what it cannot do."""
-    parallel, usual = config.parallel, ParallelConfig()
-    for name in ("pp_schedule", "pp_virtual", "pp_layers"):
-        if parallel.pp == 1 and getattr(parallel, name) != getattr(usual, name):
-            raise UserError(
-                f"parallel.{name} is {getattr(parallel, name)} and the layers are not cut into stages: give pp, or "
-                "leave it out"
-            )
-    if max(parallel.shard, parallel.pp, parallel.tp, parallel.cp) > 1:
-        _refuse(config)
-        return Staged(config, who) if parallel.pp > 1 else Sharded(config, who)
-    if parallel.async_save:
-        raise UserError(
-            "parallel.async_save is on and the model is whole on each process: it needs shard, pp, tp or cp"
-        )
-    return Whole(config, who)
-
-
-def _refuse(config: TrainConfig) -> None:
-    finetune, parallel = config.finetune, config.parallel
-    cuts = [name for name in ("pp", "tp", "cp") if getattr(parallel, name) > 1]
-    if len(cuts) > 1:
-        raise UserError(
-            f"parallel.{' and parallel.'.join(cuts)} are above 1: a model is cut in one way alone, use {cuts[-1]} with "
-            "dp and shard"
-        )
-    table = cuts[0] if cuts else "shard"
-    if finetune.train_only == "lora":
-        raise UserError(
-            f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp alone"
-        )
-    if config.compile:
-        raise UserError(
-            f"compile is on and parallel.{table} above 1: compiled layers in shares or stages are not worked out"
-        )
-    if table != "shard" and finetune.distill_weight:
-        raise UserError(
-            f"distill_weight is given and parallel.{table} above 1: a teacher cannot be cut along, use dp and shard"
-        )
-    # The default is no wish of the user: `fitted` says that nothing is measured.
-    if not sees_all_depths(parallel) and config.depth_every not in (0, TrainConfig().depth_every):
-        raise UserError(
-            f"depth_every is given and parallel.{table} above 1: nobody sees all depths of a model that is cut into "
-            "stages, or all tokens of a sequence in slices; give --depth-every 0"
-        )
-
-
-class Whole:
-    """The model is whole on each process, which takes its share of every batch.
+@dataclass(frozen=True)
+class Layout:
+    """How the processes of a run divide its model and its batches.
 
     Attributes:
-        model: as it lies here.
-        rank, shares: which of how many shares of a batch this process takes.
-        objective: what a pass of training calls; None where no process makes one alone.
-        summed: how many processes' gradients are added up.
-        saving: the processes as a group whose messages are those of saving beside training; None: training waits.
+        who: this process among the others.
+        parallel: the table of the configuration, which `prepare.check` has accepted.
+        batch_size, accumulation: sequences of a step over all processes, micro-batches of a step.
+        seq_len: tokens of a sequence.
+        dtype: "bf16" for autocast over fp32 parameters, or "fp32".
+    """
+
+    who: Processes
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    batch_size: int = 1
+    accumulation: int = 1
+    seq_len: int = 1
+    dtype: str = "fp32"
+
+    @property
+    def shares(self) -> int:
+        """Into how many shares every batch is divided."""
+        return batch_shares(self.parallel, self.who.world_size)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a micro-batch on one process: what is known to fit in memory."""
+        return self.batch_size // self.accumulation // self.shares
+
+
+def parallelize(objective: Objective, layout: Layout) -> "PlacedModel":
+    """Place a model, which is equal on every process, as the layout says.
+
+    Args:
+        objective: the model with its loss. A pipeline takes the model apart: use the result alone from then on.
+
+    Raises:
+        UserError: a model that cannot be divided so.
+    """
+    if layout.parallel.pp > 1:
+        return PipelinedModel(objective, layout)
+    if max(layout.parallel.shard, layout.parallel.tp, layout.parallel.cp) > 1:
+        return ShardedModel(objective, layout)
+    return PlacedModel(objective, layout)
+
+
+class PlacedModel:
+    """A model on the processes of a run: whole on each, which takes its share of every batch (DDP).
+
+    Attributes:
+        model: the part that lies here; its residual and config are those of the whole model.
+        rank, shares: this process takes share `rank` of `shares` of every batch.
+        objective: the module that a training pass calls; None where no process makes a pass alone (pipelines).
+        summed: number of processes whose gradients are added up rather than averaged.
+        whole: whether the first process writes a checkpoint alone; else each writes its part.
+        saving: process group for checkpoints that are written while training goes on; None: training waits.
     """
 
     model: Any
     objective: nn.Module | None
     summed = 1
+    whole = True
     saving: Any = None
 
-    def __init__(self, config: TrainConfig, who: Processes) -> None:
-        self.config, self.who = config, who
-        self.rank, self.shares = who.rank, shares_of(config, who.world_size)
+    def __init__(self, objective: Objective, layout: Layout) -> None:
+        self.layout, self.who = layout, layout.who
+        self.rank, self.shares = layout.who.rank, layout.shares
+        self.model, self.plain = objective.model, objective
+        self.place()
 
-    @property
-    def whole(self) -> bool:
-        """Whether a checkpoint of this layout is files of one process, rather than shares of all."""
-        return True
-
-    def place(self, objective: Objective) -> Any:
-        """Lay out a model that is equal on every process; return what to ask for its residual and configuration."""
-        self.model, self.plain, self.objective = objective.model, objective, self.who.wrap(objective)
-        return self.model
+    def place(self) -> None:
+        """Divide the model among the processes, in place."""
+        self.objective = self.who.wrap(self.plain)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Give what this process trains, by its names in the whole model."""
@@ -120,7 +114,7 @@ class Whole:
     def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
         """Make the gradient of the mean loss of this process's share, averaged over the processes; return the sums."""
         total = torch.zeros(2, dtype=torch.float64, device=self.who.device)
-        parts = list(zip(x.chunk(self.config.accumulation), y.chunk(self.config.accumulation)))
+        parts = list(zip(x.chunk(self.layout.accumulation), y.chunk(self.layout.accumulation)))
         for index, (inputs, targets) in enumerate(parts):
             last = index == len(parts) - 1
             with self.syncing(last):
@@ -152,58 +146,55 @@ class Whole:
         return self.model if self.who.first else None
 
 
-class Sharded(Whole):
-    """Every parameter in shares, copies of the shares where there are more processes (FSDP2, HSDP); with tp every
-    layer's matrices in slices and the tokens of every sequence, with cp these alone."""
+class ShardedModel(PlacedModel):
+    """Every parameter is sharded, with replicas of the shards where there are more processes (FSDP2, HSDP). With tp
+    every layer's matrices and the tokens of every sequence are sliced too, with cp the tokens alone."""
 
-    def __init__(self, config: TrainConfig, who: Processes) -> None:
-        super().__init__(config, who)
-        parallel = config.parallel
+    whole = False
+
+    def __init__(self, objective: Objective, layout: Layout) -> None:
+        parallel = layout.parallel
         self.summed = parallel.tp * parallel.cp
-        sizes = (parallel.pp, self.shares // parallel.shard, parallel.shard, self.summed)
-        self.mesh = init_device_mesh(who.device.type, sizes, mesh_dim_names=("pp", "dp", "shard", "slice"))
-        self.rank = self.mesh["dp"].get_local_rank() * parallel.shard + self.mesh["shard"].get_local_rank()
-        if parallel.async_save:
-            self.saving = torch.distributed.new_group(backend="gloo")
+        sizes = (parallel.pp, layout.shares // parallel.shard, parallel.shard, self.summed)
+        self.mesh = init_device_mesh(layout.who.device.type, sizes, mesh_dim_names=("pp", "dp", "shard", "slice"))
         self.alike = _groups(self.mesh, ("dp", "shard"))
         """The processes with other shares of a batch, whose gradients are averaged; None for one."""
-
-    @property
-    def whole(self) -> bool:
-        return False
+        if parallel.async_save:
+            self.saving = torch.distributed.new_group(backend="gloo")
+        super().__init__(objective, layout)
+        self.rank = self.mesh["dp"].get_local_rank() * parallel.shard + self.mesh["shard"].get_local_rank()
 
     @property
     def _products(self) -> torch.dtype | None:
         """What matrix products take in; None is the parameters' own."""
-        return torch.bfloat16 if self.config.dtype == "bf16" else None
+        return torch.bfloat16 if self.layout.dtype == "bf16" else None
 
     @property
     def _sharing(self) -> DeviceMesh:
         """The processes among which parameters are shared out: with copies of the shares in two dimensions."""
         return self.mesh[("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)]
 
-    def place(self, objective: Objective) -> Any:
+    def place(self) -> None:
         from attnres.scale.shard import shard
 
-        self.model, self.plain, self.objective = objective.model, objective, objective
+        self.objective = self.plain
         self.rebuild = _rebuilder(self.model)
         if self.summed > 1:
             from attnres.scale.context import share_out_tokens
             from attnres.scale.tensor import share_out_layers
 
-            share_out = share_out_layers if self.config.parallel.tp > 1 else share_out_tokens
+            share_out = share_out_layers if self.layout.parallel.tp > 1 else share_out_tokens
             self.slices = share_out(self.model, self.mesh["slice"])
-            if not self.slices.splits(self.config.data.seq_len):
+            if not self.slices.splits(self.layout.seq_len):
                 raise UserError(
-                    f"data.seq_len is {self.config.data.seq_len}: too few tokens for {self.summed} processes (tp, cp)"
+                    f"data.seq_len is {self.layout.seq_len}: too few tokens for {self.summed} processes (tp, cp)"
                 )
-        if self.config.parallel.shard > 1:
-            shard(self.model, objective, self._sharing, dtype=self._products)
-        return self.model
+        if self.layout.parallel.shard > 1:
+            shard(self.model, self.plain, self._sharing, dtype=self._products)
 
     @contextlib.contextmanager
     def syncing(self, last: bool) -> Generator[None]:
-        if self.config.parallel.shard > 1:
+        if self.layout.parallel.shard > 1:
             self.plain.set_requires_gradient_sync(last)  # ty: ignore[not-callable]
         yield
 
@@ -237,26 +228,20 @@ class Sharded(Whole):
         return self.rebuild(collected(tensors, self.who))
 
 
-class Staged(Sharded):
-    """The layers cut into stages, each process with its own; copies and shares of the stages where there are more."""
+class PipelinedModel(ShardedModel):
+    """The layers are cut into stages, each process with its own; replicas and shards of the stages where there are
+    more processes."""
 
     objective = None
 
-    def __init__(self, config: TrainConfig, who: Processes) -> None:
-        from attnres.scale.pipeline import check_schedule, stages_each
-
-        super().__init__(config, who)
-        parallel = config.parallel
-        self.virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
-        check_schedule(parallel.pp_schedule, parallel.pp, self.virtual, config.accumulation)
-
-    def place(self, objective: Objective) -> Any:
-        from attnres.scale.pipeline import Pipeline, plan_cut, refuse_schedule
+    def place(self) -> None:
+        from attnres.scale.pipeline import Pipeline, plan_cut, refuse_schedule, stages_each
         from attnres.scale.shard import shard
 
-        config, parallel, model = self.config, self.config.parallel, objective.model
-        cut = plan_cut(model, parallel.pp, parallel.pp_schedule, self.virtual, parallel.pp_layers)
-        refuse_schedule(model, cut, parallel.pp_schedule, shards=parallel.shard, loss=objective.kind)
+        layout, parallel, model, kind = self.layout, self.layout.parallel, self.model, self.plain.kind
+        virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
+        cut = plan_cut(model, parallel.pp, parallel.pp_schedule, virtual, parallel.pp_layers)
+        refuse_schedule(model, cut, parallel.pp_schedule, shards=parallel.shard, loss=kind)
         self.rebuild = _rebuilder(model)
 
         def prepare(stage: Any) -> None:
@@ -267,17 +252,17 @@ class Staged(Sharded):
             model,
             cut,
             schedule=parallel.pp_schedule,
-            microbatches=config.accumulation,
-            batch=config.batch_size // config.accumulation // self.shares,
-            tokens=config.data.seq_len,
+            microbatches=layout.accumulation,
+            batch=layout.rows,
+            tokens=layout.seq_len,
             group=self.mesh.get_group("pp"),
             device=self.who.device,
-            losses=functools.partial(called_losses, kind=objective.kind),
-            cast=objective.cast,
+            losses=functools.partial(called_losses, kind=kind),
+            cast=self.plain.cast,
             prepare=prepare,
         )
         self.model = self.pipeline.stages[0].model
-        return self.model
+        del self.plain  # its model was taken apart
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.pipeline.named_parameters()
@@ -304,7 +289,7 @@ class Staged(Sharded):
         tied = {id(p) for p in self.pipeline.tied_here()}
 
         def copies(parameter: nn.Parameter) -> float:
-            stages = self.config.parallel.pp if id(parameter) in shared else 2 if id(parameter) in tied else 1
+            stages = self.layout.parallel.pp if id(parameter) in shared else 2 if id(parameter) in tied else 1
             return stages * self.shares / shards_of(parameter)
 
         return clip_gradients((p for _, p in self.named_parameters()), limit, copies)
@@ -315,7 +300,7 @@ class Staged(Sharded):
 
         losses = torch.zeros(len(windows), dtype=torch.float64, device=self.who.device)
         share = torch.arange(len(windows))[self.rank :: self.shares]
-        size = rows * self.config.accumulation
+        size = rows * self.layout.accumulation
         with contextlib.ExitStack() as stack:
             for stage in self.pipeline.stages:
                 stack.enter_context(evaluating(stage))

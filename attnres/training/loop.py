@@ -8,6 +8,7 @@ import statistics
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,16 +17,16 @@ from attnres.errors import Interrupted, UserError, foreign
 from attnres.files import copy_files, locked, replaced_folder, write_json
 from attnres.progress import say
 from attnres.stats import or_none, perplexity, standard_error
-from attnres.training import checkpoint, environment, finetune, start, validate
-from attnres.training.check import check, fitted
-from attnres.training.config import TrainConfig, resolve, to_dict
+from attnres.training import checkpoint, environment, finetune, validate
+from attnres.training.config import TrainConfig, to_dict
 from attnres.training.finetune import import_peft
-from attnres.training.inspection import write_inside
+from attnres.training.inspection import write_inspection
 from attnres.training.interrupt import caught_signals
 from attnres.training.parallel import Processes, join_processes, losses_said
+from attnres.training.prepare import prepare_run
 from attnres.training.records import import_tracker
 from attnres.training.run import Run
-from attnres.training.run_folder import claim, folder_of
+from attnres.training.run_folder import claim
 
 if TYPE_CHECKING:
     from attnres.training.run import Run
@@ -41,14 +42,13 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     """
     who = join_processes(config.device)
     with who.alike():
-        config, notes = fitted(start.settle(resolve(config)), who.world_size)
-        check(config, who.world_size)
-        start.check_model(config)
+        prepared = prepare_run(config, who.world_size)
+        config = prepared.config
         if config.track != "none" and who.first:
             import_tracker(config.track)
         if config.finetune.train_only == "lora":
             import_peft()
-    for note in notes if who.first else []:
+    for note in prepared.notes if who.first else ():
         print(f"attnres: {note}", file=sys.stderr)
     dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")
     if config.stream_dtype == "bf16" and dtype != "bf16":
@@ -56,11 +56,15 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
             f"stream_dtype is bf16 and dtype {dtype}: a stream in bf16 needs matrix products in bf16, give --dtype bf16"
         )
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
+    prepared = dataclasses.replace(prepared, config=config)
     going_on = f"give the same command with --resume to go on from the last checkpoint in {config.out}"
-    with losses_said(who, going_on), _claimed(config, who) as (finished, in_place):
+    with (
+        losses_said(who, going_on),
+        _claimed(Path(config.out or "."), to_dict(config), who, resume=config.resume) as (finished, in_place),
+    ):
         if finished is not None:
             return finished
-        run = Run(config, who, progress=progress and who.first, in_place=in_place)
+        run = Run(prepared, who, progress=progress and who.first, in_place=in_place)
         with closing(run), run.arithmetic():
             with run.bars, caught_signals() as signals:
                 run.begin()
@@ -92,19 +96,25 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
 
 
 @contextmanager
-def _claimed(config: TrainConfig, who: Processes) -> Generator[tuple[dict[str, Any] | None, Callable[[], bool] | None]]:
-    """The run's folder, kept from other runs meanwhile; gives the summary if the run is finished already, and to the
-    first process a function that says whether the folder is still there."""
+def _claimed(
+    folder: Path, config: dict[str, Any], who: Processes, *, resume: bool
+) -> Generator[tuple[dict[str, Any] | None, Callable[[], bool] | None]]:
+    """Keep other runs out of the folder meanwhile.
+
+    Yields:
+        The summary if the run is finished already, else None; and for the first process a function that returns
+        whether the folder is still there.
+    """
     with ExitStack() as stack:
         in_place: Callable[[], bool] | None = None
 
         def claimed() -> dict[str, Any] | None:
             nonlocal in_place
-            finished = claim(folder_of(config), to_dict(config), resume=config.resume)
+            finished = claim(folder, config, resume=resume)
             if finished is None:
-                in_place = stack.enter_context(locked(folder_of(config)))
-                # And once more, should another process have been there.
-                finished = claim(folder_of(config), to_dict(config), resume=config.resume)
+                in_place = stack.enter_context(locked(folder))
+                # Once more: another process may have trained here while this one waited for the lock.
+                finished = claim(folder, config, resume=resume)
             return finished
 
         summary = who.of_first(claimed)
@@ -120,14 +130,14 @@ def finish(run: "Run") -> dict[str, Any]:
     Raises:
         UserError: something cannot be written, on the first process; the others leave.
     """
-    memory, model = run.peak_memory(), run.layout.gathered()
+    memory, model = run.peak_memory(), run.placed.gathered()
     return run.who.of_first(lambda: _write(run, model, memory))
 
 
 def _write(run: "Run", model: Any, memory: int) -> dict[str, Any]:
     config, run_state, folder = run.config, run.run_state, run.output.folder
     run.output.sync()
-    _write_inside(run, model)
+    _write_inspection(run, model)
     finetune.merge_adapter(model)
     with replaced_folder(folder / "model") as temporary:
         checkpoint.save_model(model, temporary)
@@ -157,7 +167,7 @@ def _write(run: "Run", model: Any, memory: int) -> dict[str, Any]:
     return summary
 
 
-def _write_inside(run: "Run", model: nn.Module) -> None:
+def _write_inspection(run: "Run", model: nn.Module) -> None:
     """Write inspection.json, or say why there is none: a mechanism that trains may still say wrongly what its reads
     are made of, and the run is finished for all that."""
     mechanism = run.config.model
@@ -166,6 +176,14 @@ def _write_inside(run: "Run", model: nn.Module) -> None:
             f"reads of '{mechanism.residual}' cannot be shown",
             f"attnres check {mechanism.residual_file or mechanism.residual} says why",
         ):
-            write_inside(model, run.prepared, run.config, run.cast, run.rows())
+            write_inspection(
+                run.output.folder,
+                model,
+                run.prepared,
+                run.config.data,
+                name=run.config.name,
+                cast=run.cast,
+                rows=run.layout.rows,
+            )
     except UserError as error:
         say(run.bars.console, f"{run.config.name}: the run is finished without inspection.json: {error}")

@@ -10,7 +10,6 @@ for each token, in nats: logits z of the model, t of the teacher, y the next tok
 same batches, is frozen, and makes its logits in evaluation mode and in the run's own precision.
 """
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from attnres.head import (
     head_of,
     is_apart,
     is_small,
-    sums_by_liger,
     sums_in_parts,
     token_losses,
     whole_sequences,
@@ -63,7 +61,7 @@ def precision(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = None) -> str:
-    """How the loss of a micro-batch of so many tokens is made: "whole", "chunked" or "liger".
+    """How the loss of a micro-batch of so many tokens is made: "whole" or "chunked".
 
     Args:
         choice: one of these, or "auto": not whole where it would be made in more than two parts and the model's head
@@ -82,17 +80,7 @@ def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = No
         raise UserError(
             f"loss is {choice} and the head of {type(model).__name__} does more than attnres knows of: choose whole"
         )
-    if choice == "liger" and (why_not := _why_no_liger(device, teacher)):
-        raise UserError(f"loss is liger and {why_not}: choose chunked or auto")
     return choice
-
-
-def _why_no_liger(device: torch.device, teacher: Teacher | None) -> str | None:
-    if device.type != "cuda":
-        return f"it runs on CUDA, not on {device.type}"
-    if teacher is not None:
-        return "it knows no teacher"
-    return None if importlib.util.find_spec("liger_kernel") else "the package liger-kernel is not installed"
 
 
 class Objective(nn.Module):
@@ -121,8 +109,6 @@ class Objective(nn.Module):
         run = self._runs["eager" if eager else "compiled"]
         with self.cast(), whole_sequences():
             output = run(input_ids=x, use_cache=False)
-            if self.kind == "liger":
-                return sums_by_liger(cast(Head, head_of(self.model)), output.last_hidden_state, y)
             if self.kind == "chunked":
                 soft = None
                 if self.teacher is not None and theirs is not None:

@@ -45,7 +45,28 @@ that has them."""
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a model does to rates.
+    """How a model's width changes rates and start values that were found at another: muP (arXiv 2203.03466, table 8).
+
+    With m = width / `optim.base_width`:
+
+        what                                     start value       rate
+        matrices under AdamW                     / sqrt(m)         / m
+        matrices under Muon                      / sqrt(m)         / sqrt(m)
+        the final norm's gain, once 1            1 / m             / m
+        queries of a `slow` read, their makers   as they are       / m
+        embedding, untied head, everything else  as they are       as they are
+
+    Weight decay is multiplied by what its rate is divided by: a step decays as much. Why each:
+
+    - An update of AdamW has entries of one size, and d of them act together: its effect grows as the width.
+    - Muon's is orthogonal and scaled to the RMS of AdamW's, so that its largest singular value grows as the square
+      root.
+    - muP divides the logits by m. Here the final norm's gain does: the same function, updates and all, in any family,
+      with tied embeddings too, and a saved model needs no code for it.
+    - A pseudo-query is an output weight: d products of one sign add up to a logit.
+
+    Heads have to be as wide in both models, else attention's 1 / sqrt(d) would have to change as well. CompleteP, which
+    does the same for depth, is the residual `completep`; depth reads have no sum that grows.
 
     Attributes:
         ratio: m. final: names of the parameters of the final norm.
@@ -202,11 +223,11 @@ def _alike(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list
     return list(places.values())
 
 
-def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float, residual: float = 1.0) -> None:
-    """Set every group's rate to `fraction` of its peak; that of the residual's own to `residual` of that."""
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float) -> None:
+    """Set every group's rate to `fraction` of its peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            lr = group["peak_lr"] * fraction * (residual if group["kind"] in OF_RESIDUAL else 1.0)
+            lr = group["peak_lr"] * fraction
             if isinstance(group["lr"], Tensor):  # of a captured step, which reads it there
                 group["lr"].fill_(lr)
             else:
@@ -280,13 +301,11 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
 # ------------------------------------------------------------------ schedule
 
 
-def rates(step: int, steps: int, optim: "OptimConfig") -> tuple[float, float]:
-    """What an update of a run takes of each parameter's peak rate, and the share of that which those of the residual
-    take."""
-    rate = fraction_of_peak(
+def scheduled_rate(step: int, steps: int, optim: OptimConfig) -> float:
+    """Return the fraction of its peak that every learning rate has at an update of a run of `steps`."""
+    return fraction_of_peak(
         step, steps, schedule=optim.schedule, warmup=optim.warmup, decay=optim.decay, floor=optim.min_lr_ratio
     )
-    return rate, residual_fraction(step, steps, hold=optim.residual_hold, warmup=optim.residual_warmup)
 
 
 def warm_up(step: int, steps: int) -> float:
@@ -317,17 +336,6 @@ def wsd(step: int, steps: int, *, warmup: int = 0, decay: int = 0, floor: float 
     if step <= steps - decay:
         return warm_up(step, warmup)
     return floor + (1 - floor) * max(0.0, (steps - step) / decay)
-
-
-def residual_fraction(step: int, steps: int, *, hold: float = 0.0, warmup: float = 0.0) -> float:
-    """What the residual's own parameters take of the schedule: 0 for the first `hold` of the steps, then a line up to
-    1 over the next `warmup` of them.
-
-    >>> [residual_fraction(step, 10, hold=0.2, warmup=0.4) for step in (2, 3, 4, 6, 10)]
-    [0.0, 0.25, 0.5, 1.0, 1.0]
-    """
-    held = round(hold * steps)
-    return warm_up(step - held, round(warmup * steps)) if step > held else 0.0
 
 
 def fraction_of_peak(

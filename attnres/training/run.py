@@ -33,10 +33,11 @@ from attnres.training.data import data_record, open_data
 from attnres.training.environment import tune
 from attnres.training.feed import Feed
 from attnres.training.interrupt import Signals
-from attnres.training.layout import collected, layout_for
+from attnres.training.layout import Layout, collected, parallelize
 from attnres.training.objective import Objective, loss_kind, precision
 from attnres.training.optim import Transfer, kinds, optimizers_of
 from attnres.training.parallel import Processes
+from attnres.training.prepare import PreparedRun
 from attnres.training.records import RunState, run_state_of
 from attnres.training.run_folder import DIVERGED, Output, same_data
 from attnres.training.step import Steps, Update
@@ -46,19 +47,23 @@ class Run:
     """A run in progress: the model, its optimizers, its data and what has been measured."""
 
     def __init__(
-        self, config: TrainConfig, who: Processes, *, progress: bool, in_place: Callable[[], bool] | None = None
+        self, prepared: PreparedRun, who: Processes, *, progress: bool, in_place: Callable[[], bool] | None = None
     ):
-        """Prepare the data, build the model or load it from the checkpoint, open the metrics.
+        """Open the data, build the model or load it from the checkpoint, open the metrics.
 
-        `in_place` says whether the folder is still there: somebody may rename or remove it.
+        `in_place` returns whether the folder is still there: somebody may rename or remove it.
         """
+        config = prepared.config
+        self.start_model = prepared.start
         self.who, self.output = who, Output(config, who, in_place)
-        with who.alike():
-            self.layout = layout_for(config, who)
+        self.layout = Layout(
+            who, config.parallel, config.batch_size, config.accumulation, config.data.seq_len, config.dtype
+        )
         self.run_state = RunState()
         self.saved: int | None = None  # step of the last checkpoint
         self.saving: checkpoint.ShardedSave | None = None  # one that may still be written
-        self.prepared, self.batches, self.windows = open_data(config, who, progress=progress)
+        sizes = {"batch_size": config.batch_size, "seed": config.seed}
+        self.prepared, self.batches, self.windows = open_data(config.data, who, **sizes, progress=progress)
         self.record = data_record(self.prepared, self.windows)
         self.data = {name: value for name, value in self.record.items() if name != "windows_sha256"}
         here = self.output.folder / "checkpoint"
@@ -68,7 +73,7 @@ class Run:
             self._make_model(here, state)
         self.trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)  # of all stages
         # Once: a model of the hub or a disk may be gone later.
-        self.extra_files = start.kept_files(config, self.prepared)
+        self.extra_files = start.extra_files(self.start_model, self.prepared)
         taught = 0.0 if self.teacher is None else forward_flops(self.teacher.model, config.data.seq_len)
         self.flops = step_flops(self.model, config.data.seq_len) + taught  # a token
         peak = peak_flops(who.device, config.dtype)
@@ -77,11 +82,12 @@ class Run:
         transfer = Transfer.of(self.model, config.optim.base_width)
         objective = Objective(self.model, self.kind, self.cast, self.teacher, compiled=config.compile)
         with who.alike():
-            self.model = self.layout.place(objective)
+            self.placed = parallelize(objective, self.layout)
+        self.model = self.placed.model
         _seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
-        self.optimizers = optimizers_of(dict(self.layout.named_parameters()), groups, config.optim, transfer)
+        self.optimizers = optimizers_of(dict(self.placed.named_parameters()), groups, config.optim, transfer)
         update = Update(
-            self.layout,
+            self.placed,
             self.optimizers,
             config.optim.clip,
             lambda: self.model.residual("penalty"),  # whoever is the residual by then
@@ -109,7 +115,7 @@ class Run:
             self.bars.say(f"{name}: --cuda-graphs: steps are {update.path}")
         if state:
             self.bars.say(f"{name}: resumed at step {self.run_state.step} of {config.steps}")
-        share = {"rank": self.layout.rank, "world_size": self.layout.shares}
+        share = {"rank": self.placed.rank, "world_size": self.placed.shares}
         feed = Feed(self.batches, who.device, **share, steps=config.steps)
         self.steps = Steps(config, update, feed, self.run_state, self.output.is_away, self._diverged)
         self.since = time.perf_counter()
@@ -130,8 +136,10 @@ class Run:
             if config.finetune.init_from is not None:
                 self.start = read_json(self.output.folder / "start.json")
         else:
-            self.model, self.start = start.first_model(config, self.prepared)
-        self.teacher = start.load_teacher(config, self.start or {}, who.device)
+            self.model, self.start = start.first_model(config, self.start_model, self.prepared)
+        self.teacher = start.load_teacher(
+            self.start_model, config.finetune, self.start or {}, who.device, config.data.seq_len
+        )
         finetune.choose_trained(self.model, config.finetune, config.seed)
         if state:
             checkpoint.load_adapter(here, state, self.model)
@@ -140,13 +148,13 @@ class Run:
         checkpoint_activations(self.model, config.gradient_checkpointing)
         if config.stream_dtype == "bf16":
             self.model.residual.itself().stream_dtype = torch.bfloat16
-        self.kind = loss_kind(config.loss, self.model, self.rows() * config.data.seq_len, self.teacher)
+        self.kind = loss_kind(config.loss, self.model, self.layout.rows * config.data.seq_len, self.teacher)
 
     def _restore(self, here: Path, state: dict[str, Any]) -> None:
         """Go on from the checkpoint `here`: what was measured, the optimizers, the random numbers of this process."""
         who = self.who
         self.run_state, self.saved = checkpoint.as_saved(here, lambda: run_state_of(state)), state["step"]
-        checkpoint.restore(here, state, self.layout, self.optimizers)
+        checkpoint.restore(here, state, self.placed, self.optimizers)
         if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
             numbers = state["random"][who.rank]
             checkpoint.as_saved(here, lambda: set_random_state(numbers, who.device))
@@ -234,16 +242,16 @@ class Run:
         folder, step = self.output.folder, self.run_state.step
         here = folder / "checkpoint"
         extra_files = self.files_beside()
-        if not self.layout.whole:
+        if not self.placed.whole:
             if self.output.gone:  # and with it what was being written there
                 self._end_saving()
             self._await_saving()
-            self.saving = checkpoint.ShardedSave(here, self.layout, self.optimizers, state, extra_files)
+            self.saving = checkpoint.ShardedSave(here, self.placed, self.optimizers, state, extra_files)
             if self.steps.signalled or self.output.gone or step in self.config.keep_at or step == self.config.steps:
                 self._await_saving()
 
         def write() -> None:
-            if self.layout.whole:
+            if self.placed.whole:
                 checkpoint.save(here, self.model, self.optimizers, state, extra_files)
             if step in self.config.keep_at:
                 checkpoint.keep(folder, step)
@@ -275,7 +283,7 @@ class Run:
     def _validate(self) -> None:
         """The held-out loss, to metrics.jsonl and val/STEP.npy."""
         run_state = self.run_state
-        losses = self.layout.window_losses(self.windows, self.rows())
+        losses = self.placed.window_losses(self.windows, self.layout.rows)
         run_state.val_loss = float(losses.mean())
         if not math.isfinite(run_state.val_loss):
             raise self.who.same(self._diverged(run_state.step, run_state.val_loss, self.steps.norm))
@@ -311,10 +319,6 @@ class Run:
     def peak_memory(self) -> int:
         """The most that any process took, in this session or an earlier one."""
         return max(self.run_state.peak_memory_bytes, *self.who.gather(environment.peak_memory(self.who.device)))
-
-    def rows(self) -> int:
-        """Sequences of a micro-batch on one process: what is known to fit in memory."""
-        return self.config.batch_size // self.config.accumulation // self.layout.shares
 
     def taken_away(self) -> UserError:
         """What is said of a run whose folder was taken away."""

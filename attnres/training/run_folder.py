@@ -93,7 +93,7 @@ class Output:
     @property
     def folder(self) -> Path:
         """Where the run is written, now."""
-        return folder_of(self.config)
+        return Path(self.config.out or ".")
 
     def open(self, described: dict[str, Any], records: dict[str, dict[str, Any]], kept: int) -> None:
         """Make the folder, or make it what it was at step `kept` (-1: before anything was measured).
@@ -159,8 +159,3 @@ class Output:
         """Close the metrics and the tracker."""
         if self.metrics:
             self.metrics.close()
-
-
-def folder_of(config: TrainConfig) -> Path:
-    """The folder of a run."""
-    return Path(config.out or ".")

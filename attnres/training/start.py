@@ -1,4 +1,4 @@
-"""Where a run's first weights come from: drawn for a size, or a pretrained model with the wanted residual.
+"""Make the model that a run begins with: drawn for a size, or a pretrained model with the wanted residual.
 
 A plain Hugging Face model is converted in memory (`attnres.models.convert`). A model of attnres is continued as it is,
 or, if its residual is `standard`, gets the wanted one. What was done is written to start.json in the run folder:
@@ -15,19 +15,16 @@ or, if its residual is `standard`, gets the wanted one. What was done is written
 """
 
 import copy
-import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnres.data.shards import prepared_folder
 from attnres.errors import UserError, foreign
-from attnres.files import user_path
 from attnres.head import evaluating
-from attnres.residuals import Residual, make_residual, residual_class, settings_of
-from attnres.training.config import ModelConfig, TrainConfig, size_or_default, tokenizer_or_default
+from attnres.residuals import Residual, make_residual, residual_class
+from attnres.training.config import FinetuneConfig, ModelConfig, TrainConfig, size_or_default
 from attnres.training.environment import tune
 from attnres.training.objective import Teacher
 from attnres.training.optim import carry_start, kinds
@@ -43,8 +40,8 @@ _CHECKED = set[Path]()
 """Folders of plain models whose files were looked through in this process: that is slow."""
 
 
-def find_start(init_from: str) -> "Checkpoint":
-    """Look at the model that a run starts from. No weight is read.
+def open_start(init_from: str) -> "Checkpoint":
+    """Open the model that a run starts from. No weight is read.
 
     Raises:
         UserError: nothing there, an unfinished run, or a model that cannot be used.
@@ -64,86 +61,31 @@ def find_start(init_from: str) -> "Checkpoint":
 
 
 def has_reads(start: "Checkpoint") -> bool:
-    """Whether it has depth reads, or another residual than the plain standard one, which can only be kept."""
+    """Return whether it has depth reads or another residual than the plain standard one; such a residual stays."""
     return start.residual is not None and (start.residual != "standard" or bool(start.settings))
 
 
-# ------------------------------------------------------------------ what it settles
+# ------------------------------------------------------------------ shapes alone
 
 
-def settle(config: TrainConfig) -> TrainConfig:
-    """A copy of `config` with what the model of `init_from` settles filled in: settings of the residual, the tokenizer,
-    the rate of the residual's own parameters.
+def check_shapes(start: "Checkpoint | None", model: ModelConfig, seq_len: int) -> None:
+    """Raise UserError for settings that the residual or the model refuses, and for a mechanism of the user's own that
+    fails in a small model. No weight is read or drawn.
 
-    Without `init_from` nothing is filled in. A converted model gets `read_scale="sum"` unless the settings say
-    otherwise, which is what keeps its logits; one that is continued keeps its settings. Where no tokenizer is named
-    the model's is taken; where no `residual_lr` is given it is `lr`.
-
-    Raises:
-        UserError: no such size, a size besides `init_from`, or another residual or setting than the model can have.
+    Args:
+        start: the model that is continued or converted; None for a new one, of the size in `model`.
     """
-    name, model = config.finetune.init_from, config.model
-    if name is None:
-        from attnres.models.build import check_size
-
-        check_size(size_or_default(model))
-        return config
-    if model.size is not None:
-        raise UserError(
-            f"both size {_named(model.size)} and init_from {name} are given: the model has its size, leave size out"
-        )
-    start = find_start(name)
-    if has_reads(start):
-        settings = _kept_settings(start, model)
-    else:
-        exact = {"read_scale": "sum"} if "read_scale" in settings_of(model.residual) else {}
-        settings = {**exact, **model.settings}
-    data = config.data
-    prepared = prepared_folder(data.source) is not None
-    if data.tokenizer is None:
-        theirs = str(start.folder) if user_path(name).exists() else name  # of the hub: where it is cached is no name
-        data = dataclasses.replace(data, tokenizer=tokenizer_or_default(data) if prepared else theirs)
-    optim = config.optim
-    if optim.residual_lr is None:
-        optim = dataclasses.replace(optim, residual_lr=optim.lr)
-    return dataclasses.replace(config, model=dataclasses.replace(model, settings=settings), data=data, optim=optim)
-
-
-def _named(size: str | dict[str, Any]) -> str:
-    return size if isinstance(size, str) else json.dumps(size)
-
-
-def _kept_settings(start: "Checkpoint", model: ModelConfig) -> dict[str, Any]:
-    if model.residual != start.residual:
-        raise UserError(
-            f"{start.name} has the residual '{start.residual}' and '{model.residual}' was asked for: give residual "
-            f"{start.residual}, or start from a plain or standard model, which any residual can be put on"
-        )
-    theirs = {**settings_of(model.residual), **start.settings}
-    for name, value in model.settings.items():
-        if name in theirs and theirs[name] != value:
-            raise UserError(
-                f"{name} is {value!r} and {start.name} was made with {theirs[name]!r}: leave it out to continue the "
-                "model as it is, or start from a plain or standard one"
-            )
-    return {**start.settings, **{name: value for name, value in model.settings.items() if name not in theirs}}
-
-
-def check_model(config: TrainConfig) -> None:
-    """Refuse with a UserError, before text is read, settings that the residual or the model refuses, and a mechanism of
-    the user's own that fails in a small model; no weight is read or drawn."""
-    layers = _layers_of_start(config) if config.finetune.init_from is not None else _layers_of_new(config)
-    if config.model.residual_file is not None and layers is not None:
+    layers = _layers_of_start(start, model) if start is not None else _layers_of_new(model, seq_len)
+    if model.residual_file is not None and layers is not None:
         from attnres.models.check import refuse_failing
 
-        refuse_failing(config.model.residual, layers, config.model.settings)
+        refuse_failing(model.residual, layers, model.settings)
 
 
-def _layers_of_start(config: TrainConfig) -> int | None:
-    """Layers of the model that a run starts from; None where its config alone does not tell: it shows when the model is
-    loaded. Raises UserError."""
-    assert config.finetune.init_from is not None
-    described = find_start(config.finetune.init_from).config
+def _layers_of_start(start: "Checkpoint", model: ModelConfig) -> int | None:
+    """Return the layers of the start model, on which the residual is made of shapes. None where its config alone does
+    not tell: then it shows when the model is loaded. Raises UserError."""
+    described = start.config
     try:
         layers, width = described.num_hidden_layers, described.hidden_size
     except AttributeError:
@@ -152,44 +94,46 @@ def _layers_of_start(config: TrainConfig) -> int | None:
 
     family = getattr(described, "family", None) or FAMILIES.get(described.model_type)
     if family is not None:
-        settings: dict[str, Any] = config.model.settings
+        settings: dict[str, Any] = model.settings
         depth = layers * len(family.sublayers)
         with torch.device("meta"):
-            make_residual(config.model.residual, depth, width, sublayers=family.sublayers, **settings)
+            make_residual(model.residual, depth, width, sublayers=family.sublayers, **settings)
     return layers
 
 
-def _layers_of_new(config: TrainConfig) -> int:
-    """Layers of a new model, which is built of shapes. Raises UserError."""
+def _layers_of_new(model: ModelConfig, seq_len: int) -> int:
+    """Return the layers of a new model, which is built of shapes. Raises UserError."""
     from attnres.models import build
 
     with torch.device("meta"):
-        model: Any = build(
-            size=size_or_default(config.model),
-            residual=config.model.residual,
+        built: Any = build(
+            size=size_or_default(model),
+            residual=model.residual,
             vocab_size=256,
-            max_positions=config.data.seq_len,
-            settings=config.model.settings,
+            max_positions=seq_len,
+            settings=model.settings,
         )
-    return model.config.num_hidden_layers
+    return built.config.num_hidden_layers
 
 
 # ------------------------------------------------------------------ the model
 
 
-def first_model(config: TrainConfig, prepared: "Prepared") -> tuple[Any, dict[str, Any] | None]:
-    """The model that a run begins with, fp32, and what start.json says of it (None for a new one).
+def first_model(
+    config: TrainConfig, start: "Checkpoint | None", prepared: "Prepared"
+) -> tuple[Any, dict[str, Any] | None]:
+    """Return the model that a run begins with, in fp32, and the content of start.json (None for a new model).
 
     Raises:
         UserError: sizes or settings that are impossible, a model that cannot be loaded or converted, whose logits the
             residual would change (without `inexact`), or that does not fit the data.
     """
-    if config.finetune.init_from is None:
-        return _new(config, prepared), None
-    start = find_start(config.finetune.init_from)
+    wanted, seq_len = config.model, config.data.seq_len
+    if start is None:
+        return _new(wanted, prepared, seq_len=seq_len, seed=config.seed, base_width=config.optim.base_width), None
     check_tokenizer(start, prepared)
     source: Any = start.load("fp32")
-    _check_fit(start, source, config, prepared)
+    _check_fit(start, source, seq_len, prepared)
     record: dict[str, Any] = {
         "init_from": start.name,
         "kind": start.kind,
@@ -198,16 +142,16 @@ def first_model(config: TrainConfig, prepared: "Prepared") -> tuple[Any, dict[st
         "crc32": weights_crc32(source),
         "logits": None,
     }
-    if (start.residual, start.settings) == (config.model.residual, config.model.settings):
-        if residual_class(config.model.residual).set_progress is not Residual.set_progress:
+    if (start.residual, start.settings) == (wanted.residual, wanted.settings):
+        if residual_class(wanted.residual).set_progress is not Residual.set_progress:
             raise UserError(
                 f"{start.name} has residual '{start.residual}', which is annealed over a run's steps: going on from it "
                 "would anneal it again from the start; train it for as many steps as it is to have from a new model"
             )
-        source.config.residual_settings = dict(config.model.settings)
+        source.config.residual_settings = dict(wanted.settings)
         return source, record
-    model = _with_residual(source, config)
-    record["logits"] = _measured(source, model, start, config)
+    model = _with_residual(source, wanted, start)
+    record["logits"] = _compare_logits(source, model, start, inexact=config.finetune.inexact)
     if (start.folder / "generation_config.json").is_file():  # copied at the end; Transformers writes not all it reads
         from transformers import GenerationConfig
 
@@ -222,17 +166,15 @@ def weights_crc32(model: Any) -> int:
     return checksum(model.named_parameters())
 
 
-def kept_files(config: TrainConfig, prepared: "Prepared") -> dict[str, Path]:
-    """Files that go beside the model, by name: the tokenizer, and what else came with the pretrained model, which is
-    opened for it. They may be there or not."""
+def extra_files(start: "Checkpoint | None", prepared: "Prepared") -> dict[str, Path]:
+    """Return the files that go with the model, by name: the tokenizer, and what else came with the start model. Not all
+    of them need exist."""
     files = {name: prepared.path / name for name in NAMES}
-    if config.finetune.init_from is not None:
-        files |= find_start(config.finetune.init_from).files_beside()
-    return files
+    return files if start is None else files | start.files_beside()
 
 
-def _new(config: TrainConfig, prepared: "Prepared") -> Any:
-    """A new model for the data: same seed, same shared weights, whatever the residual.
+def _new(wanted: ModelConfig, prepared: "Prepared", *, seq_len: int, seed: int, base_width: int | None) -> Any:
+    """Return a new model for the data: with the same seed all shared weights are equal, whatever the residual.
 
     Raises:
         UserError: a size that makes no model, or one whose parts do not fit together when it runs.
@@ -240,34 +182,35 @@ def _new(config: TrainConfig, prepared: "Prepared") -> Any:
     from attnres.models import build
 
     model = build(
-        size=size_or_default(config.model),
-        residual=config.model.residual,
+        size=size_or_default(wanted),
+        residual=wanted.residual,
         vocab_size=prepared.vocab_size,
-        max_positions=config.data.seq_len,
-        seed=config.seed,
-        settings=config.model.settings,
+        max_positions=seq_len,
+        seed=seed,
+        settings=wanted.settings,
     )
-    carry_start(model, config.optim.base_width, kinds(model))
+    carry_start(model, base_width, kinds(model))
     for described in (model.config, model.generation_config):
         if described is not None:
             described.bos_token_id = described.eos_token_id = prepared.eos_id
     trial = foreign(
-        f"a model of the size {_named(size_or_default(config.model))} does not run", "change the fields of the size"
+        f"a model of the size {json.dumps(size_or_default(wanted)).strip(chr(34))} does not run",
+        "change the fields of the size",
     )
     with trial, evaluating(model), torch.no_grad():
         model(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     return model
 
 
-def _with_residual(source: Any, config: TrainConfig) -> Any:
-    """`source`, plain or standard, with the residual of the configuration; its other weights are copies."""
+def _with_residual(source: Any, wanted: ModelConfig, start: "Checkpoint") -> Any:
+    """Return `source`, plain or standard, with the wanted residual; its other weights are copies."""
     from attnres.models import DepthMixin, convert
 
     standard: Any = source if isinstance(source, DepthMixin) else convert(source, "standard")
-    if config.model.residual == "standard" and not config.model.settings:
+    if wanted.residual == "standard" and not wanted.settings:
         return standard
     new_config = copy.deepcopy(standard.config)
-    new_config.residual, new_config.residual_settings = config.model.residual, dict(config.model.settings)
+    new_config.residual, new_config.residual_settings = wanted.residual, dict(wanted.settings)
     new_config.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):
         model = type(standard)(new_config)
@@ -275,23 +218,23 @@ def _with_residual(source: Any, config: TrainConfig) -> Any:
     strange = [name for name in result.missing_keys if ".residual." not in name] + result.unexpected_keys
     if strange:
         raise UserError(
-            f"{config.finetune.init_from} has no weights for '{strange[0]}' of {type(model).__name__}: convert it with "
+            f"{start.name} has no weights for '{strange[0]}' of {type(model).__name__}: convert it with "
             "attnres convert and start from that"
         )
     return model.eval()
 
 
-def _measured(source: Any, model: Any, start: "Checkpoint", config: TrainConfig) -> dict[str, Any]:
-    """How far the logits moved; UserError where that is more than rounding and was not allowed."""
+def _compare_logits(source: Any, model: Any, start: "Checkpoint", *, inexact: bool) -> dict[str, Any]:
+    """Return how far the logits moved. Raises UserError where that is more than rounding and not `inexact`."""
     from attnres.models.exactness import compare_logits
 
     difference = compare_logits(source, model)
-    if not difference.within and not config.finetune.inexact:
-        mean = model.config.residual_settings.get("read_scale") == "mean"
-        mixes = mean or not residual_class(config.model.residual).traits.starts_standard
+    if not difference.within and not inexact:
+        residual, settings = model.config.residual, model.config.residual_settings
+        mixes = settings.get("read_scale") == "mean" or not residual_class(residual).traits.starts_standard
         advice = "choose block or full with read_scale 'sum'" if mixes else "leave out the settings that do"
         raise UserError(
-            f"residual '{config.model.residual}' {json.dumps(config.model.settings)} changes the logits of "
+            f"residual '{residual}' {json.dumps(settings)} changes the logits of "
             f"{start.name} by {difference.largest:.2g} of {difference.scale:.3g}, so that training would start from "
             f"another function: {advice}, or give --inexact"
         )
@@ -299,24 +242,25 @@ def _measured(source: Any, model: Any, start: "Checkpoint", config: TrainConfig)
     return {name: getattr(difference, name) for name in names}
 
 
-def load_teacher(config: TrainConfig, record: dict[str, Any], device: torch.device) -> Teacher | None:
-    """The teacher of a run, None where it has none; `record` is the run's start.json.
+def load_teacher(
+    start: "Checkpoint | None", finetune: FinetuneConfig, record: dict[str, Any], device: torch.device, seq_len: int
+) -> Teacher | None:
+    """Return the teacher of a run, None where it has none; `record` is the run's start.json.
 
     Raises:
         UserError: the model is no longer the one that the run started from.
     """
-    settings = config.finetune
-    if settings.init_from is None or not settings.distill_weight:
+    if start is None or not finetune.distill_weight:
         return None
-    model = find_start(settings.init_from).load("fp32")
+    model = start.load("fp32")
     if weights_crc32(model) != record.get("crc32"):
         raise UserError(
-            f"{settings.init_from} has changed since the run started from it, and it is the teacher: restore it, or "
+            f"{start.name} has changed since the run started from it, and it is the teacher: restore it, or "
             "start a new run in another folder"
         )
     model.requires_grad_(False)
-    tune(model, device, config.data.seq_len)
-    return Teacher(model.to(device).eval(), settings.distill_weight, settings.distill_temperature)
+    tune(model, device, seq_len)
+    return Teacher(model.to(device).eval(), finetune.distill_weight, finetune.distill_temperature)
 
 
 # ------------------------------------------------------------------ whether it fits the data
@@ -343,7 +287,7 @@ def _makes_ids(tokenizer: Any) -> dict[str, Any]:
     return {name: parts.get(name) for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
 
 
-def _check_fit(start: "Checkpoint", model: Any, config: TrainConfig, prepared: "Prepared") -> None:
+def _check_fit(start: "Checkpoint", model: Any, seq_len: int, prepared: "Prepared") -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if prepared.vocab_size > rows:
         raise UserError(
@@ -351,8 +295,8 @@ def _check_fit(start: "Checkpoint", model: Any, config: TrainConfig, prepared: "
             "they belong to different models, or it has no end-of-text token and one was added"
         )
     longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and config.data.seq_len > longest:
+    if longest is not None and seq_len > longest:
         raise UserError(
-            f"data.seq_len is {config.data.seq_len} and {start.name} was made for at most {longest} tokens: give "
+            f"data.seq_len is {seq_len} and {start.name} was made for at most {longest} tokens: give "
             f"--seq-len {longest} or less"
         )

@@ -1,6 +1,7 @@
-"""A training step, from top to bottom: batch, rates, forward, loss, backward, clipping, optimizers, numbers.
+"""Take a training step, from top to bottom: batch, rates, forward, loss, backward, clipping, optimizers, numbers.
 
-`Update` is what a step does to a model; a run's `Steps` feed it, and read what comes of it.
+`Steps` takes the steps of a run and reads what they gave. `Update` is the part that changes a model: it is timed by
+comparisons and benchmarks too, which have no run.
 """
 
 import math
@@ -14,124 +15,31 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.training import graphs
-from attnres.training.check import sees_all_depths
 from attnres.training.config import TrainConfig
 from attnres.training.feed import Arriving, Feed, Moment, to_device
 from attnres.training.inspection import magnitudes, recorded
 from attnres.training.interrupt import Signals
-from attnres.training.layout import Whole
-from attnres.training.objective import Objective
-from attnres.training.optim import rates, set_learning_rate
+from attnres.training.layout import PlacedModel
+from attnres.training.optim import scheduled_rate, set_learning_rate
+from attnres.training.prepare import sees_all_depths
 from attnres.training.records import RunState
 
 UNTIMED = 3
 """Steps at the start of a run or of its resumption that are not timed: they warm caches and compile."""
 TIMED = 1000
-"""Steps kept for the medians of the summary."""
-
-
-class Update:
-    """Updates a model from a batch: the gradient of its mean loss, clipped, then the optimizers.
-
-    With accumulation and several processes each token still weighs the same: every micro-batch's summed loss is
-    divided by the tokens of the whole batch.
-
-    Args:
-        layout: holds the model, placed.
-        clip: the largest norm of the gradient; 0 turns clipping off.
-        penalty: returns what is added to the loss once a step, with its gradient, or None.
-        capture: whether the passes are to be CUDA graphs. Where they cannot be, `path` says why, and steps are eager.
-
-    Attributes:
-        depth: what the last step did by depth, if that was recorded.
-    """
-
-    def __init__(
-        self,
-        layout: Whole,
-        optimizers: list[torch.optim.Optimizer],
-        clip: float,
-        penalty: Callable[[], Tensor | None],
-        *,
-        capture: bool = False,
-    ) -> None:
-        self.layout, self.optimizers, self.penalty = layout, optimizers, penalty
-        self.clip = partial(layout.clip, clip or math.inf)
-        self.depth: dict[str, Any] | None = None
-        self.capture = self._capture() if capture else None
-        self.replayed: graphs.Passes | None = None
-
-    def _capture(self) -> graphs.Capture:
-        layout, who = self.layout, self.layout.who
-        residual = layout.model.residual("itself") if hasattr(layout.model, "residual") else None  # a plain model's
-        kind = layout.objective.kind if isinstance(layout.objective, Objective) else "whole"  # a stage has none
-        reason = graphs.why_not(who.device, residual, processes=who.world_size, loss=kind)
-        parameters = [parameter for _, parameter in layout.named_parameters()]
-        count = layout.config.accumulation
-        return graphs.Capture(partial(self._micro, False), self.clip, parameters, count=count, reason=reason)
-
-    @property
-    def path(self) -> str:
-        """How steps are taken: "eager", "captured", or "eager" and why they are not captured."""
-        return "eager" if self.capture is None else self.capture.path
-
-    def gradients(self, x: Tensor, y: Tensor, *, record: bool = False) -> tuple[Tensor, Tensor]:
-        """Make the clipped gradient of a batch.
-
-        Args:
-            x, y: this process's share of the batch, (B, T) int64.
-            record: what the last micro-batch does by depth. Its hooks ask for numbers, so that such a step is eager.
-
-        Returns:
-            [cross-entropy, divergence] in nats a token, fp64, of this process's share, minimised or not; and the norm
-            of the gradient before it was clipped.
-        """
-        self.depth = self.replayed = None
-        capture, count = self.capture, self.layout.config.accumulation
-        if capture is not None and not record:
-            self.replayed = capture.ready(x, y)
-        if self.replayed is not None:
-            return self.replayed(x.chunk(count), y.chunk(count))
-        with nullcontext() if capture is None else capture.eager():
-            sums = self.layout.gradients(x, y, partial(self._micro, record))
-            return sums, self.clip()
-
-    def _micro(self, record: bool, x: Tensor, y: Tensor, tokens: int, last: bool) -> Tensor:
-        """Add a micro-batch's gradients; return its cross-entropy and divergence over `tokens`, minimised or not."""
-        objective = self.layout.objective
-        assert objective is not None
-        with recorded(self.layout.model) if record and last else nullcontext() as trace:
-            sums = objective(x, y, eager=trace is not None)  # hooks would make torch.compile start again
-            loss = sums.objective / tokens
-            if last and (penalty := self.penalty()) is not None:
-                loss = loss + penalty / self.layout.summed
-            loss.backward()  # the layout averages over the processes what `tokens` divides by this one's share
-        if trace:
-            # to the gradient of the mean loss of the recorded micro-batch
-            self.depth = magnitudes(trace, self.layout.model, tokens // y.numel())
-        return torch.stack([sums.cross_entropy, sums.divergence]).double() / tokens
-
-    def apply(self) -> None:
-        """Let the optimizers take their step."""
-        if self.replayed is not None:
-            assert self.capture is not None
-            self.capture.step(self.replayed, self.optimizers)
-            return
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+"""Steps whose times are kept for the medians of the summary."""
 
 
 class Steps:
-    """The steps of a run, and what the last of them gave.
+    """The steps of a run, and the numbers of the last of them.
 
     Args:
         run_state: where the run is; a step moves it on.
-        away: says whether the run's folder was taken away.
+        away: returns whether the run's folder was taken away.
         diverged: makes the error for (step, loss, norm) that are not finite.
 
     Attributes:
-        loss, divergence, norm, rate: of the last step that was read.
+        loss, divergence, norm, rate: of the last step whose numbers were read.
         penalty: of the last step.
         signalled: 130 or 143 once a signal asked any process to stop.
         gone: whether the folder was taken away.
@@ -140,7 +48,7 @@ class Steps:
     def __init__(
         self,
         config: TrainConfig,
-        update: Update,
+        update: "Update",
         feed: Feed,
         run_state: RunState,
         away: Callable[[], bool],
@@ -148,41 +56,46 @@ class Steps:
     ) -> None:
         self.config, self.update, self.feed, self.run_state = config, update, feed, run_state
         self.folder_is_away, self.diverged = away, diverged
-        self.layout, self.who = update.layout, update.layout.who
+        self.placed, self.who = update.placed, update.placed.who
         self.arriving = Arriving(self.who.device)
         self.loss = self.rate = self.norm = self.divergence = 0.0
         self.penalty: Tensor | None = None
         self.signalled, self.gone = 0, False
+        # The step that captures a graph takes seconds, and is the one after the warm-up.
         self.untimed = UNTIMED if update.capture is None else max(UNTIMED, graphs.WARM_UP + 1)
 
     def take(self, signals: Signals) -> None:
         """Take one step.
 
-        A residual's penalty is added to what is minimised, once, and to no loss that is reported. A loss or gradient
-        that is not finite raises UserError: before it changes a parameter or, `behind`, a step later, but before it is
-        saved.
+        Raises:
+            UserError: the loss or the gradient is not finite. On a CPU no parameter has changed by then. On a GPU the
+                numbers are read one step later, but before anything is saved.
         """
         config, who, update, step = self.config, self.who, self.update, self.run_state.step + 1
         began = Moment.now(who.device)
+
+        # Batch and rates. A batch depends on (seed, step) alone, so that a resumed run needs no position.
         x, y = self.feed.at(step - 1)
-
-        rate, share = rates(step, config.steps, config.optim)
-        set_learning_rate(update.optimizers, rate, share)
-        residual = self.layout.model.residual
-        residual("set_progress", step / config.steps)
+        rate = scheduled_rate(step, config.steps, config.optim)
+        set_learning_rate(update.optimizers, rate)
+        residual = self.placed.model.residual
+        residual("set_progress", step / config.steps)  # before the forward pass: mechanisms may anneal by it
         with torch.no_grad():
-            self.penalty = residual("penalty")
+            self.penalty = residual("penalty")  # for the log; `Update` adds it to the loss, which is logged without
 
+        # Forward, loss, backward, clipping.
         every = config.depth_every if sees_all_depths(config.parallel) else 0
         record = bool(every) and (step % every == 0 or step == config.steps)
         sums, norm = update.gradients(x, y, record=record)
 
-        # One message of all that processes have to agree on, and one copy to the host.
+        # One message carries everything that processes have to agree on, and one copy brings it to the host.
         counts = to_device([signals.interrupts, signals.terminations, int(self.folder_is_away())], sums)
-        shared = who.sum(torch.cat([sums / self.layout.shares, counts]))
+        shared = who.sum(torch.cat([sums / self.placed.shares, counts]))
         self.arriving.add_numbers(step, torch.cat([shared, norm.to(shared)[None]]))
         if not self.arriving.behind:
-            self.read()
+            self.read()  # raises before the optimizers use a gradient that is not finite
+
+        # Optimizers.
         update.apply()
 
         self.run_state.step, self.rate = step, rate * config.optim.lr
@@ -190,7 +103,7 @@ class Steps:
         self.read(to_come=self.arriving.behind)
 
     def read(self, to_come: int = 0) -> None:
-        """Take what the last steps gave, but for the last `to_come`: loss, norm, signals and, once it is over, time."""
+        """Take in the loss, norm, signals and time of all steps but the last `to_come`. Waits for the device."""
         run_state = self.run_state
         for step, numbers in self.arriving.steps(to_come=to_come):
             self.loss, self.divergence, interrupts, terminations, away, self.norm = numbers
@@ -203,5 +116,95 @@ class Steps:
             run_state.last_s = seconds
             if self.untimed:
                 self.untimed -= 1
-            elif usual:
+            elif usual:  # a step whose magnitudes were recorded takes longer than the others
                 run_state.times = [*run_state.times[1 - TIMED :], seconds]
+
+
+class Update:
+    """Updates a model from a batch: the gradient of its mean loss, clipped, then the optimizers.
+
+    Args:
+        placed: the model on the processes of the run.
+        clip: the largest norm of the gradient; 0 turns clipping off.
+        penalty: returns what is added to the loss once a step, with its gradient, or None.
+        capture: whether the passes are to be CUDA graphs. Where they cannot be, `path` says why, and steps are eager.
+
+    Attributes:
+        depth: what the last step did by depth, if that was recorded.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedModel,
+        optimizers: list[torch.optim.Optimizer],
+        clip: float,
+        penalty: Callable[[], Tensor | None],
+        *,
+        capture: bool = False,
+    ) -> None:
+        self.placed, self.optimizers, self.penalty = placed, optimizers, penalty
+        self.clip = partial(placed.clip, clip or math.inf)
+        self.depth: dict[str, Any] | None = None
+        self.capture = self._capture() if capture else None
+        self.replayed: graphs.Passes | None = None
+
+    def gradients(self, x: Tensor, y: Tensor, *, record: bool = False) -> tuple[Tensor, Tensor]:
+        """Compute the clipped gradient of a batch.
+
+        Args:
+            x, y: this process's share of the batch, (B, T) int64.
+            record: what the last micro-batch does by depth. Its hooks ask for numbers, so that such a step is eager.
+
+        Returns:
+            [cross-entropy, divergence] in nats a token, fp64, of this process's share, minimised or not; and the norm
+            of the gradient before it was clipped.
+        """
+        self.depth = self.replayed = None
+        capture, count = self.capture, self.placed.layout.accumulation
+        if capture is not None and not record:
+            self.replayed = capture.ready(x, y)
+        if self.replayed is not None:
+            return self.replayed(x.chunk(count), y.chunk(count))
+        with nullcontext() if capture is None else capture.eager():
+            sums = self.placed.gradients(x, y, partial(self._micro_batch, record))
+            return sums, self.clip()
+
+    def _micro_batch(self, record: bool, x: Tensor, y: Tensor, tokens: int, last: bool) -> Tensor:
+        """Add a micro-batch's gradients; return its cross-entropy and divergence over `tokens`, minimised or not."""
+        objective = self.placed.objective
+        assert objective is not None
+        with recorded(self.placed.model) if record and last else nullcontext() as trace:
+            # torch.compile would start again for the hooks of a recorded pass, so that such a pass is eager.
+            sums = objective(x, y, eager=trace is not None)
+            # Divided by the tokens of the whole batch, not of the micro-batch: so each token weighs the same.
+            loss = sums.objective / tokens
+            if last and (penalty := self.penalty()) is not None:
+                loss = loss + penalty / self.placed.summed  # once a step; tp and cp add up its gradients
+            loss.backward()  # in the last micro-batch DDP averages here what `tokens` divides by this share alone
+        if trace:
+            # The unit makes of these gradients those of the recorded micro-batch's own mean loss.
+            self.depth = magnitudes(trace, self.placed.model, tokens // y.numel())
+        return torch.stack([sums.cross_entropy, sums.divergence]).double() / tokens
+
+    def apply(self) -> None:
+        """Let the optimizers take their step with the gradients that are there."""
+        if self.replayed is not None:
+            assert self.capture is not None
+            self.capture.step(self.replayed, self.optimizers)  # no zero_grad: graphs write gradients where they are
+            return
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def _capture(self) -> graphs.Capture:
+        placed, who = self.placed, self.placed.who
+        residual = placed.model.residual("itself") if hasattr(placed.model, "residual") else None  # a plain model's
+        reason = graphs.why_not(who.device, residual, processes=who.world_size)
+        parameters = [parameter for _, parameter in placed.named_parameters()]
+        count = placed.layout.accumulation
+        return graphs.Capture(partial(self._micro_batch, False), self.clip, parameters, count=count, reason=reason)
+
+    @property
+    def path(self) -> str:
+        """How steps are taken: "eager", "captured", or "eager" and why they are not captured."""
+        return "eager" if self.capture is None else self.capture.path

@@ -9,19 +9,19 @@ from lab.design import Arm, Design, Measured, Result, Setting
 
 
 def sizes(setting: Setting) -> list[int]:
-    """Divisors of the number of sublayers, but for the whole network as one block."""
+    """Return the divisors of the number of sublayers, but for the whole network as one block."""
     sublayers = 2 * setting.preset.depth
     return [size for size in range(1, sublayers) if sublayers % size == 0]
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """The standard model, and Block at each size; a size of one is Full."""
+    """Ask for the standard model, and Block at each size; a size of one is Full."""
     variants = ["standard", *(f"block:block_size={size}" for size in sizes(setting))]
     return [setting.arm("sizes", variants, of=setting.config())]
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """The loss by block size, and whether any two sizes differ beyond the noise."""
+    """Report the loss by block size, and whether any two sizes differ beyond the noise."""
     one = contrast(measured, "sizes", "standard")
     rows = {other.label: other for other in one.others}
     points = [(size, rows[f"block-block_size{size}"]) for size in sizes(setting) if f"block-block_size{size}" in rows]

@@ -33,12 +33,12 @@ def _times(saved: Saving) -> str:
 
 
 def unit(setting: Setting) -> int:
-    """Steps of one budget: four of them are 20 tokens a parameter at nano."""
+    """Return the steps of one budget: four of them are 20 tokens a parameter at nano."""
     return max(8, setting.preset.steps * 7 // 5)
 
 
 def config(setting: Setting, budget: float) -> TrainConfig:
-    """The run of a budget: the same warm-up as all, then a constant rate, then its own decay."""
+    """Return the run of a budget: the same warm-up as all, then a constant rate, then its own decay."""
     steps = round(budget * unit(setting))
     warm = max(1, round(WARM_UP * unit(setting)))
     optim = {"schedule": "wsd", "warmup": warm / steps, "decay": DECAY, "min_lr_ratio": 0.0}
@@ -46,7 +46,8 @@ def config(setting: Setting, budget: float) -> TrainConfig:
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """The longest run of each seed, which keeps checkpoints; then the others' decays, of the seeds that have it."""
+    """Ask for the longest run of each seed, which keeps checkpoints; then the others' decays, of the seeds that have
+    it."""
     *shorter, longest = BUDGETS
     steps = tuple(sorted({branch_step(config(setting, budget)) for budget in shorter}))
     trunk = dataclasses.replace(config(setting, longest), keep_at=steps)
@@ -60,7 +61,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """The gap to the standard model at each budget, and its slope."""
+    """Report the gap to the standard model at each budget, and its slope."""
     tokens_a_step = setting.config().batch_size * setting.config().data.seq_len
     losses = {label: dict[float, list[float]]() for label in VARIANTS}
     for budget in BUDGETS:
@@ -116,8 +117,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         f"({margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the longest."
     )
     x = [budget * unit(setting) * tokens_a_step for budget in result.gaps]
-    bounds = [[getattr(one, side) for one in gaps.values()] for side in ("low", "high")] if degrees else [[], []]
-    line = Line("block", x, list(result.gaps.values()), *bounds)
+    low, high = ([getattr(one, side) for one in gaps.values()] if degrees else [] for side in ("low", "high"))
+    line = Line("block", x, list(result.gaps.values()), low, high)
     caption = "Held-out loss of Block minus standard at the end of each budget"
     caption += "; band: 95 % interval." if degrees else ". The noise of seeds is not known."
     chart = Curves("budgets", "The gap by budget", caption, TOKENS, DIFFERENCE, {"": [line]}, log_x=True, zero=True)

@@ -25,7 +25,7 @@ the seed whether it finds the letter that counts in four million tokens at all."
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """An arm a task, the same shape of run in both: a third of the recipe's layers, so that depth is scarce."""
+    """Ask for an arm a task, the same shape of run in both: a third of the recipe's layers, so that depth is scarce."""
     small = setting.preset.small < 0.01
     size, recipe = setting.preset.of_depth(max(2, setting.preset.depth // 3)), setting.config()
     window = min(WINDOW, recipe.data.seq_len)
@@ -42,13 +42,14 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def documents_for(name: str, tokens: int) -> int:
-    """How many documents of a task are read at most `EPOCHS` times in so many tokens, a character and an end each."""
+    """Return how many documents of a task are read at most `EPOCHS` times in so many tokens, a character and an end
+    each."""
     some = list(task_documents(f"task:{name}:100")())
     return max(DOCUMENTS, math.ceil(tokens / EPOCHS / (sum(map(len, some)) / len(some) + 1)))
 
 
 def answers(folder: Path) -> list[dict[str, Any]]:
-    """Rows `accuracy/STEPS` of a trained model on problems drawn apart from its text, and `accuracy`, their
+    """Return rows `accuracy/STEPS` of a trained model on problems drawn apart from its text, and `accuracy`, their
     mean: the answer has to be the likeliest character of all."""
     from attnres.data import load_tokenizer
     from attnres.head import evaluating
@@ -114,7 +115,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 
 
 def _band(measured: Measured, name: str, label: str) -> dict[str, list[float]]:
-    """The least and the greatest of the seeds of the standard model and its control: what chance does."""
+    """Return the least and the greatest of the seeds of the standard model and its control: what chance does."""
     each = [list(measured.finals(name, label, f"accuracy/{k}").values()) for k in range(1, STEPS + 1)]
     if label not in VARIANTS[:2] or min(map(len, each)) < 2:
         return {}

@@ -18,7 +18,8 @@ VARIANTS = ("standard", "block")
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """An arm a depth; all have about the parameters of the recipe's layers, and as many steps as give equal FLOPs."""
+    """Ask for an arm a depth; all have about the parameters of the recipe's layers, and as many steps as give equal
+    FLOPs."""
     preset, recipe = setting.preset, setting.config()
     parameters = preset.layer_parameters
     vocabulary, length = vocabulary_of(recipe), recipe.data.seq_len
@@ -33,7 +34,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """The lowest point of each mechanism in width over depth."""
+    """Report the lowest point of each mechanism in width over depth."""
     parameters = setting.preset.layer_parameters
     ratios, panels, rows = list[float](), {label: list[float]() for label in VARIANTS}, []
     for layers in sorted(setting.preset.layers):

@@ -14,7 +14,7 @@ VARIANTS = ("standard", "rescaled", "block", "full")
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """The recipe, and a model of many narrow layers."""
+    """Ask for the recipe, and a model of many narrow layers."""
     deep = setting.sized(setting.preset.deep, steps=setting.preset.many)
     depth = tuple(QUANTITIES)
     seeds = range(min(2, setting.seeds))
@@ -25,7 +25,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def profiles(measured: Measured, arm: str, label: str, quantity: str) -> dict[int, list[float]]:
-    """The quantity by sublayer at the last step, by seed."""
+    """Return the quantity by sublayer at the last step, by seed."""
     values: dict[int, dict[int, float]] = {}
     for row in measured.rows:
         name, _, place = row.quantity.partition("/")
@@ -35,7 +35,7 @@ def profiles(measured: Measured, arm: str, label: str, quantity: str) -> dict[in
 
 
 def growth(values: list[float]) -> float:
-    """Logarithm of the last quarter's median over the first's; NaN of fewer than four values or of zeros.
+    """Return the logarithm of the last quarter's median over the first's; NaN of fewer than four values or of zeros.
 
     Medians, for the first sublayer alone may be far from all others and would decide a mean.
     """
@@ -47,7 +47,7 @@ def growth(values: list[float]) -> float:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """How much outputs grow along the depth, and how unevenly gradients reach it, beside the standard model."""
+    """Report how much outputs grow along the depth, and how unevenly gradients reach it, beside the standard model."""
     comparisons = len(QUANTITIES) * sum(len(measured.asked_for(arm)) - 1 for arm in measured.planned)
     rows, charts, values, sentences = [], [], {}, []
     for quantity, name in QUANTITIES.items():
@@ -109,7 +109,7 @@ class Ratio:
 
 
 def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) -> dict[str, Ratio]:
-    """The ratios of an arm's mechanisms, of the seeds at which they can be told."""
+    """Return the ratios of an arm's mechanisms, of the seeds at which they can be told."""
     logs = {
         label: {seed: one for seed, many in seeds.items() if math.isfinite(one := growth(many))}
         for label, seeds in each.items()

@@ -22,12 +22,12 @@ def lengths(setting: Setting) -> dict[str, int]:
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """The standard model at several lengths, each with a whole schedule."""
+    """Ask for the standard model at several lengths, each with a whole schedule."""
     return [setting.arm(name, ["standard"], of=setting.config(steps=steps)) for name, steps in lengths(setting).items()]
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """The curve, and what a hundredth of a nat is worth at the recipe's length."""
+    """Report the curve, and what a hundredth of a nat is worth at the recipe's length."""
     curve = {}
     for name, steps in lengths(setting).items():
         if losses := list(measured.finals(name, "standard").values()):

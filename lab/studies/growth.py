@@ -120,7 +120,7 @@ def _network(residual: str, norm: bool, layers: int, width: int, seed: int, sett
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Each variant with every seed: seconds at any size."""
+    """Ask for each variant with every seed: seconds at any size."""
     small = setting.preset.small < 0.01
     layers, width = (8, 16) if small else (48, 256)
     flops = 64.0 * 4 * layers * width**2
@@ -133,7 +133,8 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """How far each stream grows, what is left of the first sublayer, whether zero queries are the standard model."""
+    """Report how far each stream grows, what is left of the first sublayer, whether zero queries are the standard
+    model."""
     rows, lines, values = [], [], {}
     for label in VARIANTS:
         stream: dict[int, list[float]] = {}

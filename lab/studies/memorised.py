@@ -64,7 +64,7 @@ def taught(residual: str, layers: int, temperature: float, steps: int, seed: int
 def _fit(
     residual: str, norm: bool, layers: int, x: torch.Tensor, y: torch.Tensor, rate: float, steps: int, seed: int
 ) -> float:
-    """The training loss at the end of full batches, relative to the variance of y."""
+    """Return the training loss at the end of full batches, relative to the variance of y."""
     net = Mlps(residual, layers, WIDTH, norm=norm, generator=torch.Generator().manual_seed(seed + 1))
     head = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH))
     optimizer = torch.optim.Adam([*net.parameters(), head], lr=rate)
@@ -113,7 +113,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def _call(fits: int, arguments: dict[str, Any]) -> Call:
-    """A run of so many fits at each rate."""
+    """Return a run of so many fits at each rate."""
     layers, steps = arguments["layers"], fits * len(RATES) * arguments["steps"]
     sources = layers * (layers + 1) / 2 if arguments["residual"] == "full" else 0
     calls = OPERATIONS * layers + OPERATIONS_A_SOURCE * sources
@@ -219,7 +219,7 @@ class Cell:
 
 
 def _cells(measured: Measured, arm: str, places: Sequence[float]) -> list[Cell]:
-    """Every mechanism beside the baseline, wherever both have run."""
+    """Return every mechanism beside the baseline, wherever both have run."""
     baseline = MECHANISMS[0]
     asked = [label.partition(", ") for label in measured.asked_for(arm)]
     tested = len(places) * sum(name != baseline for name, _, _ in asked)
@@ -241,14 +241,14 @@ def _cells(measured: Measured, arm: str, places: Sequence[float]) -> list[Cell]:
 
 
 def _rows(cells: Sequence[Cell], places: Sequence[float]) -> list[list[str]]:
-    """One of the table for each network and mechanism."""
+    """Return a row for each network and mechanism."""
     by_place = {(one.kind, one.name, one.place): str(one) for one in cells}
     names = dict.fromkeys((one.kind, one.name) for one in cells)
     return [[*name, *(by_place.get((*name, place), UNKNOWN) for place in places)] for name in names]
 
 
 def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
-    """What may be said of a mechanism by its cells."""
+    """Return what may be said of a mechanism by its cells."""
     parts = []
     for words in ("below 1", "above 1"):
         places = dict[str, list[str]]()
@@ -262,7 +262,7 @@ def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
 
 
 def _taught_cell(measured: Measured, label: str, rate: float) -> str:
-    """The mean loss of the students that did not diverge, and how many did."""
+    """Return the mean loss of the students that did not diverge, and how many did."""
     logs = _logs(measured, "teachers", label, f"{rate:g}")
     lost = len(measured.diverged("teachers", label, f"loss/{rate:g}"))
     mean = f"{math.exp(statistics.fmean(logs.values())):.2g}" if logs else ""
@@ -270,7 +270,7 @@ def _taught_cell(measured: Measured, label: str, rate: float) -> str:
 
 
 def _logs(measured: Measured, arm: str, label: str, place: str) -> dict[int, float]:
-    """Logarithms of a loss by the seeds that did not diverge."""
+    """Return the logarithms of a loss by the seeds that did not diverge."""
     return {row.seed: math.log(max(row.value, 1e-12)) for row in measured.of(arm, label, f"loss/{place}")}
 
 

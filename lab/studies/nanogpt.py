@@ -27,7 +27,7 @@ DIFFERENT = (
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """The configurations in GPT-2's shape, and the simulation of the gates."""
+    """Ask for the configurations in GPT-2's shape, and the simulation of the gates."""
     run = setting.config(model={"size": setting.preset.gpt2}, steps=setting.preset.many)
     steps = max(20, round(STEPS * min(1.0, 10 * setting.preset.small)))
     null = Computed("lab.studies.null_gates:simulate", runs(steps, setting.seeds))
@@ -35,7 +35,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """The configurations against the standard one; the course of gates that no loss depends on."""
+    """Report the configurations against the standard one; the course of gates that no loss depends on."""
     one = contrast(measured, "configurations", "standard")
     published = {label_of(variant): text for variant, text in CONFIGURATIONS.items()}
     rows, panels = [], {"sum of the gates": list[Line]()}
@@ -67,7 +67,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 
 
 def _closes(measured: Measured) -> bool | None:
-    """Whether the sum of the published variant's gates falls below a tenth of its target of 4, with every seed."""
+    """Return whether the sum of the published variant's gates falls below a tenth of its target of 4, with every
+    seed."""
     seeds = measured.finals(NULL, "as published", "count")
     closed = {row.seed for row in measured.of(NULL, "as published", "count") if row.value < 0.4}
     return closed == set(seeds) if seeds else None

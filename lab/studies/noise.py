@@ -13,7 +13,8 @@ ENOUGH = 5
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """The standard model with the preset's number of seeds, at both lengths that studies have; its control with two."""
+    """Ask for the standard model with the preset's number of seeds, at both lengths that studies have; its control with
+    two."""
     preset, recipe = setting.preset, setting.config()
     seeds = range(max(preset.floor, setting.seeds))
     parts = [setting.arm("recipe", ["standard"], seeds, of=recipe)]
@@ -74,7 +75,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 
 
 def _when(spread: dict[int, list[float]]) -> list[list[str]]:
-    """Rows of the step, its sigma and how its losses go with the last ones, seed by seed; none of few seeds."""
+    """Return rows of the step, its sigma and how its losses go with the last ones, seed by seed; none of few seeds."""
     end = spread[max(spread)]
     if len(end) < ENOUGH:
         return []

@@ -73,7 +73,7 @@ class Search:
         return min(self.losses) < self.best < max(self.losses)
 
     def where(self, recipe: Recipe | None) -> str:
-        """What is said of the best rate, by the rates next to it; those that diverged count as worse."""
+        """Return what is said of the best rate, by the rates next to it; those that diverged count as worse."""
         if not self.turned:
             return f"the {'highest' if self.best == max(self.losses) else 'lowest'} that was tried: it has not turned"
         rates = sorted(self.losses)
@@ -87,12 +87,12 @@ class Search:
 
 
 def at_rate(setting: Setting, factor: float, residual: str = "standard") -> str:
-    """A residual with all rates at this multiple of the recipe's."""
+    """Return a residual with all rates at this multiple of the recipe's."""
     return residual if factor == 1 else f"{residual}@lr={setting.config().optim.lr * factor:g}"
 
 
 def searched(setting: Setting, measured: Measured, name: str) -> Search:
-    """A search as far as it has come, in the arms `name`, `name`-xFACTOR."""
+    """Return a search as far as it has come, in the arms `name`, `name`-xFACTOR."""
     kind = SEARCHES[name]
     of, ways = setting.config(optim=kind.optim), [at_rate(setting, factor) for factor in MODEL]
     parts = [setting.arm(name, ["standard", *ways] if kind.base == name else ways, [0], of=of)]
@@ -126,7 +126,7 @@ def _own(setting: Setting, factor: float) -> str:
 
 
 def _also(variant: str, change: str) -> str:
-    """A variant that is trained in one more way of its own."""
+    """Return a variant that is trained in one more way of its own."""
     return f"{variant}{',' if '@' in variant else '@'}{change}"
 
 
@@ -185,7 +185,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """The loss by rate, the gap of the best over training, and what the rest changes."""
+    """Report the loss by rate, the gap of the best over training, and what the rest changes."""
     own = {factor: measured.mean("own", label_of(_own(setting, factor))) for factor in sorted(OWN)}
     own = {factor: loss for factor, loss in own.items() if math.isfinite(loss)}
     searches = {name: searched(setting, measured, name) for name in SEARCHES}
@@ -233,7 +233,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 
 
 def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]]) -> Table:
-    """The loss at each multiple of a rate: of Block's own parameters', and of the standard model's."""
+    """Return the loss at each multiple of a rate: of Block's own parameters', and of the standard model's."""
     which = {"own": "block, own parameters", "model": "standard, all", "adamw": "standard, AdamW alone"}
     rows = [
         [f"{factor:.3g}", number(loss, 4), which[name]]
@@ -248,7 +248,7 @@ def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]])
 
 
 def _other_losses(measured: Measured) -> list[Table]:
-    """Losses of the arms in which nothing is held against anything, if any has finished."""
+    """Return a table of the arms without a baseline, if any has finished."""
     arms = [arm for arm in measured.planned if (arm.startswith("layers") or arm == "full") and measured.labels(arm)]
     rows = [
         [arm, label, number(measured.mean(arm, label), 4), str(len(measured.finals(arm, label)))]
@@ -260,7 +260,7 @@ def _other_losses(measured: Measured) -> list[Table]:
 
 
 def _by_rate(losses: Mapping[str, Mapping[float, float]]) -> Curves | None:
-    """The loss at the end by rate."""
+    """Draw the loss at the end by rate."""
     if not (losses["own"] and losses["model"]):
         return None
     which = {"own": "block, own parameters", "model": "standard, all parameters", "adamw": "standard, AdamW alone"}
@@ -270,12 +270,12 @@ def _by_rate(losses: Mapping[str, Mapping[float, float]]) -> Curves | None:
 
 
 def _tuned_baseline(measured: Measured, arm: str) -> str:
-    """The standard model at the rate at which both are."""
+    """Return the standard model at the rate at which both are."""
     return next((label for label in measured.asked_for(arm) if label.startswith("standard")), "standard")
 
 
 def _over_training(setting: Setting, measured: Measured) -> Curves | None:
-    """The gap of each own rate to the standard model of the same seed over training."""
+    """Draw the gap of each own rate to the standard model of the same seed over training."""
     base = {row.step: row.value for row in measured.of("own", "standard")}
     lines = []
     for factor in sorted(OWN):

@@ -21,14 +21,14 @@ from torch.nn import functional as F
 from attnres.errors import UserError
 from attnres.files import cache_dir, lock, user_path, write_bytes
 from attnres.residuals import make_residual
-from attnres.residuals.base import as_it_is
+from attnres.residuals.state import as_it_is
 from attnres.text import run_name
 from lab.contrast import contrast
 from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting
 
 
 def load_images(source: str) -> dict[str, np.ndarray]:
-    """The images of a folder or tar archive: train_x, test_x (n, 3, H, W) uint8, train_y, test_y (n,) int64.
+    """Return the images of a folder or tar archive: train_x, test_x (n, 3, H, W) uint8, train_y, test_y (n,) int64.
 
     They are decoded once and kept in the cache. Classes are numbered in the order of their names.
 
@@ -81,7 +81,7 @@ def _decoded(path: Path) -> bytes:
 
 
 def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Split, class and bytes of every image, in order of name."""
+    """Yield split, class and bytes of every image, in order of name."""
     if path.is_dir():
         names = [(file.relative_to(path).as_posix(), file) for file in path.rglob("*.jpg")]
         for name, file in sorted(names):
@@ -106,7 +106,7 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _place(name: str) -> tuple[str, str] | None:
-    """Split and class of a file's name, which may have folders before them."""
+    """Return split and class of a file's name, which may have folders before them."""
     parts = PurePosixPath(name).parts
     for place, part in enumerate(parts[:-2]):
         if part in ("train", "test"):
@@ -273,7 +273,7 @@ def _named(label: str) -> tuple[str, int]:
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Each kind at each depth; none without images."""
+    """Ask for each kind at each depth; none without images."""
     if setting.images is None:
         return []
     small = setting.preset.small

@@ -18,7 +18,7 @@ SHARE, COOLER = 0.1, 0.1
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """A standard model, trained once; then its continuations."""
+    """Ask for a standard model, trained once; then its continuations."""
     first = setting.arm("pretrained", ["standard"], [0], of=setting.config(), started_from=True)
     if not measured.complete(first.name) or measured.diverged(first.name, "standard"):
         return [first]
@@ -38,7 +38,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """Each continuation against that of the standard model."""
+    """Report each continuation against that of the standard model."""
     if measured.diverged("pretrained", "standard"):
         return Result("The model to continue diverged: there is nothing to put depth reads on.")
     tables, charts, sentences, values = [], [], [], {}

@@ -20,14 +20,14 @@ ENOUGH = 5
 
 
 def steps_for(setting: Setting, run: TrainConfig) -> int:
-    """Steps that give a model its tokens a parameter, counted as the 6 N D of its FLOPs count them."""
+    """Return steps that give a model its tokens a parameter, counted as the 6 N D of its FLOPs count them."""
     assert isinstance(run.model.size, dict)
     parameters = flops_a_token(run.model.size, 1, vocabulary_of(run)) / 6
     return max(2, round(setting.preset.tokens_a_parameter * parameters / run.batch_size / run.data.seq_len))
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """An arm a size of the preset's ladder."""
+    """Ask for an arm a size of the preset's ladder."""
     parts = []
     for size in setting.preset.ladder:
         run = setting.sized(size, steps=steps_for(setting, setting.sized(size)))
@@ -37,7 +37,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """A fit a mechanism, and the compute that the standard model needs for the same loss at the largest size."""
+    """Report a fit a mechanism, and the compute that the standard model needs for the same loss at the largest size."""
     points = {label: dict[str, tuple[float, float]]() for label in VARIANTS}  # by arm: FLOPs, loss
     rows = []
     for arm in measured.planned:

@@ -160,9 +160,9 @@ def test_the_page_has_the_rows(tmp_path: Path) -> None:
     assert page in file.read_text() and file.read_text().startswith("before") and file.read_text().endswith("after")
 
 
-def test_documentation_and_readme_have_the_tables_of_the_rows_that_there_are() -> None:
+def test_the_documentation_has_the_tables_of_the_rows_that_there_are() -> None:
     pages = gpu_round.pages(gpu_round.read_rows(gpu_round.ROWS))
-    assert [path.name for path in pages] == ["kernels.md", "README.md"]
+    assert [path.name for path in pages] == ["kernels.md"]
     assert all(tables in path.read_text("utf-8") for path, tables in pages.items())
 
 

@@ -23,6 +23,7 @@ from attnres.residuals import register
 from attnres.residuals.mechanisms.standard import Standard
 from attnres.training import environment
 from attnres.training.config import DataConfig, FinetuneConfig, ModelConfig, OptimConfig, TrainConfig, to_dict
+from attnres.training.prepare import PreparedRun, check
 
 
 def config_in(folder, **changes):
@@ -255,8 +256,12 @@ def test_a_sweep_moves_a_rate_of_the_residuals_own_too(tmp_path):
 
 
 def test_settings_of_some_variants_fine_tuning_are_none_of_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("attnres.comparison.plan.settle", lambda run: run)
-    monkeypatch.setattr("attnres.comparison.plan.check_model", lambda run: None)
+    def checked(run, start):
+        check(run)
+        return PreparedRun(run)
+
+    monkeypatch.setattr("attnres.comparison.plan.open_start", lambda name: None)
+    monkeypatch.setattr("attnres.comparison.plan.prepare_run", checked)
     config = config_in(tmp_path, variants=["standard", "block@train_only=lora"])
     model = dataclasses.replace(config.base.model, size=None)
     base = dataclasses.replace(config.base, model=model, finetune=FinetuneConfig(init_from="x", lora_rank=4))

@@ -18,6 +18,11 @@ def test_the_page_is_that_of_the_files():
     assert len(text.splitlines()) <= MAX_LINES
 
 
+def test_readme_has_the_tables_of_the_files():
+    assert results_page.readme() == results_page.README.read_text("utf-8"), "run python experiments/results_page.py"
+    assert len(results_page.readme().splitlines()) <= 150
+
+
 def test_the_claims_are_those_of_the_files_and_34():
     text = claims_page.page()
     assert text == claims_page.PAGE.read_text("utf-8"), "run python experiments/claims_page.py"

@@ -95,7 +95,7 @@ def images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnres.training.loop.write_inside", lambda *_: None)  # which studies do not look at
+        patch.setattr("attnres.training.loop.write_inspection", lambda *_: None)  # which studies do not look at
         patch.setenv("ATTNRES_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("OMP_NUM_THREADS", "1")
         yield

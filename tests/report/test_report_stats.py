@@ -414,6 +414,9 @@ def test_step_times_are_held_against_the_plain_model_where_it_was_timed(tmp_path
     (tmp_path / "speed.json").write_text(json.dumps({**speed, "plain": {"median_s": 0.32, "ratio": 1.0}}))
     study, table = both(tmp_path)
     assert table.row("block").step_ratio == pytest.approx(0.4 * 1.08 / 0.32)
+    block = list(csv.DictReader(io.StringIO(to_csv(table))))[2]
+    ratio = float(block["tokens_saved"]) / float(block["time_saved"])
+    assert ratio == pytest.approx(1.08), "time is saved against the baseline's own step, not the plain model's"
     assert plain_cells(table, COLUMNS)[0] == "plain model"
     out = io.StringIO()
     print_table(table, "", Console(file=out, width=80))

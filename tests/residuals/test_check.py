@@ -103,7 +103,7 @@ def test_parameters_that_init_parameters_forgets_or_that_are_not_fp32():
 
         def __init__(self, num_sublayers, width):
             super().__init__(num_sublayers, width)
-            self.to(torch.bfloat16)
+            self.scale = nn.Parameter(self.scale.bfloat16())
 
     class Eager(Scaled):
         """h = a h."""

@@ -27,11 +27,11 @@ from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_
 from attnres.scale.shard import local, mean_gradients, shard
 from attnres.training import environment, from_dict, start, train
 from attnres.training.checkpoint import checksum
-from attnres.training.config import resolve
 from attnres.training.interrupt import Signals
 from attnres.training.layout import collected
 from attnres.training.optim import state_tensors
 from attnres.training.parallel import join_processes
+from attnres.training.prepare import prepare_run
 from attnres.training.run import Run
 
 SIZE = {
@@ -139,14 +139,14 @@ def run_shares(residual: str, group: Any) -> float:
 
 def digest(run: Run) -> dict[str, int] | None:
     """Checksums of all tensors of a run, model and optimizer, whole, by name; on the first process."""
-    tensors = {**dict(run.layout.named_parameters()), **run.layout.named_buffers(), **state_tensors(run.optimizers)}
+    tensors = {**dict(run.placed.named_parameters()), **run.placed.named_buffers(), **state_tensors(run.optimizers)}
     whole = collected(tensors, run.who)
     return whole and {name: checksum([(name, tensor)]) for name, tensor in whole.items()}
 
 
 def resume(values: dict[str, Any]) -> dict[str, int] | None:
     """The digest of the run that a folder holds, with the layout of a configuration. No step is made."""
-    config = start.settle(resolve(from_dict(values)))
+    config = start.prepare_run(from_dict(values)).config
     run = Run(config, join_processes("cpu"), progress=False)
     try:
         return digest(run)
@@ -159,18 +159,18 @@ def counted(values: dict[str, Any]) -> dict[str, Any]:
     gradients and optimizer states, the most on a rank; the most bytes that each rank held for backward passes."""
     who, longest = join_processes("cpu"), environment.EAGER_UP_TO
     environment.EAGER_UP_TO = 0  # fused attention, as on a GPU
-    run = Run(start.settle(resolve(from_dict(values))), who, progress=False)
+    run = Run(prepare_run(from_dict(values)), who, progress=False)
     try:
         run.step(Signals())
-        saved = Saved(run.layout)
+        saved = Saved(run.placed)
         with saved:
             run.step(Signals())
-        pipe = getattr(run.layout, "pipeline", None)
+        pipe = getattr(run.placed, "pipeline", None)
         if pipe is not None:
             pipe.sent.forward = pipe.sent.backward = 0
         with Messages(who.world_size) as messages:
             run.step(Signals())
-        parameters = [local(parameter) for _, parameter in run.layout.named_parameters()]
+        parameters = [local(parameter) for _, parameter in run.placed.named_parameters()]
         states = [local(state) for state in state_tensors(run.optimizers).values() if state.ndim]
         held = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
     finally:

@@ -12,9 +12,9 @@ import torch
 from attnres.errors import Interrupted, UserError
 from attnres.ops import cpu
 from attnres.training import TrainConfig, train
-from attnres.training.config import resolve
 from attnres.training.interrupt import Signals
 from attnres.training.parallel import Processes
+from attnres.training.prepare import prepare_run
 from attnres.training.records import read_metrics
 from attnres.training.run import Run
 
@@ -108,8 +108,8 @@ def test_how_the_loss_is_made_is_kept_where_it_was_left_open(
     path = tmp_path / "run" / "checkpoint" / "state.json"
     whole = path.read_text()
     assert json.loads(whole)["arithmetic"]["loss"] == "whole"
-    path.write_text(whole.replace('"loss": "whole"', '"loss": "liger"'))  # as where that was installed
-    with pytest.raises(UserError, match=r"how the loss is made \(liger there, whole here\); resume"):
+    path.write_text(whole.replace('"loss": "whole"', '"loss": "chunked"'))  # as of another machine
+    with pytest.raises(UserError, match=r"how the loss is made \(chunked there, whole here\); resume"):
         train(configure(resume=True), progress=False)
     begun = {file: file.read_bytes() for file in path.parents[1].rglob("*") if file.is_file()}
     for other in ({"loss": "whole"}, {"accumulation": 2}, {"allow_different": True}):  # asked for, or of another size
@@ -141,9 +141,9 @@ def test_a_checkpoint_that_was_being_written_where_the_folder_was_keeps_no_one_f
         wait = end
 
     written = list[Saving]()
-    run = Run(resolve(configure(save_every=1)), Processes(0, 1, torch.device("cpu")), progress=False)
-    monkeypatch.setattr(type(run.layout), "whole", False)
-    monkeypatch.setattr("attnres.training.checkpoint.Saving", Saving)
+    run = Run(prepare_run(configure(save_every=1)), Processes(0, 1, torch.device("cpu")), progress=False)
+    monkeypatch.setattr(type(run.placed), "whole", False)
+    monkeypatch.setattr("attnres.training.checkpoint.ShardedSave", Saving)
     for _ in range(2):
         run.step(Signals())
         run.measure()

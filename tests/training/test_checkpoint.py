@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from attnres.errors import UserError
 from attnres.training import TrainConfig, checkpoint, train
 from attnres.training.checkpoint import export_weights, random_state, set_random_state
-from attnres.training.config import resolve
 from attnres.training.parallel import Processes
+from attnres.training.prepare import prepare_run
 from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
@@ -155,7 +155,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
         return {str(p.relative_to(stopped)): p.read_bytes() for p in stopped.rglob("*") if p.is_file()}
 
     before = content()
-    run = Run(resolve(configure(resume=True)), Processes(0, 1, torch.device("cpu")), progress=False)
+    run = Run(prepare_run(configure(resume=True)), Processes(0, 1, torch.device("cpu")), progress=False)
     monkeypatch.setattr(*((os, "fsync") if where == "fsync" else (checkpoint, where)), full)
     with pytest.raises(UserError, match="No space left on device"):
         run.save()
@@ -167,7 +167,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
 
 
 def start(config: TrainConfig) -> Run:
-    return Run(resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
+    return Run(prepare_run(config), Processes(0, 1, torch.device("cpu")), progress=False)
 
 
 def test_a_folder_that_is_not_empty_is_said_before_a_checkpoint_is_read(tmp_path: Path) -> None:

@@ -10,15 +10,14 @@ from attnres.commands.train import Train
 from attnres.errors import UserError
 from attnres.flags import config_file, parse
 from attnres.scale.cut import cut_of, placed
-from attnres.scale.pipeline import check_schedule, stages_each
 from attnres.training import TrainConfig, from_dict, to_dict
-from attnres.training.check import check, fitted
-from attnres.training.config import differences, merged_settings, resolve
+from attnres.training.config import differences, merged_settings
+from attnres.training.prepare import check, prepare_run
 from attnres.typed import leaves
 
 
 def test_the_defaults_can_run() -> None:
-    check(resolve(TrainConfig()))
+    check(prepare_run(TrainConfig()).config)
 
 
 def test_dict_and_back_is_the_same() -> None:
@@ -135,7 +134,7 @@ def test_what_cannot_run_is_refused(values: dict[str, Any], message: str) -> Non
 
 
 def test_the_first_and_the_last_stage_may_have_no_layer() -> None:
-    check(from_dict({"parallel": {"pp": 3, "pp_layers": (0, 6, 0)}}), world_size=3)
+    check(from_dict({"parallel": {"pp": 3, "pp_layers": (0, 6, 0)}, "accumulation": 4}), world_size=3)
     with pytest.raises(UserError, match=r"\[3, 0, 3\]: .* only the first .* and the last .* may be 0"):
         cut_of((3, 0, 3), placed(3, 3))
 
@@ -171,27 +170,26 @@ GIVEN: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_default_that_stands_in_the_way_gives_way_and_is_said(name: str) -> None:
     values, processes, changed = GIVEN[name]
-    before = resolve(from_dict(values))
-    config, notes = fitted(before, processes)
-    known = dict(leaves(to_dict(before)))
-    assert {key: value for key, value in leaves(to_dict(config)) if value != known[key]} == changed
+    known = dict(leaves(to_dict(from_dict(values))))
+    filled = ("name", "out", "model.size", "model.settings", "data.tokenizer", "model.residual_file")
+    prepared = prepare_run(from_dict(values), processes)
+    config, notes = prepared.config, prepared.notes
+    found = {key: value for key, value in leaves(to_dict(config)) if value != known[key] and key not in filled}
+    assert found == changed
     assert all(any(note.startswith(f"{key} is {value}: ") for note in notes) for key, value in changed.items())
     by_depth = "depth_every" not in values and "pp" in values.get("parallel", {})
     assert len(notes) == len(changed) + by_depth and any("depth_every" in note for note in notes) == by_depth
-    check(config, processes)
-    if config.parallel.pp > 1:
-        each = config.parallel.pp_virtual or stages_each(config.parallel.pp_schedule)
-        check_schedule(config.parallel.pp_schedule, config.parallel.pp, each, config.accumulation)
-    assert fitted(config, processes)[0] == config, "nothing is left to change"
+    assert prepare_run(config, processes).config == config, "nothing is left to change"
 
 
 def test_what_was_given_does_not_give_way() -> None:
     with pytest.raises(UserError, match="batch_size 12 does not divide"):
-        check(fitted(from_dict({"batch_size": 12, "parallel": {"dp": 8}}), 8)[0], 8)
+        prepare_run(from_dict({"batch_size": 12, "parallel": {"dp": 8}}), 8)
     with pytest.raises(UserError, match="steps is -1"):
-        fitted(from_dict({"steps": -1}), 2)
+        prepare_run(from_dict({"steps": -1}), 2)
     pipeline = from_dict({"parallel": {"pp": 2, "pp_schedule": "dualpipev"}, "accumulation": 2})
-    assert fitted(pipeline, 2)[0].accumulation == 2
+    with pytest.raises(UserError, match=r"2 microbatches .* too few .* at least 4"):
+        prepare_run(pipeline, 2)
 
 
 def test_a_seed_leaves_room_for_the_ranks() -> None:
@@ -208,7 +206,7 @@ def test_a_value_of_the_wrong_type_is_refused_in_code_too() -> None:
 
 
 def test_plain_flags_become_settings() -> None:
-    config = resolve(from_dict({"model": {"num_blocks": 3}, "seed": 2}))
+    config = prepare_run(from_dict({"model": {"num_blocks": 3}, "seed": 2})).config
     assert config.model.settings == {"num_blocks": 3} and config.model.num_blocks is None
     assert (config.name, config.out) == ("block-seed2", "runs/block-seed2")
     assert merged_settings(config.model) == {"num_blocks": 3}
@@ -233,3 +231,18 @@ def test_differences_name_what_changes_a_number(configure: Callable[..., TrainCo
     sizes = ["nano", {"family": "llama", "hidden_size": 8}, {"family": "llama", "hidden_size": 16}]
     named, small, large = ({**ours, "model": {**ours["model"], "size": size}} for size in sizes)
     assert differences(named, small) == ["model.size"] and differences(small, large) == ["model.size.hidden_size"]
+
+
+def test_an_option_that_is_gone_may_hold_its_default_alone() -> None:
+    """A run of an earlier version goes on where the option did nothing."""
+    config = from_dict({"optim": {"residual_hold": 0.0, "residual_warmup": 0.0, "lr": 0.5}})
+    assert config == from_dict({"optim": {"lr": 0.5}})
+    now, earlier = to_dict(config), to_dict(config)
+    earlier["optim"] |= {"residual_hold": 0.0, "residual_warmup": 0.0}
+    assert differences(now, earlier) == differences(earlier, now) == []
+    earlier["optim"]["residual_hold"] = 0.05
+    assert differences(now, earlier) == ["optim.residual_hold"]
+    with pytest.raises(UserError, match=r"optim\.residual_hold is 0\.05, .*gone"):
+        from_dict({"optim": {"residual_hold": 0.05}})
+    with pytest.raises(UserError, match=r"loss is liger, .*gone"):
+        from_dict({"loss": "liger"})

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from attnres.errors import Interrupted
 from attnres.models import load
 from attnres.training import TrainConfig, train
-from attnres.training.config import resolve
 from attnres.training.parallel import Processes
+from attnres.training.prepare import prepare_run
 from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
@@ -64,7 +64,7 @@ def test_a_stopped_run_draws_what_it_would_have_drawn(
 
 def test_held_out_text_is_measured_without_dropout(dropping: Configure, tmp_path: Path) -> None:
     summary = train(dropping(), progress=False)
-    run = Run(resolve(dropping("other")), Processes(0, 1, torch.device("cpu")), progress=False)
+    run = Run(prepare_run(dropping("other")), Processes(0, 1, torch.device("cpu")), progress=False)
     run.close()
     model = load(tmp_path / "run" / "model")
     measured = []

@@ -24,14 +24,14 @@ from attnres.flags import config_file
 from attnres.models import build, convert, load
 from attnres.report.stats import equal_conditions
 from attnres.training import TrainConfig, finetune, from_dict, to_dict, train
-from attnres.training.config import FinetuneConfig, OptimConfig, differences, resolve
-from attnres.training.layout import Whole
+from attnres.training.config import FinetuneConfig, OptimConfig, differences
+from attnres.training.layout import PlacedModel
 from attnres.training.objective import divergence
 from attnres.training.optim import OF_RESIDUAL, build_optimizers
 from attnres.training.parallel import Processes
+from attnres.training.prepare import prepare_run
 from attnres.training.records import read_metrics
 from attnres.training.run import Run
-from attnres.training.start import settle
 
 Configure = Callable[..., TrainConfig]
 ONE = Processes(0, 1, torch.device("cpu"))
@@ -62,7 +62,7 @@ def tune(configure: Configure, plain: Path) -> Configure:
 
 
 def begun(config: TrainConfig) -> Run:
-    run = Run(settle(resolve(config)), ONE, progress=False)
+    run = Run(prepare_run(config), ONE, progress=False)
     run.close()
     return run
 
@@ -201,8 +201,8 @@ def test_what_is_trained_is_counted_in_the_whole_model(
 ) -> None:
     """A process of a pipeline has a few layers of it."""
     begun(tune(out="whole"))
-    every = Whole.named_parameters
-    monkeypatch.setattr(Whole, "named_parameters", lambda self: iter(list(every(self))[:2]))
+    every = PlacedModel.named_parameters
+    monkeypatch.setattr(PlacedModel, "named_parameters", lambda self: iter(list(every(self))[:2]))
     begun(tune(out="stage"))
     records = [json.loads((tmp_path / out / "start.json").read_text()) for out in ("whole", "stage")]
     assert records[0]["trainable"] == records[1]["trainable"] > 0
@@ -216,7 +216,7 @@ def test_the_tokenizer_of_a_model_of_the_hub_is_recorded_by_its_name(
     monkeypatch.setattr("attnres.models.model_files.fetch", lambda name, patterns: fetched)
     (tmp_path / "text.txt").write_text("a few words " * 200)
     config = tune(finetune={"init_from": "someone/small"}, data={"source": str(tmp_path / "text.txt")})
-    config = settle(resolve(config))
+    config = prepare_run(config).config
     assert config.data.tokenizer == "someone/small"
     earlier = to_dict(config)
     earlier["data"]["tokenizer"] = str(fetched)
@@ -239,8 +239,8 @@ def test_the_tokenizer_is_the_models_unless_one_is_given(
     (tmp_path / "text").mkdir()
     for index in range(40):
         (tmp_path / "text" / f"{index}.txt").write_text(f"stream {index} reads a block of sources " * 8)
-    config = settle(resolve(tune(data={"source": str(tmp_path / "text"), "held_out": 0.2})))
-    assert config.data.tokenizer == str(plain) and settle(resolve(config)) == config
+    config = prepare_run(tune(data={"source": str(tmp_path / "text"), "held_out": 0.2})).config
+    assert config.data.tokenizer == str(plain) and prepare_run(config).config == config
     assert begun(config).prepared.vocab_size <= 280
     config.data.tokenizer, config.out = "bpe:4096", str(tmp_path / "other")
     with pytest.raises(UserError, match="were made by another tokenizer than that of"):

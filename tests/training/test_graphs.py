@@ -17,6 +17,7 @@ from attnres.head import Sums
 from attnres.ops import cpu
 from attnres.residuals.mechanisms.standard import Standard
 from attnres.training import TrainConfig, graphs, train
+from attnres.training.layout import Layout
 from attnres.training.objective import Objective
 from attnres.training.parallel import Processes
 from attnres.training.step import Update
@@ -107,7 +108,6 @@ def test_what_cannot_be_captured_is_said_in_a_sentence() -> None:
     assert graphs.why_not(on, None) is graphs.why_not(on, Standard(4, 8)) is None
     assert "runs on cpu" in (graphs.why_not(torch.device("cpu"), None) or "")
     assert "4 processes" in (graphs.why_not(on, None, processes=4) or "")
-    assert "liger" in (graphs.why_not(on, None, loss="liger") or "").lower()
     assert "Fading.set_progress" in (graphs.why_not(on, Fading(4, 8)) or "")
 
 
@@ -116,7 +116,7 @@ def test_a_layout_of_several_processes_takes_eager_steps_and_says_so() -> None:
     model = torch.nn.Linear(2, 2)
     who = Processes(1, 4, torch.device("cuda"))
     staged: Any = SimpleNamespace(
-        model=model, who=who, objective=None, config=TrainConfig(), clip=max, named_parameters=model.named_parameters
+        model=model, who=who, objective=None, layout=Layout(who), clip=max, named_parameters=model.named_parameters
     )
     assert Update(staged, [], 1.0, lambda: None, capture=True).path.startswith("eager: a step of 4 processes")
 

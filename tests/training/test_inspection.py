@@ -16,7 +16,7 @@ from attnres.inspect.kinds import KINDS
 from attnres.models import load
 from attnres.training import TrainConfig, train
 from attnres.training.data import held_out, prepare_from
-from attnres.training.inspection import _labels, write_inside
+from attnres.training.inspection import _labels, write_inspection
 
 Configure = Callable[..., TrainConfig]
 
@@ -104,10 +104,10 @@ def test_what_is_far_from_its_documents_beginning_has_no_kind(
     train(config, progress=False)
     monkeypatch.setattr("attnres.training.inspection.LOOK_BACK", -1)
     prepared, model = prepare_from(config.data), load(tmp_path / "run" / "model")
-    (tmp_path / "far").mkdir()
-    config.out = str(tmp_path / "far")
-    write_inside(model, prepared, config, nullcontext, 4)
-    assert Inspection.load(tmp_path / "far" / "inspection.json").kinds is None
+    far = tmp_path / "far"
+    far.mkdir()
+    write_inspection(far, model, prepared, config.data, name=None, cast=nullcontext, rows=4)
+    assert Inspection.load(far / "inspection.json").kinds is None
     assert model.training is False
 
 

@@ -152,16 +152,16 @@ def test_state_of_other_parameters_is_refused() -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_queries_are_held_warmed_up_and_decayed_on_request(decay):
+def test_queries_are_decayed_on_request(decay):
     model = model_of(NARROW, "block")
     with torch.no_grad():
         model.residual.query.fill_(1.0)
     (adamw,) = build_optimizers(model, OptimConfig(lr=0.5, residual_lr=0.5, residual_decay=decay))
-    set_learning_rate([adamw], 0.8, 0.25)
+    set_learning_rate([adamw], 0.8)
     for group in adamw.param_groups:
-        assert group["lr"] == pytest.approx(0.5 * 0.8 * (0.25 if group["kind"] in OF_RESIDUAL else 1.0))
+        assert group["lr"] == pytest.approx(0.5 * 0.8)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     adamw.step()
-    torch.testing.assert_close(model.residual.query, torch.full_like(model.residual.query, 1 - 0.1 * decay))
+    torch.testing.assert_close(model.residual.query, torch.full_like(model.residual.query, 1 - 0.4 * decay))
     assert torch.equal(model.residual.gain, torch.ones_like(model.residual.gain))

@@ -18,8 +18,8 @@ from lines import lines
 
 from attnres.errors import UserError
 from attnres.training import TrainConfig, parallel, to_dict, train
-from attnres.training.layout import layout_for
-from attnres.training.parallel import Processes, join_processes
+from attnres.training.parallel import join_processes
+from attnres.training.prepare import check
 
 GPT2 = {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
 
@@ -36,7 +36,7 @@ summary = train(whole, progress=False)
 
 step = Run.step
 def with_signal(run, signals):  # one process of the two gets it
-    if run.past.step == 2 and os.environ["RANK"] == "1":
+    if run.run_state.step == 2 and os.environ["RANK"] == "1":
         signal.raise_signal(signal.SIGTERM)
     step(run, signals)
 Run.step = with_signal
@@ -169,7 +169,7 @@ def test_what_is_said_of_stages_where_there_are_none_is_refused(
 ) -> None:
     config = configure(parallel={name: value})
     with pytest.raises(UserError, match=rf"parallel.{name} is .* and the layers are not cut into stages: give pp"):
-        layout_for(config, Processes(0, 1, torch.device("cpu")))
+        check(config)
 
 
 def test_one_process_needs_no_group() -> None:

@@ -9,25 +9,22 @@ import torch
 from torch.nn import functional as F
 
 from attnres.training import TrainConfig, muon
-from attnres.training.config import resolve
 from attnres.training.interrupt import Signals
 from attnres.training.parallel import Processes
+from attnres.training.prepare import prepare_run
 from attnres.training.run import Run
 
 RATES = (0.5, 1.0, 1.0, 0.55)
 """Two steps of warm-up, one at the peak and the first of the two that fall to a tenth."""
-READS = (0.0, 1 / 3, 2 / 3, 1.0)
-"""Of that, for what reads: nothing in the first step, all of it three steps later."""
 CLIP = 0.5
 SCHEDULE = {"schedule": "wsd", "warmup": 0.4, "decay": 0.4, "min_lr_ratio": 0.1}
-HELD = {"residual_hold": 0.2, "residual_warmup": 0.6}
 ADAMW = {"lr": 0.02, "residual_lr": 0.01, "betas": (0.6, 0.8), "clip": CLIP, "weight_decay": 0.3}
 MUON = {"optimizer": "muon", "muon_lr": 0.03, "momentum": 0.5}
 
 
 def trained(config: TrainConfig) -> tuple[Any, Any, list[Any]]:
     """A model in fp64 before a run and after four of its five steps, and their batches."""
-    run = Run(resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
+    run = Run(prepare_run(config), Processes(0, 1, torch.device("cpu")), progress=False)
     before = deepcopy(run.model.double())
     for _ in RATES:
         run.step(Signals())
@@ -38,7 +35,7 @@ def trained(config: TrainConfig) -> tuple[Any, Any, list[Any]]:
 def update(model: Any, batches: list[Any], optimizers: dict[str, torch.optim.Optimizer]) -> None:
     """The same four steps, written out: each group of the optimizers has its `peak`."""
     clipped = []
-    for (x, y), rate, share in zip(batches, RATES, READS, strict=True):
+    for (x, y), rate in zip(batches, RATES, strict=True):
         F.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten()).backward()
         gradients = [parameter.grad for parameter in model.parameters()]
         norm = sum(gradient.square().sum() for gradient in gradients) ** 0.5
@@ -47,7 +44,7 @@ def update(model: Any, batches: list[Any], optimizers: dict[str, torch.optim.Opt
             gradient.mul_(min(clipped[-1], 1.0))
         for optimizer in optimizers.values():
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * rate * (share if group["reads"] else 1.0)
+                group["lr"] = group["peak"] * rate
             optimizer.step()
             optimizer.zero_grad()
     assert max(clipped) < 0.9 and max(clipped) > 1.02 * min(clipped)  # each step is clipped, to another share
@@ -71,15 +68,15 @@ def test_an_update_is_that_of_the_optimizer_with_the_rates_of_the_schedule(
     monkeypatch.setattr(muon, "precision", lambda _: torch.float64)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)  # which torch's Muon calls
     by_muon = optimizer == "muon"
-    config = configure(steps=5, optim={**SCHEDULE, **HELD, **ADAMW, **(MUON if by_muon else {})}, depth_every=0)
+    config = configure(steps=5, optim={**SCHEDULE, **ADAMW, **(MUON if by_muon else {})}, depth_every=0)
     expected, ours, batches = trained(config)
     start = deepcopy(expected)
     matrices, reads, others = parts(expected)
     groups = [
-        {"params": reads, "weight_decay": 0.0, "peak": 0.01, "reads": True},
-        {"params": others, "weight_decay": 0.0, "peak": 0.02, "reads": False},
+        {"params": reads, "weight_decay": 0.0, "peak": 0.01},
+        {"params": others, "weight_decay": 0.0, "peak": 0.02},
     ]
-    rest = {"params": matrices, "weight_decay": 0.3, "peak": 0.03 if by_muon else 0.02, "reads": False}
+    rest = {"params": matrices, "weight_decay": 0.3, "peak": 0.03 if by_muon else 0.02}
     optimizers: dict[str, torch.optim.Optimizer] = {
         "adamw": torch.optim.AdamW(groups if by_muon else [*groups, rest], betas=(0.6, 0.8), fused=False)
     }

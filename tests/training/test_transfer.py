@@ -13,9 +13,9 @@ from attnres import load
 from attnres.errors import UserError
 from attnres.models import build
 from attnres.training import TrainConfig, train
-from attnres.training.check import check
 from attnres.training.config import OptimConfig, from_dict
 from attnres.training.optim import Transfer, build_optimizers, carry_start, kinds
+from attnres.training.prepare import check
 
 WIDTHS = (32, 64, 128, 256)
 

@@ -18,12 +18,18 @@ _STUDY = """
     --adopt --allow-different --budget --column --dry-run --executor --help --images --jobs --list --no-allow-different
     --no-dry-run --no-list --no-report --out --preset --report --runs --seeds --slurm --source
 """.split()
-MOVED: dict[str, str] = {
-    f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY
-} | {
-    f"attnres.inspect.{name}": "one line of Reweigh, in docs/inspect.md"
-    for name in ("AddLogit", "Pin", "Recency", "Swap", "Uniform", "pin_from")
-}
+MOVED: dict[str, str] = (
+    {f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY}
+    | {
+        f"attnres.inspect.{name}": "one line of Reweigh, in docs/inspect.md"
+        for name in ("AddLogit", "Pin", "Recency", "Swap", "Uniform", "pin_from")
+    }
+    | {
+        f"{command} --residual-{name}": "it gained nothing in any comparison"
+        for command in ("train", "compare")
+        for name in ("hold", "warmup")
+    }
+)
 """A name or "command --flag" that is gone, and why."""
 
 

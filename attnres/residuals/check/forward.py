@@ -10,7 +10,7 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
 from attnres.errors import first_line
-from attnres.residuals.base import Residual, State
+from attnres.residuals.base import Residual
 from attnres.residuals.check.subject import (
     WIDTH,
     Change,
@@ -23,6 +23,7 @@ from attnres.residuals.check.subject import (
     expect,
     tokens,
 )
+from attnres.residuals.state import State
 
 _WHOLE = (torch.float32, torch.float64)
 _STEP = 1e-6

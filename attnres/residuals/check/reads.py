@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from attnres.residuals.base import Residual, State, Ways
+from attnres.residuals.base import Residual
 from attnres.residuals.check.subject import Network, Subject, close, collecting, distance, expect, tokens
 from attnres.residuals.layout import Read, Source, depths, outputs, sublayer_name
 from attnres.residuals.registry import make_residual
+from attnres.residuals.state import State, Ways
 from attnres.residuals.watch import Editor, watched_by
 
 _CLOSE = 1e-6

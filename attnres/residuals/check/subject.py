@@ -8,8 +8,9 @@ from torch import Tensor
 
 from attnres.errors import UserError, first_line
 from attnres.ops import Norm
-from attnres.residuals.base import Residual, State, Ways
+from attnres.residuals.base import Residual
 from attnres.residuals.registry import make_residual, residual_class
+from attnres.residuals.state import State, Ways
 
 WIDTH = 16
 DEPTHS = (1, 2, 3, 8)

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, depth_read, full_precision, scaled_query
-from attnres.residuals.base import NormLike, Slot, State, with_norm
 from attnres.residuals.layout import EMBEDDING, About, Source, Traits, block_sources
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
 from attnres.residuals.program import BankReads
 from attnres.residuals.queries import Queried
 from attnres.residuals.settings import not_both, positive, whole
-from attnres.residuals.watch import watched
+from attnres.residuals.state import Slot, State
+from attnres.residuals.watch import NormLike, watched, with_norm
 
 
 class Boundaries(NamedTuple):

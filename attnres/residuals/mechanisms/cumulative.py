@@ -6,12 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.residuals.base import NormLike
 from attnres.residuals.layout import EMBEDDING, About, Source
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
 from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState, sizes_of_groups
 from attnres.residuals.program import BankReads
 from attnres.residuals.settings import not_both, whole
+from attnres.residuals.watch import NormLike
 
 
 def snapshot_size(num_sublayers: int, block_size: int | None, num_blocks: int | None, kinds: int) -> int:

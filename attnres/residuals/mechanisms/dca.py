@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres.residuals.base import NormLike, Ways, with_norm
 from attnres.residuals.layout import EMBEDDING, About, Learned, Source, Traits
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, whole
-from attnres.residuals.watch import looking, watched
+from attnres.residuals.state import Ways
+from attnres.residuals.watch import NormLike, looking, watched, with_norm
 
 T = TypeVar("T")
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.base import NormLike, State
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.one_stream import TokenMix
 from attnres.residuals.settings import positive
+from attnres.residuals.state import State
+from attnres.residuals.watch import NormLike
 
 
 class Stepping(NamedTuple):

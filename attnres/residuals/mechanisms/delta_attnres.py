@@ -7,11 +7,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attnres.ops import compute_dtype, depth_read
-from attnres.residuals.base import NormLike, Slot, slots_of
 from attnres.residuals.layout import About, Source, Traits, block_sources, outputs
 from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.queries import Queried
 from attnres.residuals.settings import positive
+from attnres.residuals.state import Slot, slots_of
+from attnres.residuals.watch import NormLike
 
 
 class Deltas(NamedTuple):

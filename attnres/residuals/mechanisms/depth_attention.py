@@ -23,13 +23,14 @@ from attnres.ops import (
     sealed_sum,
     stored_dtype,
 )
-from attnres.residuals.base import NormLike, Slot, slots_of, with_norm
 from attnres.residuals.layout import Learned, Source, Traits
 from attnres.residuals.mechanisms.gates import Gates
 from attnres.residuals.mechanisms.weighting import Weighting, settings_among
 from attnres.residuals.program import BankReads
 from attnres.residuals.queries import Queried
 from attnres.residuals.settings import mean_or_sum, positive, whole
+from attnres.residuals.state import Slot, slots_of
+from attnres.residuals.watch import NormLike, with_norm
 
 SMALLEST_SCALE = 0.9
 """Of a normed vector at the start, relative to the standard residual's: below it a model is another one. It is 0.99 in
@@ -117,6 +118,7 @@ class DepthAttention(Queried):
         self.gates = Gates(reads, width, **options)
         self.special = self.weighting.special or (None if self.gates.idle else "gates")
         """What makes every read be made in plain torch, in words; None where the kernels and the schedule serve."""
+        self.heeds_recompute = self.special is None
         self.traits = self._traits_with_settings()
         if self.weighting.read_temperature >= math.sqrt(width):
             self.slow = ()
@@ -140,10 +142,6 @@ class DepthAttention(Queried):
             # A vector gate, several heads and normed values give each channel a number of its own.
             linear=gates.gate_weight is None and weighting.heads == 1 and not weighting.normed_values,
         )
-
-    @property
-    def heeds_recompute(self) -> bool:
-        return self.special is None
 
     def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
         if self.special is not None:

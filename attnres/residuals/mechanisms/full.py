@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from attnres.residuals.base import Slot, slots_of
 from attnres.residuals.layout import About, Source, outputs
 from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState, sizes_of_groups
 from attnres.residuals.settings import whole
+from attnres.residuals.state import Slot, slots_of
 
 
 class Full(DepthAttention):

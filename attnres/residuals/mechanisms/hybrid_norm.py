@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from attnres.residuals.base import NormLike
 from attnres.residuals.layout import About
 from attnres.residuals.mechanisms.one_stream import OneStream
 from attnres.residuals.mechanisms.postnorm import PostNorm
 from attnres.residuals.settings import whole
+from attnres.residuals.watch import NormLike
 
 
 class HybridNorm(PostNorm):

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.arithmetic import normed_product
-from attnres.residuals.base import NormLike, Residual
+from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams
 from attnres.residuals.settings import positive, start_at, true_or_false, whole
+from attnres.residuals.watch import NormLike
 
 
 class TanhConnections(Residual):

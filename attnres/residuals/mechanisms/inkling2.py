@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres.residuals.base import NormLike, Slot, Ways, slots_of, with_norm
 from attnres.residuals.layout import About, Source, Traits, block_sources
 from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, whole
-from attnres.residuals.watch import looking, watched
+from attnres.residuals.state import Slot, Ways, slots_of
+from attnres.residuals.watch import NormLike, looking, watched, with_norm
 
 
 class Inkling2(Mixtures):

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import Norm, apply_norm
-from attnres.residuals.base import NormLike
 from attnres.residuals.layout import About, Traits
 from attnres.residuals.mechanisms.one_stream import OneStream
 from attnres.residuals.settings import positive
+from attnres.residuals.watch import NormLike
 
 
 class Keel(OneStream):

@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.residuals.base import NormLike
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.one_stream import ScalarMix
 from attnres.residuals.settings import one_of, start_at, whole
+from attnres.residuals.watch import NormLike
 
 _FORMS = ("rw", "lr", "pa", "rw+lr", "rw+pa")
 

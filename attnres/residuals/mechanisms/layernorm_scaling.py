@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from attnres.residuals.base import NormLike
 from attnres.residuals.layout import About, Traits
 from attnres.residuals.mechanisms.standard import Standard
+from attnres.residuals.watch import NormLike
 
 
 class LayerNormScaling(Standard):

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.arithmetic import normed_product, weighted_sum
-from attnres.residuals.base import NormLike, Residual, Slot, slots_of
+from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Traits, outputs
 from attnres.residuals.settings import mean_or_sum, positive, whole
+from attnres.residuals.state import Slot, slots_of
+from attnres.residuals.watch import NormLike
 
 MOST_RANK = 64
 """The rank where none is given: the published one, or the width where that is less."""

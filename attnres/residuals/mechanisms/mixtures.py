@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.base import Residual, Slot
+from attnres.residuals.base import Residual
+from attnres.residuals.state import Slot
 
 
 class Kept(NamedTuple):

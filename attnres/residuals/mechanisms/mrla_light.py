@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.base import NormLike, Residual
+from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Traits
 from attnres.residuals.settings import positive, whole
+from attnres.residuals.watch import NormLike
 
 
 class Recurrent(NamedTuple):

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres.residuals.base import NormLike, Ways
 from attnres.residuals.layout import EMBEDDING, About, Learned, Source, Traits
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, start_at, whole
-from attnres.residuals.watch import watched
+from attnres.residuals.state import Ways
+from attnres.residuals.watch import NormLike, watched
 
 WAYS = (*Ways._fields, "stream")
 

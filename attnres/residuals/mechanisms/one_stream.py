@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from attnres.residuals.base import NormLike, Residual, State
-from attnres.residuals.watch import looking
+from attnres.residuals.base import Residual
+from attnres.residuals.state import State
+from attnres.residuals.watch import NormLike, looking
 
 
 class OneStream(Residual):

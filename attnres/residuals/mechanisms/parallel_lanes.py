@@ -4,9 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import full_precision
-from attnres.residuals.base import NormLike, Residual
+from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.settings import start_at
+from attnres.residuals.watch import NormLike
 
 Lanes = tuple[Tensor, Tensor]
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from attnres.ops import Norm
-from attnres.residuals.base import NormLike
 from attnres.residuals.layout import About, Traits
 from attnres.residuals.mechanisms.one_stream import OneStream
+from attnres.residuals.watch import NormLike
 
 
 class PostNorm(OneStream):

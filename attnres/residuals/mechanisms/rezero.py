@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from attnres.residuals.base import NormLike, as_it_is
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.one_stream import ScalarMix
 from attnres.residuals.settings import true_or_false
+from attnres.residuals.state import as_it_is
+from attnres.residuals.watch import NormLike
 
 
 class ReZero(ScalarMix):

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import Norm, apply_norm
-from attnres.residuals.base import NormLike, Residual
+from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Traits
 from attnres.residuals.settings import positive
+from attnres.residuals.watch import NormLike
 
 
 class Siamese(NamedTuple):

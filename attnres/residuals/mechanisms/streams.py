@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.base import NormLike, Residual
+from attnres.residuals.base import Residual
 from attnres.residuals.settings import whole
-from attnres.residuals.watch import looking
+from attnres.residuals.watch import NormLike, looking
 
 
 class Streams(NamedTuple):

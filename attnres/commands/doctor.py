@@ -1,0 +1,107 @@
+"""`attnres doctor`: faults of a model with depth reads that no error tells."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from attnres.errors import UserError, unknown
+from attnres.files import user_path
+from attnres.flags import parse
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TOKENS = 64
+
+
+@dataclass
+class Doctor:
+    """Find faults that no error tells, one line each; exit status 1 if there is one.
+
+    Parameters (frozen, in 16 bits, tied against the config), a run's optimizer groups, saturated queries; and by one
+    forward and backward pass: gradients, recomputation, graph breaks, the path of reads, sources that nothing reads.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL|RUN|FILE.py:FUNCTION")]
+    """A model folder or hub name, a run folder, or a function without arguments in a file of yours that returns the
+    model, or (model, optimizer), or (model, optimizer, example)."""
+    text: str | None = None
+    """Text of the pass; none takes 64 token ids."""
+    json: bool = False
+    """Print JSON."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the arguments after the command's name and carry them out."""
+    options = parse("doctor", Doctor, arguments)
+
+    from attnres.inspect.doctor import examine
+
+    model, optimizer, example = _subject(options)
+    findings = examine(model, optimizer, example)
+    if options.json:
+        print(json.dumps([finding.to_dict() for finding in findings], indent=2))
+    else:
+        print("\n".join(map(str, findings)) or "no fault found")
+    if findings:
+        sys.exit(1)
+
+
+def _subject(options: Doctor) -> "tuple[nn.Module, Any, Any]":
+    """Return the model, its optimizers or None, and an example or None."""
+    if ".py:" in options.model:
+        return _from_file(options.model)
+    import torch
+
+    from attnres.inspect.effects import prompt_ids
+    from attnres.models import open_checkpoint
+    from attnres.reading import read_json
+    from attnres.training.config import from_dict
+    from attnres.training.optim import build_optimizers
+
+    checkpoint = open_checkpoint(options.model, trust_remote_code=options.trust_remote_code)
+    model = checkpoint.load()
+    optimizer = None
+    if checkpoint.run is not None:
+        config = from_dict(read_json(checkpoint.run / "config.json"))
+        optimizer = build_optimizers(model, config.optim) if config.finetune.train_only == "all" else None
+    if options.text is not None:
+        ids = prompt_ids(model, options.text)
+    else:
+        vocabulary = checkpoint.vocab_size or model.get_input_embeddings().num_embeddings
+        ids = (torch.arange(min(TOKENS, checkpoint.context)) * 7 % vocabulary)[None]
+    return model, optimizer, {"input_ids": ids}
+
+
+def _from_file(entry: str) -> "tuple[nn.Module, Any, Any]":
+    """Return what the function of FILE.py:FUNCTION returns, None for what it leaves out."""
+    from torch import nn
+
+    file, _, name = entry.rpartition(":")
+    path = user_path(file).resolve()
+    if not path.is_file():
+        raise UserError(f"'{entry}': there is no file {path}; expected FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise unknown(f"function in {path}", name, [key for key, value in vars(module).items() if callable(value)])
+        result = function()
+    except (UserError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error
+    parts = result if isinstance(result, tuple) else (result,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise UserError(f"{name} of {path} returned {kinds}: expected a model, an optimizer and an example, in order")
+    return (*parts, None, None)[:3]

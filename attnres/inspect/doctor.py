@@ -1,0 +1,349 @@
+"""Find faults of a model with depth reads that no error tells: frozen queries, wrong optimizer groups, slow paths."""
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnres.inspect.geometry import sharpness
+from attnres.inspect.recording import Trace, find_residual, record
+from attnres.ops import explain
+from attnres.residuals import Residual
+from attnres.text import listed, number
+
+SATURATED = 20.0
+"""Largest logit from which a softmax is called saturated: e^-20 is below the resolution of fp32."""
+UNREAD = 0.005
+"""Share of a read below which a source counts as not read."""
+FULL_RATE = 0.5
+"""Part of the model's learning rate from which queries count as training at the full rate; recommended is 0.1."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault.
+
+    Attributes:
+        name: a word for programs: frozen, no-gradient, not-optimised, decayed, muon, full-rate, tied, untied, 16-bit,
+            stream-dtype, no-recompute, reentrant, graph-break, plain-torch, saturated, unread.
+        found: what was seen, with its numbers.
+        cost: what it costs.
+        advice: what to do.
+    """
+
+    name: str
+    found: str
+    cost: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.found}. It costs: {self.cost}. {self.advice}"
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the fields, for JSON."""
+        return asdict(self)
+
+
+def examine(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    example: Any = None,
+) -> list[Finding]:
+    """Return the faults of a model with depth reads, of its optimizers, and of a training pass; none if it is healthy.
+
+    Weights, gradients, the random state and the model's mode are as before afterwards.
+
+    Args:
+        model: built, converted, attached, or a module of your own with `DepthReads` or `make_residual`.
+        optimizer: the optimizers that train it, or one; None leaves out what they could do wrong.
+        example: arguments of one forward pass: token ids, a tuple, or by name a mapping. With it a forward and a
+            backward pass are made, and gradients, recomputation, compilation and what is read are examined too.
+
+    Raises:
+        UserError: the model has no depth reads.
+
+    Example:
+        >>> import torch, attnres
+        >>> from torch import nn
+        >>> layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        >>> model = nn.TransformerEncoder(layer, 4, nn.LayerNorm(16), enable_nested_tensor=False)
+        >>> x = torch.randn(1, 3, 16)
+        >>> _ = attnres.attach(model, "full", example=(x,))
+        >>> [finding.name for finding in examine(model, torch.optim.AdamW(model.parameters(), weight_decay=0.1))]
+        ['decayed']
+    """
+    residual = find_residual(model)
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
+    found = [*_parameters(model, residual), *_optimizers(model, residual, list(optimizers)), *_queries(residual)]
+    if example is not None:
+        found += _passes(model, residual, example)
+    return found
+
+
+def _names(residual: Residual, chosen: Callable[[nn.Parameter], bool]) -> list[str]:
+    return [name for name, parameter in residual.named_parameters() if chosen(parameter)]
+
+
+def _parameters(model: nn.Module, residual: Residual) -> Iterator[Finding]:
+    """Yield what is wrong with parameters as they are: frozen, in 16 bits, tied or untied against the config."""
+    frozen = _names(residual, lambda parameter: not parameter.requires_grad)
+    if frozen and any(parameter.requires_grad for parameter in model.parameters()):
+        yield Finding(
+            "frozen",
+            f"{listed(frozen)} of the residual need no gradient, while other parameters train",
+            "depth reads stay as they are: at zero queries the plain model, only slower",
+            "Set requires_grad_(True) on the residual's parameters (PEFT: modules_to_save=['residual'])",
+        )
+    short = _names(residual, lambda parameter: parameter.dtype in (torch.float16, torch.bfloat16))
+    if short:
+        yield Finding(
+            "16-bit",
+            f"{listed(short)} of the residual are stored in 16 bits",
+            "small updates of queries round to nothing",
+            "Keep them in fp32: model.residual.float() after a conversion of the whole model",
+        )
+    config = getattr(model, "config", None)
+    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    weights = [getattr(end, "weight", None) for end in ends]
+    says = getattr(config, "tie_word_embeddings", None)
+    if says is not None and all(isinstance(weight, Tensor) for weight in weights):
+        is_tied = weights[0] is weights[1]
+        if is_tied != bool(says):
+            yield Finding(
+                "tied" if is_tied else "untied",
+                f"embedding and head are {'one tensor' if is_tied else 'two tensors'}, and the config says "
+                f"tie_word_embeddings={bool(says)}",
+                "another model after saving and loading",
+                "Call model.tie_weights(), or change the config",
+            )
+
+
+def _optimizers(model: nn.Module, residual: Residual, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Finding]:
+    """Yield what the optimizers' groups do wrong to the residual's parameters."""
+    if not optimizers:
+        return
+    names = {id(parameter): name for name, parameter in residual.named_parameters()}
+    slow = {id(parameter) for name, parameter in residual.named_parameters() if name in residual.slow}
+    groups = [(one, group) for one in optimizers for group in one.param_groups]
+    seen = {id(parameter) for _, group in groups for parameter in group["params"]}
+    missing = [names[id(p)] for p in residual.parameters() if p.requires_grad and id(p) not in seen]
+    if missing:
+        yield Finding(
+            "not-optimised",
+            f"{listed(missing)} of the residual are in no group of the optimizer",
+            "they never train",
+            "Build the optimizer after attach, or call attnres.regroup(optimizer, model)",
+        )
+    regroup = "Call attnres.regroup(optimizer, model)"
+    decayed: list[str] = []
+    orthogonal: list[str] = []
+    fast: list[str] = []
+    # Rates of everything else: AdamW's where the model has Muon besides, whose rates mean something else.
+    others = [
+        group["lr"]
+        for one, group in groups
+        if not _is_muon(one, group) and any(id(parameter) not in names for parameter in group["params"])
+    ]
+    for one, group in groups:
+        ours = [parameter for parameter in group["params"] if id(parameter) in names]
+        if _is_muon(one, group):
+            orthogonal += [names[id(parameter)] for parameter in ours]
+            continue
+        decayed += [names[id(parameter)] for parameter in ours if group.get("weight_decay")]
+        rate = float(group["lr"]) * float(getattr(residual, "query_lr", 1.0))
+        if others and rate >= FULL_RATE * float(max(others)) > 0 and getattr(model, "conversion", None) is None:
+            fast += [names[id(parameter)] for parameter in ours if id(parameter) in slow]
+    if decayed:
+        yield Finding(
+            "decayed", f"weight decay pulls at {listed(decayed)}", "queries return to the plain mean", regroup
+        )
+    if orthogonal:
+        yield Finding(
+            "muon",
+            f"Muon trains {listed(orthogonal)}",
+            "it makes the queries of different sublayers orthogonal to one another, which they have no reason to be",
+            regroup,
+        )
+    if fast:
+        yield Finding(
+            "full-rate",
+            f"{listed(fast)} train at the model's full learning rate",
+            "the gain is lost within some million tokens (docs/results/index.md)",
+            f"{regroup}, which gives them a tenth",
+        )
+
+
+def _is_muon(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    return "muon" in type(optimizer).__name__.lower() or bool(group.get("use_muon"))
+
+
+def _queries(residual: Residual) -> Iterator[Finding]:
+    """Yield reads whose softmax can saturate."""
+    largest = [(value or 0.0, read.name) for value, read in zip(sharpness(residual) or [], residual.layout())]
+    far = sorted((pair for pair in largest if pair[0] > SATURATED), reverse=True)
+    if far:
+        yield Finding(
+            "saturated",
+            f"queries of {listed([name for _, name in far[:5]])} allow logits up to {number(far[0][0], 1)}",
+            "such a softmax takes one source and passes almost no gradient",
+            "Lower the learning rate of queries, or set read_temperature",
+        )
+
+
+# ------------------------------------------------------------------ a pass
+
+
+def _passes(model: nn.Module, residual: Residual, example: Any) -> list[Finding]:
+    """Return what a forward and a backward pass show."""
+    args, kwargs = (), {}
+    if isinstance(example, Mapping):
+        kwargs = dict(example)
+    else:
+        args = example if isinstance(example, tuple) else (example,)
+    parameters = list(model.parameters())
+    before = [parameter.grad for parameter in parameters]
+    buffers = {name: copy.copy(buffer) for name, buffer in model.named_buffers()}
+    modes = [(module, module.training) for module in model.modules()]
+    state = torch.get_rng_state()
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        model.eval()
+        with torch.no_grad(), record(model) as trace:
+            model(*args, **kwargs)
+        model.train()
+        return [*_trained(model, residual, lambda: model(*args, **kwargs)), *_read(residual, trace)]
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        for module, mode in modes:
+            module.training = mode
+        torch.set_rng_state(state)
+
+
+def _trained(model: nn.Module, residual: Residual, call: Callable[[], Any]) -> Iterator[Finding]:
+    """Yield what a training pass shows: graph breaks, stream, recomputation, gradients, the path of reads."""
+    checkpointed = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+    starts: list[Tensor] = []
+    calls = [0]
+    start = residual.start
+
+    def begun(embedding: Tensor) -> Any:
+        starts.append(embedding.detach())
+        return start(embedding)
+
+    def counted(*_: Any) -> None:
+        calls[0] += 1
+
+    # Where a whole model is flagged, its layers are what it recomputes.
+    inside = {id(part): part for module in checkpointed for part in module.modules() if not list(part.children())}
+    breaks = _graph_breaks()
+    residual.start = begun  # ty: ignore[invalid-assignment]
+    hooks = [part.register_forward_hook(counted) for part in inside.values()]
+    try:
+        loss = sum(value.float().square().mean() for value in _floats(call()))
+        forward, calls[0] = calls[0], 0
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            return
+        loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        del residual.start
+    if forward and not calls[0]:
+        yield Finding(
+            "no-recompute",
+            "activation checkpointing is on, and backward recomputes no layer",
+            "the memory that it should save",
+            "Enable it on the layers, with use_reentrant=False",
+        )
+    options = [getattr(getattr(part, "_gradient_checkpointing_func", None), "keywords", {}) for part in checkpointed]
+    if any(option.get("use_reentrant") for option in options):
+        yield Finding(
+            "reentrant",
+            "activation checkpointing is reentrant",
+            "gradients of the depth stream's earlier sources are lost",
+            "Pass use_reentrant=False",
+        )
+    new = [reason for reason in _graph_breaks() if reason not in breaks]
+    if new:
+        yield Finding(
+            "graph-break",
+            f"torch.compile breaks the graph: {new[0].splitlines()[0][:160]}",
+            "part of the speed that compiling gives",
+            "Remove hooks from the layers, or compile each layer",
+        )
+    trains = {name for name, parameter in residual.named_parameters() if parameter.requires_grad}
+    silent = [name for name, parameter in residual.named_parameters() if name in trains and parameter.grad is None]
+    silent += list(_unmoved(residual))
+    if silent:
+        yield Finding(
+            "no-gradient",
+            f"{listed(silent)} of the residual got no gradient",
+            "they never train",
+            "Does every layer take the stream that the layer before it gave? Detached or copied tensors end it",
+        )
+    if starts and starts[0].dtype == torch.float16:
+        yield Finding(
+            "stream-dtype",
+            "the stream is in fp16",
+            "sums of outputs overflow at 65,504",
+            "Use bf16, or autocast with an fp32 embedding",
+        )
+    if starts and residual.traits.has_query:
+        plan = explain([starts[0].flatten(0, -2)] * min(8, residual.num_sublayers), training=True)
+        if plan.backend == "eager":
+            yield Finding(
+                "plain-torch", f"reads run in plain torch: {plan.reasons[0]}", "time and memory", "See attnres env"
+            )
+
+
+def _unmoved(residual: Residual) -> Iterator[str]:
+    """Yield the reads of which the query's gradient is zero though they have sources to choose from."""
+    grad = getattr(getattr(residual, "query", None), "grad", None)
+    layout = residual.layout()
+    if isinstance(grad, Tensor) and len(grad) == len(layout):
+        for read, row in zip(layout, grad, strict=True):
+            if len(read.sources) > 1 and not row.any():
+                yield f"the query of {read.name}"
+
+
+def _read(residual: Residual, trace: Trace) -> Iterator[Finding]:
+    """Yield the sources that no read takes; at zero queries, a start, nothing has chosen yet."""
+    if residual.traits.has_query and not any(value for value in sharpness(residual) or []):
+        return
+    shares: dict[str, float] = {}
+    for read, row in zip(residual.layout(), trace.contribution or [], strict=False):
+        for source, share in zip(read.sources, row, strict=True):
+            shares[source.name] = max(shares.get(source.name, 0.0), abs(share))
+    unread = [name for name, share in shares.items() if share < UNREAD]
+    if unread:
+        yield Finding(
+            "unread",
+            f"no read takes as much as {UNREAD:.1%} from {listed(unread)}",
+            "layers whose work is lost",
+            "attnres inspect MODEL --prune shows what goes without them",
+        )
+
+
+def _floats(output: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of a model's output: the logits alone where it names them."""
+    logits = getattr(output, "logits", None)
+    values: Iterable[Any] = [logits] if isinstance(logits, Tensor) else torch.utils._pytree.tree_leaves(output)
+    yield from (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
+
+
+def _graph_breaks() -> list[str]:
+    """Return the reasons of torch.compile's graph breaks so far; importing it would take seconds."""
+    if "torch._dynamo" not in sys.modules:
+        return []
+    with contextlib.suppress(AttributeError):
+        return list(sys.modules["torch._dynamo"].utils.counters["graph_break"])
+    return []

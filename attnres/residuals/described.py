@@ -1,0 +1,118 @@
+"""What a residual says of its reads: where they are, what they mix with which weights, what it has learned."""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from attnres.residuals.layout import About, Learned, Read, Source, Traits, outputs
+from attnres.residuals.values import ValueResidual
+
+
+class Described(nn.Module):
+    """The description of a residual as data, which recording, edits, figures and reports ask for.
+
+    Unless a mechanism says otherwise, every sublayer has one read, of the embedding and all outputs so far where its
+    traits are linear; weights are those of `implied` where they are the same for every token.
+    """
+
+    traits: Traits
+    about: ClassVar[About | None] = None
+    """Its line in the table of `attnres mechanisms`; one of a user's own may leave it out."""
+    num_sublayers: int
+    width: int
+    sublayers: Sequence[str] = ("attention", "mlp")
+    """The kinds of a layer's sublayers, in order; `make_residual` sets those of a network of other layers before it
+    calls the constructor."""
+    whole_layers: ClassVar[bool] = False
+    """It takes every two sublayers, an attention and an MLP, for one layer."""
+    value_kind: str = "none"
+    # not called ..residual: adapters find what they save by how its name ends, and would take this one apart
+    value_mix: ValueResidual | None = None
+
+    def ways(self, index: int) -> tuple[str | None, ...]:
+        """Return what the reads of sublayer `index` are for, one read (None) unless a mechanism says otherwise.
+
+        "query", "key", "value" are the projections of an attention, "stream" what its write goes on from.
+        """
+        return (None,)
+
+    def places(self) -> tuple[tuple[int, str | None], ...]:
+        """Return for each read the sublayer that it belongs to (L: the head), and what of it the read is for."""
+        inner = ((index, way) for index in range(self.num_sublayers) for way in self.ways(index))
+        return (*inner, (self.num_sublayers, None))
+
+    def first_row(self, index: int) -> int:
+        """Return the number of the first read of sublayer `index`; of L, the output's."""
+        return sum(len(self.ways(earlier)) for earlier in range(index))
+
+    def sources(self, index: int) -> tuple[Source, ...]:
+        """Return what read `index` mixes, a function of depth alone; empty where it is no weighted sum. Unless a
+        mechanism says otherwise, the embedding and the outputs so far where its traits are linear, else nothing."""
+        return outputs(self.places()[index][0] + 1, self.sublayers) if self.traits.linear else ()
+
+    def layout(self) -> tuple[Read, ...]:
+        """Return the reads with their sources, in order; the output's is the last."""
+        kinds, places = self.sublayers, self.places()
+        inner = (
+            Read(kinds[sublayer % len(kinds)], sublayer // len(kinds), self.sources(index), way)
+            for index, (sublayer, way) in enumerate(places[:-1])
+        )
+        return (*inner, Read("output", None, self.sources(len(places) - 1)))
+
+    def implied(self, index: int) -> Tensor | None:
+        """Return the weights of read `index` (sources,) where they are the same for every token, else None."""
+        return None
+
+    def direction(self, index: int) -> Tensor | None:
+        """Return the vector (d,) whose angle to a source decides the source's logit in read `index`; None without."""
+        return None
+
+    def sharpness(self, index: int) -> float | None:
+        """Return the largest logit that read `index` can give, None without a query.
+
+        |w . (g * v / rms(v))| <= |w * g| |v / rms(v)| = |w * g| sqrt(d)    (Cauchy-Schwarz)
+        """
+        query = self.direction(index)
+        return None if query is None else float(query.detach().double().norm()) * math.sqrt(self.width)
+
+    def learned(self) -> dict[str, Learned]:
+        """Return what it has learned besides queries and gains, by name."""
+        return {}
+
+    def tables(self) -> dict[str, Learned]:
+        """Return all that is learned here besides queries and gains, of a value residual too."""
+        return self.learned() | ({} if self.value_mix is None else self.value_mix.learned())
+
+    def mixing_row(self, index: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
+        """Return the row of read `index` in the depth mixing matrix, h_l = sum_i M_{i->l} v_i, of each token.
+
+        Args:
+            weights: (tokens, sources) of read `index`. rows: the rows (tokens, L+1) of the reads before it.
+
+        Returns:
+            (tokens, L+1), column 0 the embedding; None where h is no sum with one number a source.
+        """
+        if not self.traits.linear:
+            return None
+        row = weights.new_zeros(1, self.num_sublayers + 1)
+        for place, source in enumerate(self.sources(index)):
+            weight = weights[:, place, None]
+            if source.span is not None:
+                row = row + weight * self.spanned(source.span).to(weights)
+            if source.after is not None:
+                row = row + weight * rows[source.after].to(weights)
+        return row
+
+    def spanned(self, span: range) -> Tensor:
+        """Return (1, L+1): one for the outputs of `span`, zero elsewhere."""
+        row = torch.zeros(1, self.num_sublayers + 1)
+        row[:, span.start : span.stop] = 1.0
+        return row
+
+    def mix_values(self, layer: int, value: Tensor, first: Tensor, x: Tensor) -> Tensor:
+        """Return the values of a layer's attention, mixed with the first layer's by `value_mix`."""
+        assert self.value_mix is not None
+        return self.value_mix(layer, value, first, x)
