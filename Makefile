@@ -6,6 +6,8 @@
 # make bench   the speed of a training step, beside the plain model, the standard residual and the naive read
 # make docs    the documentation site, into build/site
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
+# make integrations    depth reads inside other people's code: what a registry has into build/integrations, the rest from the
+#              checkouts in PEERS_PATH; writes the table of docs/integrations.md
 # make gpu     BUDGET=540 seconds of a CUDA device: tests, steps, kernels, peers and training runs in order of worth, rows
 #              into benchmarks/results/gpu.jsonl; again goes on. Needs PyTorch and Transformers alone beside build/gpu-pack
 # make gpu-pack    what a machine without a network lacks for that, into build/gpu-pack; TEXT=SOURCE packs a text to train on
@@ -29,7 +31,7 @@ HASHED := --require-hashes --no-deps -r
 # torch and Transformers: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo study test test-all lint types bench docs peers gpu gpu-pack test-gpu test-scale test-oldest soak fuzz audit lock clean
+.PHONY: setup demo study test test-all lint types bench docs peers integrations gpu gpu-pack test-gpu test-scale test-oldest soak fuzz audit lock clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -81,8 +83,9 @@ test: .venv/ready
 	$(PYTEST); tests=$$?; wait $$beside; lint=$$?; \
 	[ $$lint = 0 ] || cat build/lint.txt; exit $$((tests ? tests : lint))
 
-test-all: .venv/ready
+test-all: .venv/ready build/integrations/ready
 	$(PYTEST) -m long
+	$(PYTEST) -m integrations integrations
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -94,6 +97,13 @@ bench: .venv/ready
 PEERS := fla-core==0.6.0 einops==0.8.2 liger-kernel==0.8.5 flash-attn-res==0.1.12 fast-attnres==2.1.0 attn_res==0.1.0
 peers: .venv/ready
 	$(PIP) --no-deps --upgrade --target build/peers $(PEERS)
+
+build/integrations/ready: .venv/ready locks/integrations.txt
+	$(PIP) $(PIP_ARGS) --upgrade --target build/integrations $(HASHED) locks/integrations.txt
+	@touch $@
+
+integrations: build/integrations/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m integrations --write-table integrations
 
 # With the environment's Python, or on a machine that has none with the one that has PyTorch.
 BUDGET ?= 540
@@ -148,6 +158,10 @@ audit: .venv/ready
 # Written anew after a change of pyproject.toml or constraints.txt. A CPU build of torch keeps CUDA's libraries out;
 # LOCK_ARGS says where one is, if not in PyTorch's index: LOCK_ARGS="--find-links FOLDER".
 LOCK_ARGS ?= --torch-backend cpu
+# Code bases that depth reads are tried in, and what they import that the environment lacks; TRL is in locks/dev.txt.
+INTEGRATIONS := diffusers==0.42.1 einops==0.8.2 einx==0.4.3 frozendict==2.5.1 jsonargparse==4.53.0 lightning==2.6.6 \
+	lightning-utilities==0.15.3 litgpt==0.5.13 loguru==0.7.3 megatron-core==0.16.1 pytorch-lightning==2.6.6 \
+	spmd-types==0.3.1 timm==1.0.31 torch-einops-utils==0.2.0 torchmetrics==1.9.0 torchtitan==0.3.0 x-transformers==2.31.10
 LOCK := build/lock/bin/uv pip compile pyproject.toml --quiet --constraints constraints.txt --generate-hashes \
 	--python-version 3.11.7 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --no-emit-package torch
 lock: .venv/demo
@@ -156,6 +170,8 @@ lock: .venv/demo
 	$(LOCK) $(LOCK_ARGS) --extra dev --output-file locks/dev.txt
 	$(LOCK) $(LOCK_ARGS) --extra docs --output-file locks/docs.txt
 	$(LOCK) $(LOCK_ARGS) --all-extras --output-file locks/extras.txt
+	echo $(INTEGRATIONS) | tr ' ' '\n' | build/lock/bin/uv pip compile - --quiet --no-deps --generate-hashes \
+		--python-version 3.11.7 --no-annotate --no-header --output-file locks/integrations.txt
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -6,6 +6,7 @@ import difflib
 import io
 import json
 import re
+import sys
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -66,6 +67,27 @@ Settings = Annotated[
 ]
 
 
+LONG = {
+    "train": "preparing data and model",
+    "compare": "preparing data and variants",
+    "prepare": "reading and tokenising text",
+    "convert": "loading the model, to compare its logits before and after",
+    "export": "loading the model, to compare the graph's logits with its own",
+    "eval": "reading tasks, then loading the models",
+    "generate": "loading the model",
+    "inspect": "loading the model and reading text",
+    "search": "loading the model and reading text",
+    "figures": "inspecting models, then drawing",
+    "app": "loading the models, then serving the page",
+    "plan": "counting layouts",
+    "check": "checking in a small model",
+    "doctor": "loading the model and looking for faults",
+    "report": "reading runs",
+}
+"""Commands that take more than two seconds, and what they do first; said once their flags are understood, before the
+libraries are imported."""
+
+
 def parse(command: str, kind: type[T], arguments: list[str], default: T | None = None, program: str = "attnres") -> T:
     """Read the flags of `program command` as a `kind`; raises UserError where tyro would print a box and leave."""
     name = f"{program} {command}"
@@ -92,6 +114,8 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
             raise _unknown_option(rest[0].split("=")[0], name, flags)
         raise UserError(f"unexpected argument '{rest[0]}': options start with --, see {name} --help")
     _refuse_empty(values)
+    if program == "attnres" and command in LONG and sys.stderr.isatty():
+        print(f"{name}: {LONG[command]} ...", file=sys.stderr, flush=True)
     return values
 
 

@@ -11,7 +11,7 @@ from attnres.inspect.config import CorpusConfig
 
 @dataclass
 class App(CorpusConfig):
-    """Look into one or two models in the browser: what every token reads, and what a prediction is without it.
+    """Look into one or two models in the browser: what every token reads, and the prediction after an ablation.
 
     With --corpus the page can search that text.
     """
@@ -20,11 +20,11 @@ class App(CorpusConfig):
     """Run folders, model folders or hub names, at most two; none opens the demo's Block and Full in runs/demo. The
     checkpoints that a run kept (--keep-at) can be chosen too."""
     host: str = "127.0.0.1"
-    """Address to serve on: this machine alone; anyone who reaches another one can use the models."""
+    """Address to serve on; 127.0.0.1 is this machine alone. Anyone who can reach another address can use the models."""
     port: int = 7860
     """Port to serve on."""
     names: tuple[str, ...] = ()
-    """With --host: further names by which others ask for it, a proxy's or a container's, say."""
+    """With --host: other host names that requests may have, such as a proxy's or a container's."""
     open: bool = False
     """Open the page in a browser."""
 

@@ -13,8 +13,8 @@ from attnres.flags import Settings, parse
 class Check:
     """Check a residual mechanism: one line a check, exit status 1 if one fails.
 
-    Shapes, dtypes, gradients against finite differences, states, cuts, activation checkpointing, compilation, what its
-    reads mix against what it says of them, training, cached decoding, saving and loading in a small model.
+    Shapes, dtypes, gradients against finite differences, states, pipeline cuts, activation checkpointing, compilation,
+    described against actual reads, and training, cached decoding, saving and loading in a small model.
     """
 
     residual: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME|FILE.py:CLASS")]

@@ -23,20 +23,20 @@ class SharedModel(Model):
 
 @dataclass
 class Comparison:
-    """What a comparison has and a run has not; a base class, so that the help begins with it."""
+    """Options of a comparison that a single run has not; a base class, so that the help begins with them."""
 
     variants: tuple[str, ...] = ("standard", "rescaled", "block", "full")
     """RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard block:num_blocks=6 full@lr=0.003; the names after @
     are lr and those of fine-tuning (train_only, residual_lr, distill_weight, ...)."""
     seeds: tuple[int, ...] = (0,)
-    """Every variant is trained with each; from two on the errors are over seeds."""
+    """Seeds; every variant is trained with each. With two or more, standard errors are over seeds."""
     lrs: tuple[float, ...] = ()
     """Train every variant at each of these learning rates."""
     jobs: int | None = None
-    """Runs trained at once, the processor's threads shared between them; none is one a core, at most four. Their
-    threads are settled when the comparison is begun and stay the same when it is continued."""
+    """Runs trained at the same time, which share the processor's threads; none is one a core, at most four. The
+    number of threads of a run is set when the comparison begins and is the same when it is continued."""
     timing_s: float = 20.0
-    """Seconds for timing the variants in turn at the end; 0 leaves it out."""
+    """Seconds for timing the variants, interleaved, at the end; 0 leaves it out."""
 
 
 @dataclass

@@ -18,23 +18,25 @@ class Convert:
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """Folder or hub name of a Hugging Face causal language model, or of another project's depth reads."""
+    """Folder or hub name of a Hugging Face causal language model, a run or model of attnres with the standard residual,
+    or a checkpoint of another project's depth reads."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """Folder to write, new or empty."""
     residual: str | None = None
-    """How sublayers read earlier outputs: a mechanism that starts as the plain model, or FILE.py:CLASS (block)."""
+    """How sublayers read earlier outputs: a mechanism that equals the standard residual at the start, or FILE.py:CLASS;
+    none is block."""
     block_size: int | None = None
     """Sublayers (attention and MLP count apart) in a block; give this or num_blocks."""
     num_blocks: int | None = None
     """Number of blocks; give this or block_size."""
     read_scale: str | None = None
-    """sum is exact, and taken if none is given; mean, the paper's, only up to the eps of the norms that follow."""
+    """sum or mean; none is sum, which keeps the logits exactly. mean, the paper's, does up to the eps of the norms."""
     settings: Settings = field(default_factory=dict)
     """Other settings of the residual, e.g. null_source=true."""
     dtype: str | None = None
     """Weights in bf16, fp16, fp32 or fp64; none keeps the model's own."""
     to: str | None = None
-    """Write a model of attnres in the format of another project, which loads it: open-attnres or fla."""
+    """Write a model of attnres in the format of another project: open-attnres or fla."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
 

@@ -74,7 +74,7 @@ def _subject(options: Doctor) -> "tuple[nn.Module, Any, Any]":
     if options.text is not None:
         ids = prompt_ids(model, options.text)
     else:
-        vocabulary = checkpoint.vocab_size or model.get_input_embeddings().num_embeddings
+        vocabulary = checkpoint.vocab_size or model.config.get_text_config().vocab_size
         ids = (torch.arange(min(TOKENS, checkpoint.context)) * 7 % vocabulary)[None]
     return model, optimizer, {"input_ids": ids}
 
@@ -104,4 +104,5 @@ def _from_file(entry: str) -> "tuple[nn.Module, Any, Any]":
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)
         raise UserError(f"{name} of {path} returned {kinds}: expected a model, an optimizer and an example, in order")
-    return (*parts, None, None)[:3]
+    optimizer, example = (*parts[1:], *[None] * (3 - len(parts)))
+    return parts[0], optimizer, example

@@ -25,7 +25,7 @@ EXTRAS = {
 
 @dataclass
 class Env:
-    """Print versions and devices, and which backend a read takes there and why. Put this into a report of a bug."""
+    """Print versions, devices, and which backend depth reads use there and why. Add this to a bug report."""
 
     json: bool = False
     """Print JSON."""

@@ -10,10 +10,10 @@ from attnres.flags import fields_of, parse
 
 @dataclass
 class Eval(EvalConfig):
-    """Score models on text and tasks; the differences of several are taken item by item, to the first."""
+    """Score models on text and tasks; several models are compared with the first, paired by item."""
 
     out: str | None = None
-    """JSON file for the results; the items go beside it, to NAME.items.jsonl."""
+    """JSON file for the results; scores of single items go to NAME.items.jsonl in the same folder."""
     progress: bool = True
     """Show a progress bar."""
 

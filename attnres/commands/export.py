@@ -11,16 +11,16 @@ from attnres.flags import parse
 
 @dataclass
 class Export:
-    """Write a model as a graph of plain operators, whose logits are compared with the model's, or its weights."""
+    """Write a model as a graph for other runtimes, its logits compared with the model's; or its weights."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Run folder, model folder or hub name."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """Folder to write, new or empty."""
     onnx: bool = False
-    """ONNX, checked in onnxruntime (extra `export`); else what torch.export.load opens."""
+    """Write ONNX, checked in onnxruntime (extra `export`); otherwise a file for torch.export.load."""
     weights: bool = False
-    """Hugging Face safetensors, also of a checkpoint that several processes wrote in shares."""
+    """Write Hugging Face safetensors, also of a sharded checkpoint."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
 

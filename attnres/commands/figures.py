@@ -14,13 +14,13 @@ from attnres.inspect.config import LookConfig
 class Figures(LookConfig):
     """Write the figures of models, runs or saved inspections: attnres figures MODEL [MORE ...] OUT/.
 
-    Several are also set side by side, each in a folder of its own. A model is looked at first, as attnres inspect does.
+    Several are also compared side by side, each in a folder of its own. A model is inspected first (attnres inspect).
     """
 
     paths: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="MODEL ... OUT")]
     """Run folders, folders of runs, model folders, hub names, files of attnres inspect; last the folder to write."""
     formats: tuple[str, ...] = ("pdf", "png")
-    """Of pdf, png and svg."""
+    """File formats: pdf, png, svg."""
 
 
 def run(arguments: list[str]) -> None:

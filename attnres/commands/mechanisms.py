@@ -16,7 +16,7 @@ class Mechanisms:
     names: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[NAME ...]")] = ()
     """Show these at length, with their settings; none is a table of all."""
     format: Literal["text", "markdown", "json"] = "text"
-    """How to print."""
+    """Output format."""
 
 
 def run(arguments: list[str]) -> None:

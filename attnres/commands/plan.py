@@ -29,33 +29,33 @@ class Plan:
     """pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, a mapping {family: qwen3, hidden_size: 64, ...}, or the
     folder, run or hub name of a model, of which config.json is read."""
     gpus: int = 8
-    """How many there are."""
+    """Number of GPUs."""
     residual: str | None = None
     """How sublayers read earlier outputs; none is block, or what the model of a folder has."""
     settings: Settings = field(default_factory=dict)
     """Settings of the residual, e.g. block_size=6."""
     vocab_size: int | None = None
-    """Words of the vocabulary of a size; none is 65536."""
+    """Vocabulary size of a named size; none is 65536."""
     dp: int | None = None
-    """Copies; none tries all."""
+    """Replicas (data parallel); none tries all."""
     shard: int | None = None
-    """Shares of every parameter; none tries all."""
+    """Processes over which every parameter is sharded (FSDP); none tries all."""
     pp: int | None = None
-    """Stages of layers; none tries all."""
+    """Pipeline stages; none tries all."""
     tp: int | None = None
-    """Slices of every layer's matrices; none tries all within a node."""
+    """Tensor parallel size; none tries all within a node."""
     schedule: str | None = None
-    """Schedule of the stages; none tries 1f1b and interleaved."""
+    """Pipeline schedule; none tries 1f1b and interleaved."""
     microbatches: int | None = None
-    """Micro-batches of a step on each copy; none is 16, or with --pp the next number that the schedule takes."""
+    """Micro-batches of a step on each replica; none is 16, or with --pp the next number that the schedule takes."""
     batch: int = 1
     """Sequences of a micro-batch."""
     context: int = 4096
     """Tokens of a sequence."""
     gpu: Literal["a100", "b200", "h100", "h200"] = "h100"
-    """Its kind."""
+    """GPU model."""
     gradient_checkpointing: Literal["none", "layer", "sublayer", "reads"] = "none"
-    """What is made again in backward instead of kept, as for attnres train."""
+    """What is recomputed in the backward pass instead of stored, as for attnres train."""
     rows: int = 8
     """Layouts to show; 0 shows all."""
     measure: bool = False

@@ -7,13 +7,14 @@ from attnres.flags import parse
 
 @dataclass
 class Prepare:
-    """Tokenise a corpus into shards. Training does it by itself; this is for doing it ahead or keeping the result."""
+    """Tokenise a corpus into shards. Training does this by itself; use it to prepare data ahead or in a folder of
+    yours."""
 
     source: str = "stdlib"
     """stdlib (Python's own sources), a file or folder (.txt, .md, .jsonl, .json, .csv, .parquet, .arrow, .py and other
     code; text also as .gz or .zst; what datasets.save_to_disk wrote), a pattern ('data/**/*.txt'),
-    hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several: mix:SOURCE,SOURCE is all of each, mix:SOURCE=3,SOURCE=1 has their
-    texts in these shares until one is used up. Of a folder the split train is read; a line says what is left out."""
+    hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several: mix:SOURCE,SOURCE is all of each, mix:SOURCE=3,SOURCE=1 mixes
+    them by these weights until one is used up. Of a folder the split train is read; a line says what is left out."""
     tokenizer: str = "bpe:4096"
     """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name."""
     column: str = "text"
@@ -25,8 +26,8 @@ class Prepare:
     out: str | None = None
     """Folder for the shards; none is one in the cache."""
     workers: int = 1
-    """Processes that tokenise. The data are the same; with several a command that was cut short goes on when it is
-    given again. What was read of the hub under a limit is not read again, whatever their number."""
+    """Processes that tokenise; the data do not depend on their number. With several, an interrupted command continues
+    when it is given again. What was read of the hub under a limit is not read again."""
 
 
 def run(arguments: list[str]) -> None:

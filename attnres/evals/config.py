@@ -8,12 +8,12 @@ import tyro
 from attnres.evals.tasks import TASKS
 
 Dtype = Literal["auto", "fp32", "bf16"]
-"""Of the weights; auto keeps what they are stored in."""
+"""Dtype of the weights; auto is the stored one."""
 
 
 @dataclass
 class EvalConfig:
-    """Score models on text and tasks; the differences of several are taken item by item, to the first."""
+    """Score models on text and tasks; several models are compared with the first, paired by item."""
 
     models: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="MODEL ...")]
     """Run folders, model folders or hub names."""
@@ -22,7 +22,7 @@ class EvalConfig:
     data: str | None = None
     """Folder with the tasks' files, e.g. hellaswag_val.jsonl; none fetches them from the hub (extra `data`)."""
     limit: int | None = None
-    """Only so many items of each task, and windows of a text; none is all."""
+    """At most this many items of each task, or windows of a text; none is all."""
     window: int | None = None
     """Tokens in a window of perplexity; none is the shortest context of the models, at most 2048."""
     stride: int | None = None
@@ -30,7 +30,7 @@ class EvalConfig:
     batch_tokens: int = 4096
     """Tokens in one forward pass, padding included."""
     dtype: Dtype = "auto"
-    """Of the weights; auto is what they are stored in."""
+    """Dtype of the weights; auto is the stored one."""
     device: str = "auto"
     """auto (CUDA where there is one, else the CPU), cpu or cuda."""
     lm_eval_tasks: str | None = None
@@ -41,14 +41,14 @@ class EvalConfig:
 
 @dataclass
 class GenerateConfig:
-    """Print the text with which a model goes on from a prompt, as it comes."""
+    """Continue a prompt with a model and print the text token by token."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder or a hub name."""
     prompt: str
-    """What the text begins with."""
+    """Text to continue."""
     max_new_tokens: int = 128
-    """Stop after so many tokens, if the text or the model's context has not ended before."""
+    """Stop after this many tokens, or earlier at the end of the text or of the model's context."""
     greedy: bool = False
     """Always take the likeliest token."""
     temperature: float | None = None
@@ -58,15 +58,16 @@ class GenerateConfig:
     top_p: float | None = None
     """Sample from the likeliest tokens that sum to this probability; none is the model's own setting, else 1."""
     seed: int = 0
-    """Of the sampling."""
+    """Seed of the sampling."""
     chat: bool = False
     """The prompt is a user's turn, put into the model's chat template."""
     show_depth: bool = False
-    """For each token a line: the heaviest sources of the output read, and of each block's reads on average."""
+    """Print a line a token: the sources that contribute most to the output read, and to each block's reads on
+    average."""
     beside: str | None = None
-    """A second model: afterwards both decode in turn, and tokens/s of both are printed with their ratio."""
+    """A second model: afterwards both decode, interleaved, and tokens/s of both are printed with their ratio."""
     dtype: Dtype = "auto"
-    """Of the weights; auto is what they are stored in."""
+    """Dtype of the weights; auto is the stored one."""
     device: str = "auto"
     """auto (CUDA where there is one, else the CPU), cpu or cuda."""
     trust_remote_code: bool = False

@@ -28,7 +28,7 @@ class LookConfig(CorpusConfig):
     file: str | None = None
     """A text file, shown token by token."""
     limit: int = 20_000
-    """Read so many tokens of the text or corpus."""
+    """Read at most this many tokens of the text or corpus."""
     context: int | None = None
     """Tokens in a window; none is the model's context, at most 2048."""
     device: str = "auto"
@@ -36,7 +36,7 @@ class LookConfig(CorpusConfig):
     progress: bool = True
     """Show a progress bar."""
     by: Literal["contribution", "weight"] = "contribution"
-    """What sources are shown or ordered by: how much of a read they are, or the weight that they are given."""
+    """Order sources by their contribution to a read, or by their weight in it."""
 
 
 @dataclass
@@ -48,39 +48,39 @@ class OneModelConfig(LookConfig):
     batch_tokens: int = field(default=4096, kw_only=True)
     """Tokens in one forward pass."""
     dtype: Literal["auto", "fp32", "bf16"] = field(default="auto", kw_only=True)
-    """Of the weights; auto is what they are stored in."""
+    """Dtype of the weights; auto is the stored one."""
 
 
 @dataclass
 class InspectConfig(OneModelConfig):
-    """Show where every read of a model comes from, on a text or a corpus: tables here, figures and JSON with --out.
+    """Show what every read of a model consists of, on a text or a corpus: tables here, figures and JSON with --out.
 
     Without a text, a run folder is inspected on what it was trained on.
     """
 
     kind: Literal["auto", "code", "prose"] = "auto"
-    """What the text is: decides the kinds of tokens that are told apart."""
+    """Kind of the text, which decides the kinds of tokens that are told apart."""
     out: str | None = None
     """Folder for inspection.json, the figures, and a JSON file for each of the options below."""
     prune: bool = False
-    """Also report which sources hardly any weight goes to, and what the loss is without them."""
+    """Also report which sources get hardly any weight, and the loss when they are ablated."""
     threshold: float = 0.01
-    """Of --prune: the weight below which an edge counts as hardly read."""
+    """With --prune: the weight below which a connection counts as hardly read."""
     knock_out: tuple[str, ...] = ()
-    """SOURCE or SOURCE@READ, e.g. embedding, "block 2@output", embedding@mlp3, embedding@attention: the loss without
-    it, each on its own."""
+    """SOURCE or SOURCE@READ, e.g. embedding, "block 2@output", embedding@mlp3, embedding@attention: the loss when
+    it is ablated, each on its own."""
     attribute: bool = False
-    """Of a text: which edges (read and source) the prediction after it depends on, by knock-out and by gradient."""
+    """Of a text: which connections (source to read) the next prediction depends on, by ablation and by gradient."""
     graph: bool = False
-    """With --attribute and --out: the same as pictures, graph.svg and edges.svg."""
+    """With --attribute and --out: also draw it, in graph.svg and edges.svg."""
     since: int | None = None
-    """Of a run: also what has changed since that step of its training, one of its evaluations: how far queries turned
-    and, where that step's checkpoint was kept (train --keep-at), what reads were made of then."""
+    """Of a run: also the changes since that step of its training, one of its validations: how far queries turned and,
+    if that step's checkpoint was kept (train --keep-at), the contributions then."""
 
 
 @dataclass
 class SearchConfig(OneModelConfig):
-    """Find the tokens at which a source is most of a read, with the text around them.
+    """Find the tokens at which a source contributes most to a read, with the text around them.
 
     Without a text, a run folder is searched on what it was trained on.
     """
@@ -88,8 +88,8 @@ class SearchConfig(OneModelConfig):
     edge: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE@READ")]
     """One source of one read, e.g. embedding@mlp3, "block 2@output"."""
     least: bool = False
-    """Where it is least of the read, instead of most."""
+    """Find the tokens at which the source contributes least, instead of most."""
     top: int = 20
-    """So many tokens."""
+    """Number of tokens to print."""
     out: str | None = None
-    """A file for the same as JSON."""
+    """JSON file to write the same to."""

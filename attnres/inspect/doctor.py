@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from attnres.inspect.geometry import sharpness
 from attnres.inspect.recording import Trace, find_residual, record
@@ -245,7 +246,7 @@ def _trained(model: nn.Module, residual: Residual, call: Callable[[], Any]) -> I
     # Where a whole model is flagged, its layers are what it recomputes.
     inside = {id(part): part for module in checkpointed for part in module.modules() if not list(part.children())}
     breaks = _graph_breaks()
-    residual.start = begun  # ty: ignore[invalid-assignment]
+    residual.start = begun
     hooks = [part.register_forward_hook(counted) for part in inside.values()]
     try:
         loss = sum(value.float().square().mean() for value in _floats(call()))
@@ -336,7 +337,7 @@ def _read(residual: Residual, trace: Trace) -> Iterator[Finding]:
 def _floats(output: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors of a model's output: the logits alone where it names them."""
     logits = getattr(output, "logits", None)
-    values: Iterable[Any] = [logits] if isinstance(logits, Tensor) else torch.utils._pytree.tree_leaves(output)
+    values: Iterable[Any] = [logits] if isinstance(logits, Tensor) else _pytree.tree_leaves(output)
     yield from (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
 
 

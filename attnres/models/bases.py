@@ -98,7 +98,7 @@ class Depth(PreTrainedModel):
 
     @property
     def depth_base(self) -> nn.Module:
-        """The module that holds the layers, the final norm and the residual."""
+        """Return the module that holds the layers, the final norm and the residual."""
         return getattr(self, self.base_model_prefix, self)
 
     @property
@@ -107,7 +107,7 @@ class Depth(PreTrainedModel):
 
     @property
     def residual(self) -> Residual:
-        """The base model's residual."""
+        """Return the base model's residual."""
         base = self.depth_base
         return cast(Residual, super().__getattr__("residual") if base is self else base.residual)
 
@@ -277,7 +277,7 @@ def plain_class(auto: Any, config: type) -> type[PreTrainedModel] | None:
 
 
 def _takes(plain: Any, config: type) -> bool:
-    """Whether this is a model class for such configs."""
+    """Return whether this is a model class for such configs."""
     return (
         isinstance(plain, type) and issubclass(plain, PreTrainedModel) and issubclass(config, plain.config_class or ())
     )

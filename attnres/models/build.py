@@ -102,7 +102,7 @@ def build(
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> DepthMixin:
-    """A causal language model with freshly drawn weights.
+    """Return a causal language model with freshly drawn weights.
 
     Two models of one size, vocabulary and seed have identical shared weights, whatever their residuals: the weights are
     drawn before the residual's parameters are made.
@@ -128,7 +128,8 @@ def build_shapes(
     settings: Mapping[str, Any] | None = None,
     device: str | torch.device = "meta",
 ) -> DepthMixin:
-    """The model of a folder, a run or a hub name, from its config.json alone: shapes without memory, or drawn weights.
+    """Return the model of a folder, a run or a hub name, from its config.json alone: shapes without memory, or drawn
+    weights.
 
     Args:
         residual: of a plain model, "block" if none is given, with `settings`; a model with depth reads keeps its own.
@@ -161,7 +162,8 @@ def build_shapes(
 def build_plain(
     size: str | Mapping[str, Any] = "nano", *, vocab_size: int, max_positions: int = 2048, seed: int = 0
 ) -> PreTrainedModel:
-    """The family's own model, which has no depth stream, with the weights that `build` draws for the standard residual.
+    """Return the family's own model, which has no depth stream, with the weights that `build` draws for the standard
+    residual.
 
     Raises:
         UserError: as for `build`.

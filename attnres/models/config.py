@@ -101,7 +101,7 @@ class ResidualConfigMixin:
 
     @property
     def stored(self) -> dict[str, Any]:
-        """What `register_stored` needs of config.json."""
+        """Return what `register_stored` needs of config.json."""
         cls: Any = type(self)
         return {"model_type": cls.model_type, "residual_family": getattr(self, "residual_family", None)}
 
@@ -157,8 +157,8 @@ class ResidualConfigMixin:
 
     @property
     def layers_config(self) -> Any:
-        """The config of the layers that have the residual: of a model of more than text or more than a decoder, that of
-        its text's decoder."""
+        """Return the config of the layers that have the residual: of a model of more than text or more than a decoder,
+        that of its text's decoder."""
         return self.get_text_config(decoder=True)  # ty: ignore[missing-attribute]
 
     @property

@@ -73,7 +73,7 @@ class Conversion:
     versions: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """As conversion.json."""
+        """Return it as conversion.json."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ def convert(
     trust_remote_code: bool = False,
     **settings: Any,
 ) -> DepthMixin | Conversion:
-    """A pretrained model with depth reads, its logits unchanged.
+    """Return a pretrained model with depth reads, its logits unchanged.
 
     >>> model = convert("Qwen/Qwen3-0.6B", num_blocks=8)                # doctest: +SKIP
     >>> print(model.conversion)                                         # doctest: +SKIP
@@ -135,7 +135,7 @@ def convert(
     Args:
         source: a Transformers model in memory (a language model, an encoder, a vision or audio model, with any head or
             none), whose weights the converted one shares (training one trains both; `source` itself stays as it is); or
-            a folder, or a name on the hub.
+            a folder, or a name on the hub. A model of attnres with the standard residual is one too.
         residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings (`num_blocks`, `block_size`,
             ...). `read_scale` is "sum" unless given: the mean is exact only up to the norms' eps.
         out: a folder to write, new or empty: sharded safetensors, config, tokenizer and generation settings of the
@@ -157,7 +157,8 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", str(dtype), DTYPES)
     residual = residual_class(residual).name
-    make_settings = _with_exact_scale(residual, settings)
+    exact = {"read_scale": "sum"} if "read_scale" in settings_of(residual) else {}
+    make_settings = {**exact, **{name: value for name, value in settings.items() if value is not None}}
     check_settings(residual, make_settings)
     if out is not None:
         out = refuse_other(out)
@@ -166,7 +167,8 @@ def convert(
             raise UserError(
                 f"dtype '{dtype}' was given with a model in memory, whose weights are shared: cast it first"
             )
-        new = _convert(source, residual, make_settings, _name_of(source))
+        name = getattr(getattr(source, "config", None), "name_or_path", "") or type(source).__name__
+        new = _convert(source, residual, make_settings, name)
         return new if out is None else _write(new, Path(out), {})
     checkpoint = open_checkpoint(source, trust_remote_code=trust_remote_code)
     check_source(checkpoint)
@@ -182,14 +184,8 @@ def check_source(source: Checkpoint) -> None:
     """Refuse with a UserError a model on disk that cannot be given depth reads, before its weights are read."""
     name, quantised = source.name, source.fields.get("quantization_config")
     refuse_own_reads(name, source.fields.get("model_type"))
-    if source.kind == "attnres":
-        residual = source.fields.get("residual")
-        if residual == "standard" and not source.settings:
-            raise UserError(
-                f"{name} is a model of attnres already, with the standard residual: attnres train --init-from {name} "
-                "trains it with another"
-            )
-        raise UserError(f"{name} has depth reads already (residual '{residual}'): convert the plain one")
+    if source.kind == "attnres" and (source.residual != "standard" or source.settings):
+        raise UserError(f"{name} has depth reads already (residual '{source.residual}'): convert the plain one")
     if source.kind == "foreign":
         raise UserError(
             f"{name} has depth reads in the format of '{formats_of(source.fields)[0].name}': attnres convert {name} "
@@ -204,7 +200,7 @@ def check_source(source: Checkpoint) -> None:
 
 
 def _check_room(source: Checkpoint, out: Path, dtype: str | None) -> None:
-    """A disk that is too small is found before minutes of work; one that fills up meanwhile, when writing."""
+    """Refuse with a UserError a disk that is too small, before minutes of work."""
     size = source.weights.nbytes(None if dtype is None else DTYPES[dtype].itemsize)
     above = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
     free = shutil.disk_usage(above).free
@@ -218,6 +214,22 @@ def _write(new: DepthMixin, out: Path, folder: Mapping[str, Path]) -> Conversion
     return report
 
 
+def _plain(model: DepthMixin) -> PreTrainedModel:
+    """Return the plain Transformers model of one with the standard residual, around the same weights."""
+    config: Any = model.config
+    kind = type(config).__bases__[1]
+    ours = {"model_type", "architectures", "transformers_version", *stray_settings(type(config), vars(config))}
+    fields = {name: value for name, value in config.to_dict().items() if name not in ours}
+    fields = {name: value for name, value in fields.items() if not name.startswith("residual")}
+    with torch.random.fork_rng(devices=[]):
+        plain = model.plain_class(kind(**fields))
+    weights = {name: tensor for name, tensor in model.state_dict().items() if ".residual." not in name}
+    plain.load_state_dict(weights, assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain.train(model.training)
+
+
 def _convert(
     model: PreTrainedModel,
     residual: str,
@@ -227,6 +239,8 @@ def _convert(
     remote: Mapping[str, str] | None = None,
     ignored: Sequence[str] = (),
 ) -> DepthMixin:
+    if isinstance(model, DepthMixin) and model.config.residual == "standard" and not model.config.residual_settings:
+        model = _plain(model)
     _check_convertible(model)
     key, probed = _family_key(model)
     config_class, main = CLASSES[key]
@@ -324,7 +338,7 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
 
 
 def _why_not_standard(model: DepthMixin) -> str:
-    """Why a model's residual is not the standard one at the start to within rounding, as part of a sentence."""
+    """Say why a model's residual is not the standard one at the start to within rounding, as part of a sentence."""
     residual: Residual = model.residual.itself()
     settings = model.config.residual_settings
     if residual.traits.starts_standard and not model.family.normed:
@@ -336,15 +350,6 @@ def _why_not_standard(model: DepthMixin) -> str:
         return f"with {changes} it is not the standard residual at the start"
     rule = "" if residual.about is None else f", {residual.about.rule},"
     return f"its rule{rule} is not the standard residual at the start"
-
-
-def _with_exact_scale(residual: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    exact = {"read_scale": "sum"} if "read_scale" in settings_of(residual) else {}
-    return {**exact, **{name: value for name, value in settings.items() if value is not None}}
-
-
-def _name_of(model: Any) -> str:
-    return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
 
 
 def _check_convertible(model: Any) -> None:
@@ -377,7 +382,7 @@ def _check_convertible(model: Any) -> None:
 
 
 def _family_key(model: PreTrainedModel) -> tuple[str, bool]:
-    """The key in `CLASSES` of this model's family, and whether it was probed.
+    """Return the key in `CLASSES` of this model's family, and whether it was probed.
 
     Every model is probed: a listed family whose layers do something else in this configuration is refused too.
     """

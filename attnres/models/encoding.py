@@ -45,7 +45,7 @@ def encode_prompt(
     name: str = "the model",
     what: str = "the text",
 ) -> Tokens:
-    """The tokens of a text that a model is given whole, those in front of it included.
+    """Return the tokens of a text that a model is given whole, those in front of it included.
 
     Args:
         rows: of the model's embedding; context: tokens that it takes, of which `room` stay free. None is not known.
@@ -75,7 +75,7 @@ def encode_prompt(
 
 
 def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
-    """The tokens of a text that is cut into windows, without those in front: they begin each window.
+    """Return the tokens of a text that is cut into windows, without those in front: they begin each window.
 
     Raises:
         UserError: as `tokenise`.
@@ -87,7 +87,7 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
-    """The tokens of the characters of a text, and no others.
+    """Return the tokens of the characters of a text, and no others.
 
     Raises:
         UserError: the tokenizer fails, as one without a token for the unknown may, and each on half a character.
@@ -103,7 +103,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
 
 
 def token_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """What the tokenizer itself puts in front of a text, mostly the beginning-of-text token; often nothing.
+    """Return what the tokenizer itself puts in front of a text, mostly the beginning-of-text token; often nothing.
 
     A single token that the tokenizer adds is taken for the end's where it is that and does not begin a text, too.
     """
@@ -131,7 +131,7 @@ def check_ids(ids: Any, rows: int | None, name: str = "the model") -> None:
 
 
 def rows_of(model: Any) -> int:
-    """How many tokens the embedding of a model has rows for."""
+    """Return how many tokens the embedding of a model has rows for."""
     table = model.get_input_embeddings()
     return int(getattr(table, "num_embeddings", table.weight.shape[0]))
 
@@ -175,8 +175,8 @@ def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
 
 
 def pieces(tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets") -> list[str]:
-    """What each token of `text` says: the characters at its offsets, which keep the spaces that some tokenizers drop,
-    or `piece` where they are not its own, as with tokens that share a character."""
+    """Return what each token of `text` says: the characters at its offsets, which keep the spaces that some tokenizers
+    drop, or `piece` where they are not its own, as with tokens that share a character."""
     token_spans = list(offsets[: len(ids)]) or [(0, 0)] * len(ids)
     spans = [(0, 0), *token_spans, (len(text), len(text))]
     alone = [
@@ -192,8 +192,8 @@ def pieces(tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str
 def characters(
     tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets"
 ) -> tuple[list[str], list[str]]:
-    """What tokens say in whole characters, and a name for each: what several tokens spell together stands at the first
-    of them, nothing at the others, whose names say which of how many they are: "漢 (2 of 3)"."""
+    """Return what tokens say in whole characters, and a name for each: what several tokens spell together stands at the
+    first of them, nothing at the others, whose names say which of how many they are: "漢 (2 of 3)"."""
     shown: list[str] = []
     names: list[str] = []
     first = 0
@@ -232,7 +232,7 @@ DEFAULT_CONTEXT = 2048
 
 
 def context_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """The longest sequence in tokens, as lm-eval finds it (0.4.13, `resolve_max_length`)."""
+    """Return the longest sequence in tokens, as lm-eval finds it (0.4.13, `resolve_max_length`)."""
     stated = stated_context(config)
     if stated is not None:
         return stated
@@ -241,7 +241,7 @@ def context_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> int:
 
 
 def stated_context(config: Any) -> int | None:
-    """The longest sequence in tokens that the config names; None where it names none."""
+    """Return the longest sequence in tokens that the config names; None where it names none."""
     for name in ("n_positions", "max_position_embeddings", "n_ctx"):
         value = getattr(text_config(config), name, None)
         if value is not None:
@@ -256,5 +256,5 @@ def _length(value: Any, name: str) -> int:
 
 
 def text_config(config: Any) -> Any:
-    """The config of the part that is a language model; itself where it has no parts."""
+    """Return the config of the part that is a language model; itself where it has no parts."""
     return getattr(config, "text_config", None) or config

@@ -46,7 +46,7 @@ class Difference(NamedTuple):
 
     @property
     def within(self) -> bool:
-        """Whether the difference is rounding; False where one of the two is not finite."""
+        """Return whether the difference is rounding; False where one of the two is not finite."""
         return self.relative <= self.bound
 
 
@@ -83,7 +83,7 @@ class Arithmetic(TorchDispatchMode):
 
 
 def fixed_tokens(model: PreTrainedModel, tokens: int = _TOKENS, rows: int = _ROWS) -> Tensor:
-    """The same ids (rows, at most `tokens`) for every model of one vocabulary."""
+    """Return the same ids (rows, at most `tokens`) for every model of one vocabulary."""
     table: Any = model.get_input_embeddings().weight
     text: Any = model.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or tokens
@@ -93,8 +93,8 @@ def fixed_tokens(model: PreTrainedModel, tokens: int = _TOKENS, rows: int = _ROW
 
 
 def fixed_inputs(model: PreTrainedModel, tokens: int = _TOKENS) -> dict[str, Tensor]:
-    """The same arguments for every model of one configuration: ids, or noise as pictures or as sound; and the decoder's
-    ids where there are an encoder and a decoder."""
+    """Return the same arguments for every model of one configuration: ids, or noise as pictures or as sound; and the
+    decoder's ids where there are an encoder and a decoder."""
     config: Any = model.config
     name, first = model.main_input_name, next(model.parameters())
     generator = torch.Generator().manual_seed(0)
@@ -151,7 +151,7 @@ def logits(
 
 @torch.no_grad()
 def _run(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Any:
-    """What a model puts out for ids or named arguments, without a cache."""
+    """Return what a model puts out for ids or named arguments, without a cache."""
     arguments: dict[str, Any] = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False

@@ -174,7 +174,7 @@ class FamilyRow(NamedTuple):
 
 
 def families_table() -> list[FamilyRow]:
-    """What converts, how exactly, and what is refused and why."""
+    """Return what converts, how exactly, and what is refused and why."""
     rows = []
     for key, family in FAMILIES.items():
         note = "" if family.normed else "attention and MLP take the stream with no norm before them"

@@ -62,7 +62,7 @@ class WeightFiles:
 
     @functools.cached_property
     def paths(self) -> list[Path]:
-        """The safetensors that the index names, or the single one.
+        """Return the safetensors that the index names, or the single one.
 
         Raises:
             UserError: there are none, or one that the index names is missing.
@@ -81,11 +81,11 @@ class WeightFiles:
 
     @property
     def parameters(self) -> int:
-        """How many numbers they hold."""
+        """Return how many numbers they hold."""
         return sum(size for _, size, _ in self._tensors())
 
     def nbytes(self, itemsize: int | None = None) -> int:
-        """Bytes of the weights, as they are stored or with `itemsize` bytes each."""
+        """Return the bytes of the weights, as they are stored or with `itemsize` bytes each."""
         return sum(size * (itemsize or _BYTES.get(dtype, 8)) for _, size, dtype in self._tensors())
 
     def check(self) -> None:
@@ -270,7 +270,7 @@ def fields_of(name: str, folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def _fetched(name: str, *, code: bool) -> Path:
-    """The folder of a model of the hub, which is asked once: first for what says which files are the weights."""
+    """Return the folder of a model of the hub, which is asked once: first for what says which files are the weights."""
     folder = _described(name, [*BESIDE, "config.json", INDEX, *(["*.py"] if code else [])])
     return fetch(name, weight_names(folder))
 
@@ -290,7 +290,7 @@ _ADVICE = "remove it: the run and its other snapshots do not need it"
 
 
 def tensors_of(residual: Residual) -> dict[str, Tensor]:
-    """What a snapshot of a residual holds, by name; nothing where that is nothing or is not light."""
+    """Return what a snapshot of a residual holds, by name; nothing where that is nothing or is not light."""
     tensors = residual.state_dict()
     return tensors if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) <= LIGHT else {}
 
@@ -302,13 +302,13 @@ def write_snapshot(run: str | Path, step: int, tensors: Mapping[str, Tensor]) ->
 
 
 def snapshots(run: str | Path) -> dict[int, Path]:
-    """The snapshots of a run, by step, in order."""
+    """Return the snapshots of a run, by step, in order."""
     files = sorted((Path(run) / "residual").glob("*.safetensors"))
     return {int(path.stem): path for path in files if re.fullmatch("[0-9]{1,18}", path.stem) and path.is_file()}
 
 
 def residual_at(config: Any, path: Path) -> Residual:
-    """The residual of a model of this config, as a snapshot has it.
+    """Return the residual of a model of this config, as a snapshot has it.
 
     Raises:
         UserError: it is damaged, or of another residual.
@@ -324,7 +324,7 @@ def residual_at(config: Any, path: Path) -> Residual:
 
 
 def _misfit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
-    """What keeps tensors from being those of a residual; empty where nothing does."""
+    """Return what keeps tensors from being those of a residual; empty where nothing does."""
     if expected.keys() != tensors.keys():
         return f"it holds {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(expected))}"
     for name, tensor in tensors.items():

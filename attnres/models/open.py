@@ -63,7 +63,7 @@ class Checkpoint:
 
     @functools.cached_property
     def has_tokenizer(self) -> bool:
-        """Whether the folder holds one."""
+        """Return whether the folder holds one."""
         return holds_tokenizer(self.folder)
 
     @property
@@ -84,7 +84,8 @@ class Checkpoint:
         return (self.fields.get("auto_map") or {}) if self.fields.get("model_type") not in CONFIG_MAPPING else {}
 
     def title(self, parts: int = 1) -> str:
-        """A hub name as it is; else the last `parts` parts of the path of the run or folder, and which checkpoint."""
+        """Return a hub name as it is; else the last `parts` parts of the path of the run or folder, and which
+        checkpoint."""
         if not user_path(self.name).exists():
             return self.name
         path = [part for part in self.folder.absolute().parts if part != "model"]
@@ -92,7 +93,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int | None:
-        """The training step that it is of, where its run says."""
+        """Return the training step that it is of, where its run says."""
         for file in (self.folder.parent / "summary.json", self.folder.parent / "state.json"):
             if file.is_file():
                 value = read_json(file)
@@ -102,12 +103,12 @@ class Checkpoint:
 
     @property
     def residual(self) -> str | None:
-        """The name of its residual; None for a plain model."""
+        """Return the name of its residual; None for a plain model."""
         return getattr(self.config, "residual", None)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of its residual that are not the defaults."""
+        """Return the settings of its residual that are not the defaults."""
         settings = getattr(self.config, "residual_settings", None) or {}
         return {name: value for name, value in settings.items() if value is not None}
 
@@ -115,7 +116,7 @@ class Checkpoint:
 
     @functools.cached_property
     def config(self) -> Any:
-        """The Transformers config; of another project's checkpoint, that of the model that it makes here.
+        """Return the Transformers config; of another project's checkpoint, that of the model that it makes here.
 
         Raises:
             UserError: code that is not trusted, an unknown type, or fields that make no config.
@@ -141,7 +142,7 @@ class Checkpoint:
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer.
+        """Return the tokenizer.
 
         Raises:
             UserError: there is none, it is damaged, or it is another model's.
@@ -168,7 +169,7 @@ class Checkpoint:
 
     @property
     def context(self) -> int:
-        """The longest sequence, in tokens."""
+        """Return the longest sequence, in tokens."""
         return context_of(self.config, self.tokenizer if self.has_tokenizer else None)
 
     # ------------------------------------------------------------------ files
@@ -188,7 +189,8 @@ class Checkpoint:
         check_ids(ids or [0], self.vocab_size, self.name)
 
     def files_beside(self) -> dict[str, Path]:
-        """Files that go along when the model is written elsewhere, by name; Python files where they are trusted."""
+        """Return the files that go along when the model is written elsewhere, by name; Python files where they are
+        trusted."""
         patterns = (*BESIDE, "*.py") if self.trusted and self.code else BESIDE
         files = (file for pattern in patterns for file in sorted(self.folder.glob(pattern)))
         return {file.name: file for file in files if file.is_file()}
@@ -198,7 +200,7 @@ class Checkpoint:
     def load(
         self, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", **options: Any
     ) -> PreTrainedModel:
-        """The model, in evaluation mode.
+        """Return the model, in evaluation mode.
 
         Args:
             dtype: of the weights: auto (as stored), a name in `DTYPES` or torch's; a residual's own are always fp32.
@@ -212,7 +214,8 @@ class Checkpoint:
         return model if "device_map" in options else model.to(device)
 
     def load_all(self, dtype: str | torch.dtype = "auto", **options: Any) -> tuple[PreTrainedModel, list[str]]:
-        """The model as from `load`, on the CPU, and the names of stored tensors that its class has no use for."""
+        """Return the model as from `load`, on the CPU, and the names of stored tensors that its class has no use
+        for."""
         if isinstance(dtype, str) and dtype != "auto":
             if dtype not in DTYPES:
                 raise unknown("dtype", dtype, ["auto", *DTYPES])
@@ -277,7 +280,7 @@ def load(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """A model with a residual, in evaluation mode.
+    """Return a model with a residual, in evaluation mode.
 
     >>> model = load("runs/demo/block-seed0")               # doctest: +SKIP
     >>> model = load("wdlctc/open-attnres-block")           # doctest: +SKIP
@@ -302,7 +305,7 @@ def load(
 
 
 def _named_class(name: str, config: Any) -> Any:
-    """The class of ours or of Transformers that a config names, whatever its head; None where it names none.
+    """Return the class of ours or of Transformers that a config names, whatever its head; None where it names none.
 
     Raises:
         UserError: a class of ours that was made of one which is not there.

@@ -73,7 +73,7 @@ class _Weights:
 
 
 def routing_forward(base_forward: Callable) -> Callable:
-    """A family's forward with one more argument, `output_routing_weights`."""
+    """Return a family's forward with one more argument, `output_routing_weights`."""
 
     @functools.wraps(base_forward)
     def forward(self: Any, *args: Any, output_routing_weights: bool = False, **kwargs: Any) -> Any:

@@ -62,8 +62,8 @@ class Replay:
             yield
 
     def _pass_on(self, number: int, last: bool, copies: int, *args: Any, **kwargs: Any) -> Any:
-        """What layer `number` - 1 puts out in place of its own forward; of the layers before the last skipped one
-        nobody reads it."""
+        """Return what layer `number` - 1 puts out in place of its own forward; of the layers before the last skipped
+        one nobody reads it."""
 
         def replayed(value: Any) -> Any:
             if isinstance(value, _Packed):
@@ -86,7 +86,7 @@ class _Packed:
         self.residual, self.index, self.like = stream.residual, stream.index, stream.like
 
     def stream_of(self, copies: int, *, read: bool) -> Stream:
-        """The stream of so many copies; without `read` only its place."""
+        """Return the stream of so many copies; without `read` only its place."""
         like = _copies(self.like, copies)
         if not read:
             return Stream(self.residual, None, self.index, like)
@@ -109,7 +109,7 @@ class _Written(Observer):
 
 
 def _copies(tensor: Tensor, copies: int) -> Tensor:
-    """A tensor of one text as that of several: no memory is taken."""
+    """Return a tensor of one text as that of several: no memory is taken."""
     return tensor.expand(copies, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == 1 else tensor
 
 

@@ -39,7 +39,8 @@ sheets. The first that fits counts."""
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Operations a second that a device can do in "bf16" or "fp32"; None where nobody has written it down here."""
+    """Return the operations a second that a device can do in "bf16" or "fp32"; None where nobody has written it down
+    here."""
     if device.type != "cuda" or (dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32):
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()
@@ -50,12 +51,12 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def forward_flops(model: Any, length: int) -> float:
-    """Operations of a forward pass for each token of sequences of `length`."""
+    """Return the operations of a forward pass for each token of sequences of `length`."""
     return 2 * _multiplying(model) + _attention(model.config, length)
 
 
 def step_flops(model: Any, length: int) -> float:
-    """The same of a forward and a backward pass; a frozen weight has no gradient of its own."""
+    """Return the same of a forward and a backward pass; a frozen weight has no gradient of its own."""
     gradients = 2 * (_multiplying(model) + _multiplying(model, trained=True)) + 2 * _attention(model.config, length)
     return forward_flops(model, length) + gradients
 

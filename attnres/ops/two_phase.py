@@ -199,7 +199,7 @@ class _Merge(torch.autograd.Function):
         added: Tensor | None,
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
-        # rest: k open sources; then, if the read is to be made again in backward, the sealed ones and their logits.
+        # rest: k open sources; then, if the read is to be recomputed in backward, the sealed ones and their logits.
         ctx.set_materialize_grads(False)
         k = form.k
         opens = rest[:k]

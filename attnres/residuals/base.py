@@ -35,8 +35,7 @@ class Residual(Described, Watched, Cut, Banked, Precise):
     parts: ClassVar[tuple[type, ...]] = ()
     """Classes whose keyword arguments are settings of the mechanism too, handed on to them."""
     slow: tuple[str, ...] = ()
-    """Names of parameters that train at a tenth of the model's rate unless told otherwise: queries of a softmax over
-    depth, and gains of their keys, whose d products add up to a logit that nothing divides."""
+    """Parameters that train at a tenth of the model's rate: the d products of query and key add up to a logit."""
     even_start: ClassVar[bool] = False
     """Output weights start alike at any depth, also in a family that draws them smaller with depth (GPT-2)."""
     heeds_recompute: bool = False
@@ -86,8 +85,7 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         return 1.0
 
     def forward(self, verb: str, *args: Any) -> Any:
-        """Do a verb by its name, or another method that a wrapped residual is asked for: hidden_state, mix_values,
-        set_progress, penalty, itself."""
+        """Do a verb by its name, or another method that a wrapped residual is asked for."""
         call = getattr(self, verb)
         if not (self.recompute_reads and verb in ("read", "finish") and torch.is_grad_enabled()):
             return call(*args)
@@ -100,8 +98,7 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         return self
 
     def set_progress(self, fraction: float) -> None:
-        """Take note of the part of training that is done with the coming step, above 0 to 1. A mechanism that depends
-        on it keeps it in a buffer, so that a saved model evaluates as it was."""
+        """Take note of the part of training that is done with the coming step, above 0 to 1; keep it in a buffer."""
 
     def penalty(self) -> Tensor | None:
         """Return a scalar with its gradient that training adds to the loss once a step, and to no loss that it reports;
@@ -110,6 +107,5 @@ class Residual(Described, Watched, Cut, Banked, Precise):
 
 
 def verbs(residual: nn.Module) -> Callable[..., Any]:
-    """Return the callable that runs verbs in a pass: a residual's own `forward`, which saves a module's call each time,
-    or the module where it has hooks or wraps a residual."""
+    """Return the callable that runs verbs: a residual's own `forward`, or the module if hooked or a wrapper."""
     return residual.forward if isinstance(residual, Residual) and not has_hooks(residual) else residual

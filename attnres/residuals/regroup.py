@@ -86,6 +86,8 @@ def _home(
     for one, fields in candidates:
         if not _is_muon(one, fields) and MARK not in fields:
             return one, {key: value for key, value in fields.items() if key not in ("params", "param_names")}
+    if "fallback_lr_scale" in group:  # timm's Muon is AdamW for a group that says so
+        return own, {key: value for key, value in group.items() if key != "params"} | {"use_muon": False}
     raise UserError(
         f"{type(own).__name__} has queries and gains, which it would make orthogonal, and there is no other optimizer: "
         "give regroup both, [muon, adamw]"
@@ -93,7 +95,9 @@ def _home(
 
 
 def _is_muon(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    # Keller Jordan's MuonWithAuxAdam says of each group which of the two it is for
+    # optimizers of both kinds say of a group which it is for, nanochat's by `kind`, Keller Jordan's by `use_muon`
+    if "kind" in group:
+        return group["kind"] == "muon"
     return group.get("use_muon", "muon" in type(optimizer).__name__.lower())
 
 

@@ -81,7 +81,7 @@ class Load:
     itemsize: int = 2
     """Bytes of a number that matrix products take in and keep."""
     checkpointing: str = "none"
-    """What is made again in backward, as in `checkpoint_activations`."""
+    """What is recomputed in backward, as in `checkpoint_activations`."""
 
 
 @dataclass(frozen=True)

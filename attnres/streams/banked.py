@@ -131,8 +131,8 @@ class KnownNorm:
         self.eps_name = "eps" if isinstance(module, nn.LayerNorm | nn.RMSNorm) else "variance_epsilon"
 
     def holds(self, module: nn.Module | None) -> bool:
-        """Whether this is the module, and its weights, of which the bank has no copies, lie where they lay, with the
-        same eps and autocast."""
+        """Return whether this is the module, and its weights, of which the bank has no copies, lie where they lay, with
+        the same eps and autocast."""
         fused = self.fused
         if module is not self.module or fused is None or module is None:
             return module is self.module
@@ -149,6 +149,6 @@ class KnownNorm:
 
 
 def _places(norm: Norm | None) -> tuple[int, int]:
-    """Where a norm's weight and bias lie."""
+    """Return where a norm's weight and bias lie."""
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     return (0 if weight is None else weight.data_ptr()), (0 if bias is None else bias.data_ptr())

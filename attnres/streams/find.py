@@ -250,7 +250,8 @@ def _replaced(args: tuple, kwargs: Mapping[str, Any], state: Any) -> tuple[tuple
 
 
 def _removes_scale(module: nn.Module, like: Tensor) -> bool:
-    """Whether module(8x) = module(x), for x so large that an eps does not matter; on the meta device, by its name."""
+    """Return whether module(8x) = module(x), for x so large that an eps does not matter; on the meta device, by its
+    name."""
     if like.is_meta:
         return "norm" in type(module).__name__.lower() and not list(module.children())
     x = torch.linspace(-64, 64, like.shape[-1], device=like.device, dtype=like.dtype).cos().mul_(1024).expand_as(like)

@@ -43,7 +43,7 @@ class Inputs:
         return cls(*(x if isinstance(x, Ways) else (x, x, x)), **values)
 
     def values(self, value: Tensor) -> Tensor:
-        """What attention uses and caches in place of its own `value` (..., heads * head_dim)."""
+        """Return what attention uses and caches in place of its own `value` (..., heads * head_dim)."""
         if self.mix is None:
             return value
         if self.layer == 0:
@@ -168,7 +168,7 @@ def split(layers: Sequence[nn.Module], projections: Sequence[str], fused: Fused,
 
 
 def _refusal(layer: nn.Module, projections: Sequence[str], fused: Fused) -> str | None:
-    """Why a layer's attention cannot take `Inputs`; None where it can."""
+    """Say why a layer's attention cannot take `Inputs`; None where it can."""
     modules = dict(layer.named_modules())
     missing = [path for path in projections if path not in modules]
     if missing or not projections:

@@ -52,13 +52,13 @@ def _empty(mixin: type[Exchanged], cls: type[nn.Module]) -> nn.Module:
 
 
 def _forward(module: nn.Module) -> Callable:
-    """The forward of a norm's own class."""
+    """Return the forward of a norm's own class."""
     return own_class(module).forward
 
 
 def describe_norm(module: nn.Module, like: Tensor) -> NormLike:
-    """A pre-norm as a value, where its arithmetic is known; else what it computes, as a function: the module has been
-    called with the stream already, and its hooks with it.
+    """Return a pre-norm as a value, where its arithmetic is known; else what it computes, as a function: the module has
+    been called with the stream already, and its hooks with it.
 
     Under autocast the normed vector comes out in the autocast dtype, since only matrix products consume it.
     """
@@ -76,7 +76,7 @@ def describe_norm(module: nn.Module, like: Tensor) -> NormLike:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether a norm with a `variance_epsilon` computes x / rms(x) * weight, as far as one vector tells."""
+    """Return whether a norm with a `variance_epsilon` computes x / rms(x) * weight, as far as one vector tells."""
     weight: Any = module._parameters.get("weight")
     if weight is None:
         return True

@@ -148,14 +148,14 @@ def _enter(
 
 
 def _none_ran() -> bool:
-    """Whether no layer of the running pass has begun its stream: the first ones were skipped. A layer that is run again
-    in backward is given what it was given before."""
+    """Return whether no layer of the running pass has begun its stream: the first ones were skipped. A layer that is
+    run again in backward is given what it was given before."""
     return not torch.compiler.is_compiling() and (progress() == WAITING or torch._C._current_graph_task_id() != -1)
 
 
 def _hooks_of_others(layer: nn.Module) -> bool:
-    """Whether a layer has hooks besides ours, one before it and one after. Those of Transformers do not count: the
-    first pass that is asked for hidden states leaves them on the layers for good, and they do nothing in others."""
+    """Return whether a layer has hooks besides ours, one before it and one after. Those of Transformers do not count:
+    the first pass that is asked for hidden states leaves them on the layers for good, and they do nothing in others."""
     after = 0
     for hook in layer._forward_hooks.values():
         after += getattr(hook, "__module__", None) != _CAPTURES

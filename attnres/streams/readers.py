@@ -157,8 +157,8 @@ def make_plain(part: nn.Module) -> None:
 
 
 def still_reads(part: nn.Module, *, last: bool = False) -> bool:
-    """Whether this module, or one inside of it where it is a wrapper, reads streams; `last`: as the norm before the
-    head."""
+    """Return whether this module, or one inside of it where it is a wrapper, reads streams; `last`: as the norm before
+    the head."""
     kind = _Finishing if last else _Reading
     return any(isinstance(m, kind) or _read_input in m._forward_pre_hooks.values() for m in part.modules())
 
@@ -193,7 +193,7 @@ class Parts:
         self._note()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parts":
-        """A copy with the copy of `base`; of a layer that is copied alone the streams stay those of `base`."""
+        """Return a copy with the copy of `base`; of a layer that is copied alone the streams stay those of `base`."""
         if id(self.base) not in memo:
             return self
         memo[id(self)] = new = object.__new__(Parts)
@@ -213,18 +213,19 @@ class Parts:
         self.sizes = [(self.base.get_submodule(path), count) for path, count in self.counts.items()]
 
     def hands_tuples(self, number: int) -> bool:
-        """Whether a layer hands on a tuple of tensors: a compiled pass lets nothing else into a checkpointed layer."""
+        """Return whether a layer hands on a tuple of tensors: a compiled pass lets nothing else into a checkpointed
+        layer."""
         layer, (holder, name) = self.layers[number], self.homes[number]
         wrapped = holder._modules[name] is not layer
         return self.tuples or (torch.compiler.is_compiling() and (wrapped or self.unpacks(layer)))
 
     def unpacks(self, layer: nn.Module) -> bool:
-        """Whether a layer is to be given a tuple, for it checkpoints its own forward in a compiled pass."""
+        """Return whether a layer is to be given a tuple, for it checkpoints its own forward in a compiled pass."""
         return isinstance(layer, _Unpacking) and layer.training and torch.compiler.is_compiling() and not self.shown
 
     @property
     def residual(self) -> nn.Module:
-        """The residual that `base` has when it runs, or what wraps it."""
+        """Return the residual that `base` has when it runs, or what wraps it."""
         return cast(nn.Module, self.base._modules["residual"])
 
     def refuse_changes(self) -> None:
@@ -258,7 +259,7 @@ class Parts:
             self._note()
 
     def _is_layer(self, module: nn.Module, number: int) -> bool:
-        """Whether a module has the hook of this layer."""
+        """Return whether a module has the hook of this layer."""
         hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if owner(hook) is self]
         return any(hook.args[1:2] == (number,) for hook in hooks)
 
@@ -298,7 +299,7 @@ def _links(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Mo
 
 
 def _reach(module: nn.Module, path: str) -> nn.Module | None:
-    """The part of that path; None where it is missing."""
+    """Return the part of that path; None where it is missing."""
     try:
         return module.get_submodule(path)
     except AttributeError:

@@ -65,14 +65,14 @@ def note_progress(stage: str) -> None:
 
 
 def progress() -> str | None:
-    """How far the running pass, or the last one, is."""
+    """Return how far the running pass, or the last one, is."""
     return _progress.get()
 
 
 def reentrant(residual: nn.Module) -> Sequence[Any] | None:
-    """What torch's reentrant checkpointing was given, where it runs layers of the module that has the residual, or a
-    part of one: with gradients off, and passing on those of tensors alone. None where it runs all of that module, or
-    nothing: then the gradients are made when it runs again."""
+    """Return what torch's reentrant checkpointing was given, where it runs layers of the module that has the residual,
+    or a part of one: with gradients off, and passing on those of tensors alone. None where it runs all of that module,
+    or nothing: then the gradients are made when it runs again."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _REENTRANT:
@@ -84,7 +84,7 @@ def reentrant(residual: nn.Module) -> Sequence[Any] | None:
 
 
 def is_addition(func: Callable) -> bool:
-    """Whether a function that torch hands to `__torch_function__` is `+`."""
+    """Return whether a function that torch hands to `__torch_function__` is `+`."""
     return func in _ADDITIONS
 
 
@@ -135,8 +135,8 @@ class Stream:
         return cls(residual, None, 0, embedding.detach(), embedding, call=verbs(residual), tracked=tracked)
 
     def written(self) -> Any:
-        """The state with the last output in it; not kept where there are gradients, for checkpointing makes a layer's
-        read of its input again."""
+        """Return the state with the last output in it; not kept where there are gradients, for checkpointing makes a
+        layer's read of its input again."""
         if self.output is None:
             return self.state
         if self._written is not None:
@@ -151,7 +151,7 @@ class Stream:
         return state
 
     def read(self, norm: Any) -> Tensor | Inputs:
-        """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
+        """Return the input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
         if self.tracked and not torch.is_grad_enabled() and reentrant(self.residual) is not None:
             raise UserError(REENTRANT_IS_REFUSED)
         spec = self.spec(norm)
@@ -169,7 +169,7 @@ class Stream:
         return as_it_is if norm is None else describe_norm(norm, self.like)
 
     def _with_values(self, x: Tensor | Ways, inner: Residual) -> Tensor | Inputs:
-        """The input of the coming sublayer, where attentions' values take something from the first layer's."""
+        """Return the input of the coming sublayer, where attentions' values take something from the first layer's."""
         kinds, mixes = inner.sublayers, inner.value_mix
         if mixes is not None and kinds[self.index % len(kinds)] == "attention":
             layer = self.index // len(kinds)
@@ -180,7 +180,7 @@ class Stream:
         return Inputs.of(x) if isinstance(x, Ways) else x
 
     def finish(self, norm: nn.Module) -> Tensor | Inputs:
-        """The normed input of the head.
+        """Return the normed input of the head.
 
         Raises:
             TypeError: not every sublayer has read and written.
@@ -244,7 +244,7 @@ class Stream:
         return getattr(self.hidden_state(), name)
 
     def to(self, *args: Any, **kwargs: Any) -> "Stream":
-        """The stream with all its tensors elsewhere, as what offloads modules asks of their arguments."""
+        """Return the stream with all its tensors elsewhere, as what offloads modules asks of their arguments."""
         if self.like.to(*args, **kwargs) is self.like:
             return self
         return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(*args, **kwargs), self)
@@ -261,7 +261,7 @@ class Stream:
     __rmul__ = __mul__
 
     def hidden_state(self) -> Tensor:
-        """The stream as one vector a token, for those who look at hidden states."""
+        """Return the stream as one vector a token, for those who look at hidden states."""
         inner = self.residual("itself")
         if not inner.watched or self._written is not None:
             return self.residual("hidden_state", self.written())

@@ -41,7 +41,7 @@ class DataConfig:
 
     source: str = "stdlib"
     """stdlib (Python's own sources), a file or folder (.txt, .md, .jsonl, .json, .csv, .parquet, .arrow, .py; text
-    also as .gz or .zst), a pattern ('data/**/*.txt'), hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several in shares:
+    also as .gz or .zst), a pattern ('data/**/*.txt'), hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several by weight:
     mix:SOURCE=3,SOURCE=1; see attnres prepare."""
     tokenizer: str | None = None
     """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name; none is
@@ -74,17 +74,16 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     residual_lr: float | None = None
-    """Peak learning rate of the residual's own parameters. None is a tenth of lr for queries of depth reads (and
-    what makes them of the input) and their keys' gains (`Residual.slow`), with which at the whole rate a model loses
-    by 4 M tokens what it gained and does not find it again (docs/results.md, section 10), and lr for the others of a
-    residual; lr for all with finetune.init_from."""
+    """Peak learning rate of the residual's own parameters. None is 0.1 x lr for the queries of depth reads, what
+    computes them and their keys' gains (`Residual.slow`), and lr for the residual's other parameters; with
+    finetune.init_from it is lr for all."""
     residual_decay: float = 0.0
     """Decoupled weight decay of the pseudo-queries, towards the uniform mean."""
     muon_lr: float = 2e-3
     """Peak learning rate of Muon, scaled per matrix so that an update has the RMS of an AdamW update."""
     base_width: int | None = None
-    """The width at which the rates were found: those of a new model of another, and its start values, are carried over
-    as muP has it (docs/architecture.md). None takes them as they are."""
+    """Width of the model whose learning rates these are: the rates and start values of a new model of another width are
+    scaled as in muP (docs/architecture.md). None takes the rates as they are."""
     min_lr_ratio: float = 0.1
     """Last learning rate as a fraction of the peak."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -96,7 +95,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     """Decoupled weight decay of the weight matrices (nothing else is decayed)."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's two decay rates."""
+    """AdamW's beta1 and beta2."""
     momentum: float = 0.95
     """Muon's momentum."""
     clip: float = 1.0
@@ -113,28 +112,29 @@ class FinetuneConfig:
     inexact: bool = False
     """Start even where the residual changes the logits of the model it starts from (other layouts, biases, gates)."""
     train_only: Literal["all", "residual", "lora"] = "all"
-    """all parameters; residual: its own, the rest frozen; lora: those and low-rank changes of the layers' matrices."""
+    """all parameters; residual: the residual's own, the rest frozen; lora: those and low-rank changes (LoRA) of the
+    layers' matrices."""
     lora_rank: int = 8
-    """Rank of those changes."""
+    """Rank of LoRA's matrices."""
     lora_alpha: float = 16.0
-    """They are scaled by lora_alpha / lora_rank."""
+    """Scale of LoRA: its matrices' product is multiplied by lora_alpha / lora_rank."""
     distill_weight: float = 0.0
     """Share w of the loss (1-w) cross-entropy + w T^2 KL(model as it started from || this one)."""
     distill_temperature: float = 1.0
-    """Temperature T of both distributions there."""
+    """Temperature T of both distributions in the distillation loss."""
 
 
 @dataclass
 class ParallelConfig:
-    """How the processes of torchrun share the work: dp x shard x pp x tp x cp processes."""
+    """Distributed training: torchrun starts dp x shard x pp x tp x cp processes."""
 
     dp: int | None = None
-    """Copies of the model, each with its share of every batch; none is what the others leave of the processes, all of
-    them where nothing else is given."""
+    """Replicas of the model, each with its part of every batch (data parallel); none is what the other sizes leave of
+    the processes."""
     shard: int = 1
-    """Processes among which every parameter, gradient and optimizer state is shared out (FSDP2; HSDP with dp)."""
+    """Processes over which every parameter, gradient and optimizer state is sharded (FSDP2; HSDP with dp)."""
     pp: int = 1
-    """Processes among which the layers are cut into stages; the micro-batches of a step are `accumulation`."""
+    """Pipeline stages: processes over which the layers are split; a step has `accumulation` micro-batches."""
     pp_schedule: Literal[
         "gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"
     ] = "1f1b"
@@ -144,14 +144,14 @@ class ParallelConfig:
     pp_layers: tuple[int, ...] | None = None
     """Layers of each stage; none balances them by their multiplications (`attnres plan --measure`: by their times)."""
     tp: int = 1
-    """Processes among which the matrices of every layer are shared out, by Transformers' tp_plan, and the tokens of
-    every sequence."""
+    """Tensor parallel: processes over which the matrices of every layer (by Transformers' tp_plan) and the tokens of
+    every sequence are split."""
     cp: int = 1
-    """Processes among which the tokens of every sequence are shared out, with whole matrices: keys and values are
-    gathered."""
+    """Context parallel: processes over which the tokens of every sequence are split, with whole matrices: keys and
+    values are gathered."""
     async_save: bool = False
     """Write checkpoints while training goes on, from copies; training waits for one only before the next and at the
-    end. For models in shares, stages or slices."""
+    end. For sharded, pipelined or tensor-parallel models."""
 
 
 @dataclass
@@ -174,8 +174,8 @@ class TrainConfig:
     batch_size: int = 8
     """Sequences a step, over all processes and micro-batches."""
     accumulation: int = 1
-    """Micro-batches a step: memory falls, the result is the same mean over all tokens. With parallel.pp, 1 becomes as
-    many as the schedule needs."""
+    """Micro-batches of a step: less memory, the same mean over all tokens. With parallel.pp, 1 becomes as many as the
+    schedule needs."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 is autocast over fp32 parameters; auto is bf16 where the device has it, else fp32."""
     stream_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -189,8 +189,8 @@ class TrainConfig:
     """Capture forward, loss, backward, clipping and optimizers as CUDA graphs, so that the host launches a step by few
     calls; where that cannot be done steps are eager, and environment.json says why."""
     gradient_checkpointing: Literal["none", "layer", "sublayer", "reads"] = "none"
-    """What is made again in the backward pass instead of being kept: each layer, each attention and MLP, or depth reads
-    alone (the least memory saved, for a little time)."""
+    """What is recomputed in the backward pass instead of stored: each layer, each attention and MLP (sublayer), or
+    depth reads alone, which saves the least memory and costs little time."""
     loss: Literal["auto", "whole", "chunked"] = "auto"
     """Compute the loss from all logits of a micro-batch (whole) or from few rows of them at a time (chunked); auto is
     whole up to 33 million logits (268 million on a GPU), else chunked."""
@@ -204,12 +204,14 @@ class TrainConfig:
     save_every: int = 500
     """Steps between checkpoints (there is always one at the end and on Ctrl-C)."""
     keep_at: tuple[int, ...] = ()
-    """Steps whose checkpoints stay, in RUN/kept, for runs that branch off there."""
+    """Steps whose checkpoints are kept in RUN/kept, for runs that branch off there."""
     resume: bool = False
-    """Continue the run in the folder from its checkpoint, or start it if there is none. The result is the same, bit for
-    bit (on CUDA as far as its kernels repeat themselves): with the threads and kernels that it was begun with."""
+    """Continue the run in the folder from its checkpoint, or start it if there is none. The result is bit for bit that
+    of a run without a stop (on CUDA where its kernels are deterministic), with the threads and kernels it began
+    with."""
     allow_different: bool = False
-    """Resume even where something else than the configuration makes other numbers: the device, versions, kernels."""
+    """Resume even where the device, versions or kernels differ from those the run began with, so that its numbers would
+    differ."""
     track: Literal["none", "trackio", "wandb", "tensorboard"] = "none"
     """Also send the metrics to this tracker; metrics.jsonl is always written."""
 

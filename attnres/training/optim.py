@@ -45,7 +45,28 @@ that has them."""
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a model does to rates.
+    """How a model's width changes rates and start values that were found at another: muP (arXiv 2203.03466, table 8).
+
+    With m = width / `optim.base_width`:
+
+        what                                     start value       rate
+        matrices under AdamW                     / sqrt(m)         / m
+        matrices under Muon                      / sqrt(m)         / sqrt(m)
+        the final norm's gain, once 1            1 / m             / m
+        queries of a `slow` read, their makers   as they are       / m
+        embedding, untied head, everything else  as they are       as they are
+
+    Weight decay is multiplied by what its rate is divided by: a step decays as much. Why each:
+
+    - An update of AdamW has entries of one size, and d of them act together: its effect grows as the width.
+    - Muon's is orthogonal and scaled to the RMS of AdamW's, so that its largest singular value grows as the square
+      root.
+    - muP divides the logits by m. Here the final norm's gain does: the same function, updates and all, in any family,
+      with tied embeddings too, and a saved model needs no code for it.
+    - A pseudo-query is an output weight: d products of one sign add up to a logit.
+
+    Heads have to be as wide in both models, else attention's 1 / sqrt(d) would have to change as well. CompleteP, which
+    does the same for depth, is the residual `completep`; depth reads have no sum that grows.
 
     Attributes:
         ratio: m. final: names of the parameters of the final norm.

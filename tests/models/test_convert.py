@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralCo
 
 from attnres import RESIDUALS, UserError
 from attnres.models import load, model_files
-from attnres.models.build import build_shapes
+from attnres.models.build import build, build_shapes
 from attnres.models.classes import CLASSES
 from attnres.models.config import stray_settings
 from attnres.models.convert import DTYPES, convert
@@ -413,6 +413,19 @@ BAD = {
         r"brings its own code \(modeling_mine.Mine\), which is not run unasked",
     ),
 }
+
+
+@pytest.mark.parametrize("where", ["memory", "folder"])
+def test_a_model_of_ours_with_the_standard_residual_converts(where, tmp_path):
+    """So that a run of one's own can be tried without the hub."""
+    standard = build("pico", "standard", vocab_size=VOCAB)
+    standard.save_pretrained(tmp_path / "standard")
+    new = convert(standard if where == "memory" else tmp_path / "standard", "block", num_blocks=2)
+    assert new.config.residual == "block" and new.conversion.added_parameters > 0
+    ids = torch.arange(VOCAB)[None]
+    torch.testing.assert_close(new(input_ids=ids).logits, standard(input_ids=ids).logits)
+    shares = new.lm_head.weight.data_ptr() == standard.lm_head.weight.data_ptr()
+    assert shares == (where == "memory")
 
 
 @pytest.mark.parametrize("case", BAD)

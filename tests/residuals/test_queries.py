@@ -192,6 +192,21 @@ def test_regroup_slows_queries_once_and_decays_nothing(query_lr, options):
     assert rates(late, model) == expected and late.state[model.residual.query]["step"] == 1
 
 
+@pytest.mark.parametrize("fields", [{"kind": "adamw"}, {"use_muon": False}, {"fallback_lr_scale": 1.0}], ids=str)
+def test_an_optimizer_of_both_kinds_takes_queries_for_adam(fields):
+    class MuonAndAdam(torch.optim.AdamW):
+        pass
+
+    model = nn.Module()
+    model.residual = attnres.make_residual("full", 4, 8)
+    made = MuonAndAdam([{"params": list(model.parameters()), "weight_decay": 0.5, **fields}], lr=1.0)
+    attnres.regroup(made, model)
+    for parameter in (model.residual.query, model.residual.gain):
+        (group,) = (one for one in made.param_groups if any(p is parameter for p in one["params"]))
+        assert group["weight_decay"] == 0 and not group.get("use_muon", False)
+        assert group["lr"] == pytest.approx(0.1 / model.residual.query_lr)
+
+
 def test_queries_leave_muon():
     model = Model()
     matrices = [p for p in model.parameters() if p.dim() == 2]

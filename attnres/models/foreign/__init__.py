@@ -22,14 +22,14 @@ WRITTEN = {name: kind for name, kind in FORMATS.items() if isinstance(kind, Writ
 
 
 def formats_of(fields: Mapping[str, Any]) -> list[Format]:
-    """The formats whose fields a config.json has: none for a plain model's or one of ours, else mostly one."""
+    """Return the formats whose fields a config.json has: none for a plain model's or one of ours, else mostly one."""
     if str(fields.get("model_type")).startswith("attnres_"):
         return []
     return [kind for kind in FORMATS.values() if kind.says(dict(fields))]
 
 
 def format_of(name: str, fields: Mapping[str, Any]) -> Format:
-    """The format of the checkpoint called `name`, which has at least one. Raises UserError where it has two."""
+    """Return the format of the checkpoint called `name`, which has at least one. Raises UserError where it has two."""
     first, *others = formats_of(fields)
     if others:
         raise UserError(

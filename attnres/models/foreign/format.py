@@ -49,7 +49,7 @@ class Format:
     table: ClassVar[str] = "model.embed_tokens.weight"
 
     def says(self, config: Config) -> bool:
-        """Whether a config is of this kind."""
+        """Return whether a config is of this kind."""
         raise NotImplementedError
 
     def read(self, config: Config) -> Target:
@@ -57,7 +57,7 @@ class Format:
         raise NotImplementedError
 
     def rows(self, residual: Residual) -> list[Row]:
-        """All foreign tensors of the depth reads."""
+        """Return all foreign tensors of the depth reads."""
         raise NotImplementedError
 
     def ours(self, name: str) -> str:
@@ -90,7 +90,7 @@ class WrittenFormat(Format):
 
 
 def cannot(kind: Format, reason: str) -> UserError:
-    """An error for a model that this format has no words for."""
+    """Return an error for a model that this format has no words for."""
     return UserError(f"'{kind.name}' cannot hold this model: {reason}")
 
 
@@ -111,7 +111,7 @@ def need(kind: Format, config: Config, *fields: str) -> None:
 
 
 def plain_reads(kind: Format, residual: Any) -> None:
-    """The paper's layout and nothing besides."""
+    """Return the paper's layout and nothing besides."""
     if residual.name not in ("block", "full"):
         raise cannot(kind, f"its residual is '{residual.name}', expected 'block' or 'full'")
     special = residual.special or ("window" if residual.window else None)
@@ -127,7 +127,7 @@ def plain_reads(kind: Format, residual: Any) -> None:
 
 
 def one_block_size(kind: Format, residual: Any) -> int:
-    """The sublayers in each block but the last, which may be shorter; 1 of Full."""
+    """Return the sublayers in each block but the last, which may be shorter; 1 of Full."""
     sizes = residual.block_sizes if residual.name == "block" else [1]
     if len({*sizes[:-1], max(sizes)}) > 1:
         raise cannot(kind, f"its blocks differ in size ({'+'.join(map(str, sizes))})")
@@ -141,7 +141,7 @@ def same_eps(kind: Format, residual: Any, eps: float) -> None:
 
 
 def plain_config(config: Any) -> Config:
-    """The family's own config, without what makes it ours."""
+    """Return the family's own config, without what makes it ours."""
     key = config.model_type.removeprefix("attnres_")
     classes: Any = CLASSES[key]
     base, model = (next(c for c in cls.__mro__ if c.__module__.startswith("transformers.")) for cls in classes)

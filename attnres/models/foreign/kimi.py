@@ -37,7 +37,7 @@ class Kimi(Format):
 
     @staticmethod
     def text(config: Config) -> Config:
-        """The decoder's config."""
+        """Return the decoder's config."""
         text = config.get("text_config")
         return text if isinstance(text, dict) else config
 
@@ -60,7 +60,7 @@ class Kimi(Format):
 
     @staticmethod
     def _family(model_type: str) -> str:
-        """The family of that name, else the one with the longest name that it goes on from. Raises UserError."""
+        """Return the family of that name, else the one with the longest name that it goes on from. Raises UserError."""
         served = [key for key in CLASSES if FAMILIES.get(key) is not None and FAMILIES[key].layers == "layers"]
         if model_type in served:
             return model_type

@@ -24,7 +24,8 @@ _WRAPPERS = ("_orig_mod.", "language_model.")  # of torch.compile; of a model th
 
 
 def foreign_config(name: str, fields: dict[str, Any]) -> Any:
-    """The config of the model that the checkpoint called `name` makes here; `foreign_config` in it is the one it had.
+    """Return the config of the model that the checkpoint called `name` makes here; `foreign_config` in it is the one it
+    had.
 
     Args:
         fields: its config.json.
@@ -47,7 +48,7 @@ def foreign_config(name: str, fields: dict[str, Any]) -> Any:
 def assemble(
     name: str, fields: dict[str, Any], config: Any, files: Sequence[Path], dtype: torch.dtype | str
 ) -> DepthMixin:
-    """The model of the checkpoint called `name`, in evaluation mode.
+    """Return the model of the checkpoint called `name`, in evaluation mode.
 
     Args:
         fields, config: its config.json, and what `foreign_config` made of it.
@@ -84,7 +85,7 @@ def assemble(
 
 
 def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
-    """The model's tensors under their names, on the CPU.
+    """Return the model's tensors under their names, on the CPU.
 
     Those of the reads are in the weights' dtype where that loses nothing, else in fp32; a gate's or bias that ours does
     not have is zero.
@@ -126,7 +127,7 @@ def _unwrapped(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
 
 
 def _gathered(tensors: dict[str, Tensor], kind: Format, residual: Residual, source: str) -> dict[str, Tensor]:
-    """The residual's tensors, by their names in it; what they are made of is taken out of `tensors`."""
+    """Return the residual's tensors, by their names in it; what they are made of is taken out of `tensors`."""
     rows = kind.rows(residual)
     missing = [row.theirs for row in rows if row.theirs not in tensors]
     others = [name for name in tensors if _READ.search(name) and name not in {row.theirs for row in rows}]
@@ -155,7 +156,7 @@ def _gathered(tensors: dict[str, Tensor], kind: Format, residual: Residual, sour
 
 
 def _renamed(tensors: dict[str, Tensor], kind: Format, config: Any, source: str) -> dict[str, Tensor]:
-    """All other tensors under our names."""
+    """Return all other tensors under our names."""
     state = {}
     for name, tensor in tensors.items():
         if name.endswith(kind.ignored):

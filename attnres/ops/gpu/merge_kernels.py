@@ -207,11 +207,7 @@ def merge_rows_backward(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     if K > 0:
-        each = tl.cast(tokens, tl.int64)
-        weights = scalars + each
-        scores = weights + each * K
-        inv_rms = scores + each * K
-        sealed = inv_rms + each * K
+        span = tl.cast(tokens, tl.int64) * K  # the elements of weights, scores and inv_rms each
         if STAGES > 1:
             q = _load(query, 0, D, BLOCK, True).to(tl.float32)
         dq = tl.zeros([BLOCK], tl.float32)
@@ -224,6 +220,8 @@ def merge_rows_backward(
     for turn in tl.range(program, tokens, programs, num_stages=STAGES):
         # Never more than `last`, which the compiler cannot know: else it keeps an address for every row in registers.
         t = tl.minimum(turn, last).to(tl.int64)
+        if K > 0:
+            at_weights = scalars + tokens + t * K
         dh = _load(grad, _start(grad_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
         if h is not None:
             hat = _load(h, _start(h_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
@@ -235,11 +233,11 @@ def merge_rows_backward(
                 held = held + (_load(opens[j], _start(open_strides, j, t, D), D, BLOCK, False),)
             if output is not None:
                 hat = _load(output, _start(output_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
-                hat *= tl.load(sealed + t)
+                hat *= tl.load(scalars + tokens + 3 * span + t)
             else:
                 hat = tl.zeros([BLOCK], tl.float32)
             for j in tl.static_range(K):
-                hat += held[j].to(tl.float32) * tl.load(weights + t * K + j)
+                hat += held[j].to(tl.float32) * tl.load(at_weights + j)
             if NORM:
                 hat = hat.to(DTYPE).to(tl.float32)
         if NORM:
@@ -274,7 +272,7 @@ def merge_rows_backward(
         if dtop is not None:
             share = 1.0
             if SEALED:
-                share = tl.load(sealed + t)
+                share = tl.load(scalars + tokens + 3 * span + t)
         if ROUNDED:  # phase 1 subtracts <do, h> from <do, v>: both of the rounded do
             do = (dh * share).to(doutput.dtype.element_ty)
             _store(doutput, t * D, do, D, BLOCK)
@@ -297,9 +295,9 @@ def merge_rows_backward(
             else:  # the rows are in shared memory by now: fetched before their turn they would fill registers
                 current = _load(opens[j], _start(open_strides, j, t, D), D, BLOCK, False)
             v = current.to(tl.float32)
-            p = tl.load(weights + t * K + j)
-            r = tl.load(inv_rms + t * K + j)
-            s = tl.load(scores + t * K + j)
+            p = tl.load(at_weights + j)
+            r = tl.load(at_weights + 2 * span + j)
+            s = tl.load(at_weights + span + j)
             if ROUNDED and j == 0 and BLOCK <= WIDE:  # in one exchange; a wider row has no registers for it
                 along, at_top = _sums(dh * v, handed)
             else:

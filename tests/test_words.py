@@ -1,0 +1,70 @@
+"""Words of the project's former private vocabulary stay out of what a user reads."""
+
+import ast
+import contextlib
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import attnres
+from attnres.cli import COMMANDS, main
+from attnres.flags import LONG, parse
+
+PACKAGE = Path(attnres.__file__).parent
+ANYWHERE = ("foretold", "foretell", "made again in backward", "heaviest sources")
+"""Whole words that stand in no docstring, comment or string of the package. Add a word once it is gone."""
+IN_HELP = (
+    *ANYWHERE,
+    "in shares",
+    "in turn",
+    "in slices",
+    "copies of the model",
+    "what reads were made of",
+    "the whole rate",
+    "without it",
+)
+IN_HELP += ("docs/results.md", "knock-out and")
+"""Of the options' descriptions, which give no findings either."""
+
+
+def found(words: tuple[str, ...], text: str) -> list[str]:
+    text = re.sub(r"[^\w./-]+", " ", text)
+    return [word for word in words if re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text, re.IGNORECASE)]
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_speaks_the_fields_language(command):
+    printed = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(printed):
+        main([command, "--help"])
+    assert "usage" in printed.getvalue()
+    assert found(IN_HELP, printed.getvalue().replace("│", " ")) == []
+
+
+def test_docstrings_comments_and_strings_do_too():
+    kinds = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        with tokenize.open(path) as file:
+            text = " ".join(part.string for part in tokenize.generate_tokens(file.readline) if part.type in kinds)
+        wrong += [f"{path.relative_to(PACKAGE)}: {word}" for word in found(ANYWHERE, text)]
+    assert not wrong
+
+
+def test_a_long_command_says_at_once_what_it_does(monkeypatch, capsys):
+    """Before it imports what takes seconds, and only to somebody who waits at a terminal."""
+    assert set(LONG) < set(COMMANDS)
+    for command in LONG:
+        tree = ast.parse((PACKAGE / "commands" / f"{command}.py").read_text(encoding="utf-8"))
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+        assert [call.args[0].value for call in calls if call.func.id == "parse"] == [command]
+    from attnres.commands.prepare import Prepare
+
+    parse("prepare", Prepare, [])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    parse("prepare", Prepare, [])
+    assert capsys.readouterr().err == f"attnres prepare: {LONG['prepare']} ...\n"
