@@ -49,6 +49,8 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         super().__init__()
         self.num_sublayers, self.width = num_sublayers, width
         self.banks = Banks()
+        # here, not in the class, which would hide a module that is put in their place
+        self.value_mix = self.observer = self.editor = None
         self.scale_is_default = False
         """Nobody chose between means and sums of sources: the first pass warns where the two differ."""
 

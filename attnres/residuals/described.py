@@ -30,7 +30,7 @@ class Described(nn.Module):
     """It takes every two sublayers, an attention and an MLP, for one layer."""
     value_kind: str = "none"
     # not called ..residual: adapters find what they save by how its name ends, and would take this one apart
-    value_mix: ValueResidual | None = None
+    value_mix: ValueResidual | None
 
     def ways(self, index: int) -> tuple[str | None, ...]:
         """Return what the reads of sublayer `index` are for, one read (None) unless a mechanism says otherwise.

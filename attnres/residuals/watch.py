@@ -194,8 +194,8 @@ def _mixed_anew(
 class Watched(nn.Module):
     """A residual whose reads may be seen and edited. Its subclasses' `start` and `write` show what they are given."""
 
-    observer: Observer | None = None
-    editor: Editor | None = None
+    observer: Observer | None
+    editor: Editor | None
     watched_from_start: ClassVar[bool] = False
     """It keeps what it shows beside the state, from the start of a pass: none that begins at a cut can be watched."""
 

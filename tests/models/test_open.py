@@ -157,7 +157,6 @@ def test_what_is_missing_is_named(folders, tmp_path):
         open_checkpoint(folder)
 
 
-@pytest.mark.filterwarnings("ignore:.*freezes the queries")
 def make_other(kind, model, place):
     """Make a folder, or a file, that people take for a model, and return what of it is named."""
     place.mkdir()
@@ -184,7 +183,9 @@ def make_other(kind, model, place):
 
 
 of_peft = pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning", "ignore:.*config file:UserWarning"
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
+    "ignore:.*config file:UserWarning",
+    "ignore:.*freezes the queries",
 )
 
 

@@ -209,6 +209,7 @@ def test_a_whole_model_compiles_without_a_graph_break(kind):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.filterwarnings("ignore:.*freezes the queries")
 def test_low_rank_changes_of_values_are_part_of_what_is_mixed():
     model = small("head").double()
     merged = copy.deepcopy(model)
