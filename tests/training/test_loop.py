@@ -462,7 +462,7 @@ def test_a_finished_run_that_is_interrupted_while_it_writes_its_model_stops_at_o
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a worker of the tests has not
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("attnres.training.loop.write_inspection", lambda *_: signal.raise_signal(signal.SIGINT))
+            patch.setattr("attnres.training.loop.write_inspection", lambda *_, **__: signal.raise_signal(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
                 train(configure(), progress=False)
     finally:
