@@ -127,7 +127,7 @@ def _merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
         torch.cat(parts, out=scalars[1:].view(-1))
     if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
         return h.to(dtype), MergeSaved(h, scalars), partial
-    if is_read_rounded(h, dtype) and (opens or torch.promote_types(h.dtype, dtype) != dtype):
+    if is_read_rounded(h, dtype):
         h = h.to(dtype)
     x, deviation = normalise(h.to(compute), norm)
     rstd.copy_(deviation)

@@ -36,7 +36,7 @@ def operations(residual: str, settings: dict[str, Any], num_sublayers: int, widt
 
     Example: Full's read of n sources is n products with a query and a sum of n, 4 n d, and norms of the sources.
         >>> round(operations("full", {}, 24, 64) / 64 / sum(range(1, 26)), 1)
-        4.7
+        4.8
     """
     key = json.dumps(settings, sort_keys=True)
     return max(0.0, _whole(residual, key, num_sublayers, width) - _whole("standard", "{}", num_sublayers, width))

@@ -1,4 +1,4 @@
-"""Functions of attnres.inspect on models that are not of Transformers: README's, an attached one, one of pictures."""
+"""Functions of attnres.inspect on models not of Transformers: the tutorial's, an attached one, one of pictures."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ from attnres.inspect import (
     token_attention,
 )
 
-README = Path(__file__).parents[2] / "README.md"
+TUTORIAL = Path(__file__).parents[2] / "docs" / "tutorials" / "your_model.md"
 IDS = torch.randint(50, (9,), generator=torch.Generator().manual_seed(5))
 OTHER = torch.randint(50, (9,), generator=torch.Generator().manual_seed(6))
 
@@ -78,7 +78,7 @@ def model(request):
     torch.manual_seed(0)
     if request.param == "attached":
         return moved(Attached())
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.S)
+    blocks = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(encoding="utf-8"), re.S)
     names: dict = {}
     exec(next(one for one in blocks if "class Transformer" in one).split("\n\n\nmodel = ")[0], names)
     return moved(names["Transformer"](vocab=50, width=16, heads=2, layers=2, residual=request.param))

@@ -117,12 +117,13 @@ def test_of_rows_the_text_is_in_the_column_that_was_asked_for(noise, setting):
     assert f"--source {setting.source} --column body" in command(dataclasses.replace(noise, setting=asked))
 
 
-LONG = ("rates", "budgets", "scaling", "depth-width", "rivals")
+SHORT = "exchange", "block-size"
+"""Studies that make test runs; make test-all has all of them."""
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in STUDIES if name != "noise"],
+    [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in STUDIES if name != "noise"],
 )
 def test_a_study_runs_from_end_to_end(setting, noise, name, tmp_path):
     outcome = conduct(STUDIES[name], setting, ExecutionOptions(QUIET, jobs=1, run=Here()))

@@ -529,7 +529,7 @@ def test_code_runs_only_where_it_is_trusted(remote, tmp_path, monkeypatch):
     new = load(out, trust_remote_code=True)
     assert compare_logits(load_plain_weights(remote), new).within
     with pytest.raises(UserError, match="has depth reads already"):
-        convert(out)
+        convert(out, trust_remote_code=True)
 
 
 def test_code_beside_a_known_type_is_not_needed(plain, tmp_path):

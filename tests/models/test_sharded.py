@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from attnres import regroup
 from attnres.models import build
 
 SIZE = {"family": "qwen3", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -57,7 +58,20 @@ dist.all_reduce(part.detach_())
 torch.testing.assert_close(part / 2, loss.detach(), rtol=1e-5, atol=1e-6)
 for (name, ours), theirs in zip(model.named_parameters(), alone.parameters()):
     torch.testing.assert_close(ours.grad.full_tensor() / 2, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
-del model, alone, loss, part, ours, theirs, layer
+
+# Somebody's optimizer of DTensors, regrouped: queries are slow and not decayed, and a step is that of one process.
+for ours in model.parameters():
+    ours.grad /= 2
+for one in (model, alone):
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1, weight_decay=0.1)
+    for _ in range(2):
+        regroup(optimizer, one)
+    slow = [(round(g["lr"], 9), g["weight_decay"], len(g["params"])) for g in optimizer.param_groups[1:]]
+    assert slow == [(0.01, 0.0, 2)], slow
+    optimizer.step()
+for (name, ours), theirs in zip(model.named_parameters(), alone.parameters()):
+    torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-5, atol=1e-6, msg=name)
+del model, alone, loss, part, ours, theirs, layer, one, optimizer
 dist.destroy_process_group()
 gc.collect()
 """

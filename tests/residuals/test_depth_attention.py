@@ -41,7 +41,8 @@ class Network:
     def plainly(self, compute, *args):
         """Return what `full_plain` computes."""
         sublayers = [lambda x, weight=weight: torch.tanh(x @ weight) for weight in self.weights]
-        norms = [lambda h, n=norm: F.rms_norm(h, (WIDTH,), n.weight, n.eps) for norm in self.norms]
+        dtype = self.embedding.dtype
+        norms = [lambda h, n=norm: F.rms_norm(h.to(dtype), (WIDTH,), n.weight, n.eps) for norm in self.norms]
         return compute(self.embedding, sublayers, norms, *args)
 
 
@@ -132,7 +133,8 @@ def test_a_networks_gradients_are_no_worse_than_one_pass_through_autograd(backen
     def one_pass(dtype, seed):
         network, residual = Network(sublayers, dtype, seed), trained(name, sublayers, torch.float64, seed, **settings)
         leaves = [network.embedding, residual.query, residual.gain]
-        out = network.one_pass(*(p if dtype is torch.float64 else p.float() for p in leaves[1:]), size)
+        learned = [p if dtype is torch.float64 else p.float() for p in leaves[1:]]
+        out = network.plainly(full_plain.block, *learned, size)  # Full is Block of one sublayer each
         return [out, *torch.autograd.grad(out, leaves, network.upstream)]
 
     def ours(dtype, seed):

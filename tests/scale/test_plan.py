@@ -96,7 +96,8 @@ def test_micro_batches_in_flight():
     assert in_flight("interleaved", 2, 2, 10**9) == in_flight("interleaved", 2, 2, 64), "what recurs is counted once"
 
 
-@pytest.mark.parametrize(("layers", "trillions"), [(12, 0.358), pytest.param(94, 2.8, marks=pytest.mark.long)])
+@pytest.mark.long  # a minute for each
+@pytest.mark.parametrize(("layers", "trillions"), [(12, 0.358), (94, 2.8)])
 def test_shapes_of_trillions_of_parameters_are_planned(layers, trillions, capsys):
     size = {"family": "qwen3_moe", "hidden_size": 7168, "num_hidden_layers": layers, "num_attention_heads": 64}
     size |= {"num_key_value_heads": 8, "num_experts": 896, "num_experts_per_tok": 16}
@@ -112,7 +113,8 @@ def test_shapes_of_trillions_of_parameters_are_planned(layers, trillions, capsys
     assert "0.0713 billion parameters on 4 h100" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("layers", "billions"), [(6, "10.1"), pytest.param(27, "49.1", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("layers", "billions"), [(6, "10.1"), (27, "49.1")])
 def test_models_of_the_hub_are_planned_from_their_config_alone(layers, billions, tmp_path, monkeypatch, capsys):
     described: Any = KimiLinearConfig(num_hidden_layers=layers)
     described.save_pretrained(tmp_path)
@@ -122,6 +124,7 @@ def test_models_of_the_hub_are_planned_from_their_config_alone(layers, billions,
     assert f"{billions} billion parameters on 64 h100, residual block" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_models_of_folders_and_of_runs_are_planned_from_their_config_alone(folders, tmp_path, capsys):
     main(["plan", str(folders["full"]), "--gpus", "2", "--json"])
     assert json.loads(capsys.readouterr().out)["layouts"]

@@ -321,7 +321,7 @@ def test_mistakes_are_one_sentence_on_the_first_process(both):
     runs = both[1]["runs"]
     assert "give --depth-every 0" in runs["watched"]
     assert "there are 2 processes: start a multiple of 4" in runs["too many"]
-    assert "tp 2 x cp 2 and there are 2 processes: start 4 " in runs["both"]
+    assert "parallel.tp and parallel.cp are above 1" in runs["both"]
     assert "parallel.async_save is on and the model is whole" in runs["whole"]
     assert "parallel.tp above 1: nobody sees all depths" in runs["watched slices"]
     assert "parallel.cp above 1: nobody sees all depths" in runs["watched tokens"]

@@ -159,7 +159,7 @@ def counted(values: dict[str, Any]) -> dict[str, Any]:
     gradients and optimizer states, the most on a rank; the most bytes that each rank held for backward passes."""
     who, longest = join_processes("cpu"), environment.EAGER_UP_TO
     environment.EAGER_UP_TO = 0  # fused attention, as on a GPU
-    run = Run(prepare_run(from_dict(values)), who, progress=False)
+    run = Run(prepare_run(from_dict(values), dist.get_world_size()), who, progress=False)
     try:
         run.step(Signals())
         saved = Saved(run.placed)
