@@ -15,6 +15,7 @@ from attnres.inspect.geometry import sharpness
 from attnres.inspect.recording import Trace, find_residual, record
 from attnres.ops import explain
 from attnres.residuals import Residual
+from attnres.residuals.regroup import is_muon
 from attnres.text import listed, number
 
 SATURATED = 20.0
@@ -148,11 +149,11 @@ def _optimizers(model: nn.Module, residual: Residual, optimizers: Sequence[torch
     others = [
         group["lr"]
         for one, group in groups
-        if not _is_muon(one, group) and any(id(parameter) not in names for parameter in group["params"])
+        if not is_muon(one, group) and any(id(parameter) not in names for parameter in group["params"])
     ]
     for one, group in groups:
         ours = [parameter for parameter in group["params"] if id(parameter) in names]
-        if _is_muon(one, group):
+        if is_muon(one, group):
             orthogonal += [names[id(parameter)] for parameter in ours]
             continue
         decayed += [names[id(parameter)] for parameter in ours if group.get("weight_decay")]
@@ -177,10 +178,6 @@ def _optimizers(model: nn.Module, residual: Residual, optimizers: Sequence[torch
             "the gain is lost within some million tokens (docs/results/index.md)",
             f"{regroup}, which gives them a tenth",
         )
-
-
-def _is_muon(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    return "muon" in type(optimizer).__name__.lower() or bool(group.get("use_muon"))
 
 
 def _queries(residual: Residual) -> Iterator[Finding]:

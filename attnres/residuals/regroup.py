@@ -84,7 +84,7 @@ def _home(
     """Return the optimizer whose new groups take the parameters of a group, and their fields."""
     candidates = [(own, group), *((one, other) for one in optimizers for other in one.param_groups)]
     for one, fields in candidates:
-        if not _is_muon(one, fields) and MARK not in fields:
+        if not is_muon(one, fields) and MARK not in fields:
             return one, {key: value for key, value in fields.items() if key not in ("params", "param_names")}
     if "fallback_lr_scale" in group:  # timm's Muon is AdamW for a group that says so
         return own, {key: value for key, value in group.items() if key != "params"} | {"use_muon": False}
@@ -94,7 +94,8 @@ def _home(
     )
 
 
-def _is_muon(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+def is_muon(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    """Return whether the optimizer makes the updates of this group orthogonal."""
     # optimizers of both kinds say of a group which it is for, nanochat's by `kind`, Keller Jordan's by `use_muon`
     if "kind" in group:
         return group["kind"] == "muon"
