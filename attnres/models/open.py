@@ -6,6 +6,7 @@ A name is one of
     RUN/checkpoint     a checkpoint of a run: the model as it was then, with the finished run's tokenizer
     FOLDER             config.json, safetensors and, mostly, a tokenizer
     OWNER/NAME         a model on the hub, which is fetched
+    example            the small trained model that comes with the package
 
 and what lies there is a plain Hugging Face model, one of attnres, or another project's checkpoint with depth reads.
 Looking reads no weight and runs no code. Weights are safetensors; code that comes with a model runs only where it is
