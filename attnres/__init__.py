@@ -20,6 +20,7 @@ HOMES = {
     "depth_read_reference": "attnres.ops",
     "RESIDUALS": "attnres.residuals",
     "Residual": "attnres.residuals",
+    "compose": "attnres.residuals",
     "make_residual": "attnres.residuals",
     "register": "attnres.residuals",
     "regroup": "attnres.residuals.regroup",
@@ -53,7 +54,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.inspect.inspector import inspect_model
     from attnres.models import build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
-    from attnres.residuals import RESIDUALS, Residual, make_residual, register
+    from attnres.residuals import RESIDUALS, Residual, compose, make_residual, register
     from attnres.residuals.regroup import regroup
     from attnres.streams.attach import attach, detach, disabled, load_plain
     from attnres.streams.depth_reads import DepthReads
@@ -76,6 +77,7 @@ __all__ = [
     "attach",
     "build",
     "compare",
+    "compose",
     "convert",
     "depth_read",
     "depth_read_reference",

@@ -53,6 +53,7 @@ class Variant:
     def label(self) -> str:
         """Its name in tables and folders: `block`, `block-num_blocks6`, `block-train_onlylora`, `block-lr0.003`."""
         parts = [self.residual, *(f"{name}{value}" for name, value in {**self.settings, **self.training}.items())]
+        parts = [re.sub("[:=]", "_", part) for part in parts]
         return "-".join([*parts, f"lr{self.lr:g}"] if self.lr is not None else parts)
 
 
@@ -93,9 +94,9 @@ def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterabl
             raise UserError(f"variant '{text}': '{part}' is not {what}=VALUE; expected {SYNTAX}")
         if name not in valid:
             raise unknown(kind, name, valid)
-        if not re.fullmatch(r"[\w.+-]+", value):  # it becomes part of a folder's name
+        if not re.fullmatch(r"[\w.+:=-]+", value):  # it becomes part of a folder's name
             raise UserError(
-                f"variant '{text}': the value '{value}' of {name} has other characters than letters, digits and _ . + -"
+                f"variant '{text}': the value '{value}' of {name} has characters besides letters, digits and _.+:=-"
             )
         values[name] = setting_value(value)
     return values

@@ -20,6 +20,7 @@ from torch import nn
 
 from attnres.residuals import Residual, residual_class
 from attnres.residuals.mechanisms.block import Block
+from attnres.residuals.mechanisms.compose import Compose
 from attnres.residuals.mechanisms.depth_attention import DepthAttention
 from attnres.residuals.mechanisms.full import Full
 
@@ -149,6 +150,10 @@ def step_vectors(residual: Residual) -> float | None:
     counted: another one than standard, Block or Full, or settings that no kernel has."""
     if type(residual) is residual_class("standard"):
         return float(STANDARD * residual.num_sublayers)
+    if isinstance(residual, Compose):
+        standard = sum(part.stop - part.first for part in residual.laid if part.rule is None)
+        moved = [step_vectors(part.rule) for part in residual.laid if part.rule is not None]
+        return None if None in moved else STANDARD * standard + sum(filter(None, moved))
     if not isinstance(residual, DepthAttention) or type(residual) not in (Block, Full):
         return None
     if residual.special is not None or residual.window is not None:

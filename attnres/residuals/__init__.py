@@ -13,6 +13,7 @@ from attnres.residuals.layout import (
     outputs,
     sublayer_name,
 )
+from attnres.residuals.mechanisms.compose import compose
 from attnres.residuals.registry import (
     RESIDUALS,
     changed_settings,
@@ -45,6 +46,7 @@ __all__ = [
     "changed_settings",
     "check_settings",
     "columns",
+    "compose",
     "depths",
     "layout_of",
     "make_residual",

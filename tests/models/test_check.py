@@ -20,6 +20,7 @@ SETTINGS = [
     ("block", {"heads": 2, "window": 1}),
     ("block", {"block_size": 3, "block_sum": "rms"}),
     ("block", {"block_size": 3, "block_sum": "learned", "keys": "sliced:5"}),
+    ("full", {"layers": "1:"}),
     ("full", {"values": "normed", "read_temperature": "sqrt_width"}),
     ("post_block", {"block_size": 2}),
     ("boundary", {"block_size": 2}),

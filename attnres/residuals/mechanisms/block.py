@@ -122,6 +122,7 @@ class Block(DepthAttention):
         self.exponent = _exponent(block_sum)
         if self.exponent != 0.0:
             _refuse_stream(block_sum, options)
+            self.hands_on_sum = False
             self.traits = self.traits._replace(linear=False, starts_standard=self.exponent is None)
         super().__init__(
             num_sublayers,

@@ -43,6 +43,7 @@ class DeltaAttnRes(Queried):
     name = "delta_attnres"
     traits = Traits(True, sums_to_one=False, has_query=True, starts_standard=True)
     slow = ("query", "gain")
+    hands_on_sum = True
     about = About(
         "h_l = x_l + sum_i softmax_i(w_l . N(v_i)) v_i over outputs, or finished blocks' sums; x_l the running sum",
         "w = 0",

@@ -90,6 +90,7 @@ class DepthAttention(Queried):
 
     traits = Traits(True, sums_to_one=True, has_query=True, starts_standard=True)
     parts = (Weighting, Gates)
+    hands_on_sum = True
     slow = ("query", "gain", "weighting.query_weight")
     output_read: ClassVar[bool] = True
     """Whether the output has a read of its own."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from attnres.residuals.layout import EMBEDDING, About, Learned, Source, Traits
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, start_at, whole
-from attnres.residuals.state import Ways
+from attnres.residuals.state import Ways, as_it_is
 from attnres.residuals.watch import NormLike, watched
 
 WAYS = (*Ways._fields, "stream")
@@ -92,6 +92,9 @@ class MuddFormer(Mixtures):
             return self.normed(stream, self.first_row(last), norm, values=[stream])
         (h,), weights = self.mixed(last, past)
         return self.normed(h, self.first_row(last), norm, weights.reshape(-1, len(past)), past)
+
+    def handed_on(self, state: Kept) -> Tensor:
+        return self.finish(state, as_it_is)
 
     def hidden_state(self, state: Kept) -> Tensor:
         return (*state.past, *state.inside)[-1]
