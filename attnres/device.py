@@ -96,8 +96,7 @@ def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
 
 def now(device: torch.device) -> float:
     """The clock's seconds when the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    torch.get_device_module(device).synchronize(device)
     return time.perf_counter()
 
 

@@ -28,13 +28,13 @@ from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.progress import Bars, grid, say, wide
 from attnres.text import label_and_seed, listed
-from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.records import TIMES
 from attnres.training.run_folder import ended
+from lab.branch import branch
 from lab.cost import Cost, Step, costs_of, hours, measured_speeds, on_gpu
-from lab.design import Arm, Design, Measured, Setting
+from lab.design import Arm, Design, Measured, Setting, branch_step
 from lab.measures import MEASURES, Computation, function, measures_of
 from lab.outcome import Outcome, names_of, survey, write
 from lab.store import (

@@ -13,11 +13,10 @@ import torch
 from attnres.comparison.plan import parse_variants
 from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.residuals.operations import operations
 from attnres.text import label_and_seed
-from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig, size_or_default, tokenizer_or_default
-from lab.design import Arm
+from lab.design import Arm, branch_step
+from lab.operations import operations
 
 CALL = 2e-5
 """Seconds of an operation of PyTorch on a CPU, forward or backward, where calling it takes longer than computing it."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnres.comparison.plan import CompareConfig
+from attnres.errors import UserError
 from attnres.stats import Recipe
 from attnres.text import label_and_seed
 from attnres.training.config import TrainConfig, from_dict
@@ -293,3 +294,11 @@ class Design:
     published: str
     arms: Callable[[Setting, Measured], list[Arm]]
     analyse: Callable[[Setting, Measured], Result]
+
+
+def branch_step(config: TrainConfig) -> int:
+    """Return the last step before the decay of a run with the schedule wsd; raises UserError for another schedule."""
+    optim = config.optim
+    if optim.schedule != "wsd":
+        raise UserError(f"optim.schedule is '{optim.schedule}': only runs with wsd branch off before their decay")
+    return config.steps - min(round(optim.decay * config.steps), config.steps - round(optim.warmup * config.steps))

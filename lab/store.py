@@ -143,14 +143,19 @@ def find_runs(folders: Iterable[Path], *, unfinished: bool = False) -> list[Stor
     return list(found.values())
 
 
+def attnres_version(folder: Path) -> str | None:
+    """Return the version of attnres that a run was begun with; None where it does not say."""
+    path = folder / "environment.json"
+    return read_json(path).get("attnres") if path.is_file() else None
+
+
 def _stored(folder: Path) -> StoredRun | None:
     """Return the run in a folder; None if there is none."""
     path, data = folder / "config.json", folder / "data.json"
     if path.is_file():
         config = dict(checked(read_json(path), RunConfig, path, ADVICE))
-        there = folder / "environment.json"
-        version = read_json(there).get("attnres") if there.is_file() else None
-        return StoredRun(folder, run_key(config, version), config, _digest(read_json(data)) if data.is_file() else "")
+        key = run_key(config, attnres_version(folder))
+        return StoredRun(folder, key, config, _digest(read_json(data)) if data.is_file() else "")
     measures = measures_of(folder)
     if "arguments" not in measures:
         return None

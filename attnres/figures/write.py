@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING
 
 from attnres.errors import UserError, unknown
 from attnres.figures import style
-from attnres.figures.comparison import Comparison, Variant
+from attnres.figures.comparison import (
+    Comparison,
+    Variant,
+    difference,
+    final_difference,
+    held_out_loss,
+    learning_rates,
+    train_loss,
+)
 from attnres.figures.depth import CHOICE, MAGNITUDES, QUANTITIES, by_depth, dynamics, over_steps, source_norms
 from attnres.figures.geometry import keys, learned, queries
-from attnres.figures.losses import difference, final_difference, held_out_loss, learning_rates, train_loss
 from attnres.figures.patterns import at_boundaries, by_kind, label_sources, layers, mixing, patterns
 from attnres.figures.plot import COLUMN, NotShown, Plot
 from attnres.figures.tokens import stacked, token_map

@@ -21,7 +21,8 @@ import attnres
 from attnres import typed
 from attnres.errors import UserError
 from attnres.files import write_json
-from attnres.ops import cpu, explain
+from attnres.ops import explain
+from attnres.ops.dispatch import KERNELS
 from attnres.reading import read_json
 from attnres.text import listed
 from attnres.training.parallel import Processes
@@ -32,13 +33,13 @@ if TYPE_CHECKING:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device computes in bf16 natively; elsewhere bf16 is slower than fp32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != "cpu":
-        return False
-    features = torch.cpu.get_capabilities()
-    return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("arm_bf16"))
+    """Return whether the device computes in bf16 natively; elsewhere bf16 is slower than fp32."""
+    return device.type in KERNELS and KERNELS[device.type].bf16(device)
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors are in the process's own memory and computed by its threads."""
+    return device.type in KERNELS and KERNELS[device.type].host
 
 
 def emulated(device: torch.device, dtype: str) -> str | None:
@@ -52,8 +53,8 @@ def emulated(device: torch.device, dtype: str) -> str | None:
 
 
 def name_of(device: torch.device) -> str:
-    """The product's name of a GPU or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    """Return the product's name of a GPU or of the processor."""
+    return processor() if is_host(device) else torch.get_device_module(device).get_device_name(device)
 
 
 def describe(device: torch.device, dtype: str) -> dict[str, Any]:
@@ -95,8 +96,8 @@ def reset_peak_memory(device: torch.device) -> None:
     What an earlier run in this process left behind is given back first.
     """
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if not is_host(device):
+        torch.get_device_module(device).reset_peak_memory_stats(device)
         return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -104,9 +105,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on CUDA; on the CPU the largest resident set of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Return bytes: the most that tensors took on a GPU; on the CPU the largest resident set of the process."""
+    if not is_host(device):
+        return torch.get_device_module(device).max_memory_allocated(device)
     try:
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -156,20 +157,15 @@ def _commit() -> str | None:
 # ------------------------------------------------------------------ fast steps
 
 
-EAGER_UP_TO = 512
-"""Longest sequence for which a CPU multiplies whole score matrices; for longer ones fused attention is faster."""
-
-
 def tune(model: "PreTrainedModel", device: torch.device, seq_len: int) -> None:
     """Choose the attention implementation and, on a CPU, let freed memory be reused; for every residual alike.
 
-    Plain matrix products are faster than PyTorch's fused attention on a CPU for short sequences in bf16, and no slower
-    in fp32 (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken. A family whose scores
-    PyTorch's fused attention cannot make (Gemma 2, GPT-OSS) keeps whole matrices everywhere.
+    Up to `Kernels.whole_scores` tokens plain matrix products are taken, beyond that PyTorch's fused attention. A family
+    whose scores that cannot make (Gemma 2, GPT-OSS) keeps whole matrices everywhere.
     """
-    fused = model._supports_sdpa and not (device.type == "cpu" and seq_len <= EAGER_UP_TO)
+    fused = model._supports_sdpa and seq_len > (KERNELS[device.type].whole_scores if device.type in KERNELS else 0)
     model.set_attn_implementation("sdpa" if fused else "eager")
-    if device.type == "cpu":
+    if is_host(device):
         keep_freed_memory()
 
 
@@ -208,16 +204,16 @@ def arithmetic(who: Processes, width: int, loss: str | None) -> ArithmeticRecord
     depends on what is installed, None where it was asked for."""
     backend = explain([torch.zeros(1, width, device=who.device)]).backend
     here: ArithmeticRecord = {
-        "device": torch.cuda.get_device_name(who.device) if who.device.type == "cuda" else _processor(),
+        "device": _processor() if is_host(who.device) else name_of(who.device),
         "reads": backend,
-        "kernels": cpu.version() if backend == "cpu" else None,
+        "kernels": next((row.version() for row in KERNELS.values() if row.name == backend), None),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "attnres": attnres.__version__,
     }
     if loss is not None:
         here["loss"] = loss
-    return {**here, "threads": torch.get_num_threads()} if who.device.type == "cpu" else here
+    return {**here, "threads": torch.get_num_threads()} if is_host(who.device) else here
 
 
 @contextmanager
@@ -235,12 +231,13 @@ def restored_arithmetic(
         UserError: what differs cannot be kept, by name.
     """
     with ExitStack() as stack:
-        if who.device.type == "cpu":
+        if is_host(who.device):
             if threads := recorded.get("threads"):
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(threads)
-            if recorded.get("reads") in ("cpu", "eager"):
-                stack.enter_context(cpu.switched(recorded["reads"] == "cpu"))
+            kernels = KERNELS[who.device.type]
+            if recorded.get("reads") in (kernels.name, "eager"):
+                stack.enter_context(kernels.switched(recorded["reads"] == kernels.name))
         here: dict[str, Any] = {**arithmetic(who, width, loss)}
         other = [name for name in recorded if name in here and here[name] != recorded[name]]
         if other and not different:

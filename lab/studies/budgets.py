@@ -9,11 +9,10 @@ from attnres.figures.plot import DIFFERENCE, TOKENS
 from attnres.savings import LossCurve, Saving, saving
 from attnres.stats import Effect, Recipe, or_none, pooled
 from attnres.text import UNKNOWN, number, run_name
-from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig
 from lab.analyses import trend
 from lab.contrast import NO_NOISE, interval
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, Result, Setting, Table, branch_step
 
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
 VARIANTS = ("standard", "block")

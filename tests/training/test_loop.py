@@ -35,7 +35,6 @@ from attnres.residuals import Residual
 from attnres.residuals.check.interface import TAKEN
 from attnres.scale.shard import shard
 from attnres.training import TrainConfig, checkpoint, environment, from_dict, loop, to_dict, train, validate
-from attnres.training.branch import branch, branch_step
 from attnres.training.inspection import magnitudes
 from attnres.training.interrupt import Signals
 from attnres.training.objective import Objective, loss_kind
@@ -43,6 +42,8 @@ from attnres.training.parallel import Processes
 from attnres.training.prepare import prepare_run
 from attnres.training.records import Metrics, read_metrics
 from attnres.training.run import Run
+from lab.branch import branch
+from lab.design import branch_step
 
 Configure = Callable[..., TrainConfig]
 
