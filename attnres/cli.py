@@ -166,7 +166,8 @@ def _dispatch(arguments: list[str]) -> None:
 
 
 def _unforeseen(error: BaseException, words: Sequence[str]) -> str:
-    """A sentence for what no part of the program foresaw: what it is, where it is from, and what it was about."""
+    """Return a sentence for what no part of the program foresaw: what it is, where it is from, and what it was
+    about."""
     frames, package = traceback.extract_tb(error.__traceback__), Path(__file__).parent
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a library"

@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """What this machine and environment are, fit for JSON.
+    """Return versions, devices and backends of this machine, fit for JSON.
 
     `reads` has a row for each device and dtype: the backend that a read of vectors of a usual width takes (cpu, gpu or
     eager, which is plain torch) and the reason. `cuda_graphs` says of each device why `attnres train --cuda-graphs`
@@ -85,7 +85,7 @@ def collect() -> dict[str, Any]:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The facts of `collect` as lines for people."""
+    """Return the facts of `collect` as lines for people."""
     lines = [f"attnres {facts['attnres']}, Python {facts['python']}, {facts['platform']}", ""]
     for name, version in facts["packages"].items():
         lines.append(f"  {name:<13} {version or f'not installed (extra {EXTRAS.get(name)})'}")

@@ -65,7 +65,7 @@ class Plan:
 
 
 def _model(options: Plan, device: str) -> Any:
-    """The model with drawn weights, or on the meta device with shapes alone. Raises UserError."""
+    """Return the model with drawn weights, or on the meta device with shapes alone. Raises UserError."""
     import torch
 
     from attnres.models import build
@@ -85,7 +85,7 @@ def _model(options: Plan, device: str) -> Any:
 
 
 def _measured(options: Plan) -> tuple[list[float], float]:
-    """Seconds of each layer and of the head on this machine's device."""
+    """Return seconds of each layer and of the head on this machine's device."""
     from attnres.device import pick_device
     from attnres.scale.cut import layer_times
     from attnres.training.environment import has_bf16, tune

@@ -239,7 +239,7 @@ def make_plan(config: CompareConfig, here: bool = True) -> ComparisonPlan:
 
 
 def _training(variant: Variant) -> dict[str, dict[str, Any]]:
-    """Return what a variant trains in a way of its own, as values to lay over the base configuration."""
+    """Return a variant's own training settings, as values to lay over the base configuration."""
     values: dict[str, dict[str, Any]] = {}
     for name, value in variant.training.items():
         values.setdefault(TRAINING[name], {})[name] = value
@@ -247,7 +247,8 @@ def _training(variant: Variant) -> dict[str, dict[str, Any]]:
 
 
 def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
-    """`optim` at another peak learning rate: Muon's, and the residual's own where one is given, by the same factor."""
+    """Return `optim` at another peak learning rate: Muon's, and the residual's own where one is given, by the same
+    factor."""
     if lr is None:
         return optim
     if optim.lr <= 0:  # no rate to scale: the check of the run refuses it

@@ -53,7 +53,7 @@ class Prepared:
         return self.header["eos_id"]
 
     def tokens(self, split: str = "train", *, verify: bool | None = None) -> Tokens:
-        """`open_tokens` of this folder."""
+        """Return `open_tokens` of this folder."""
         return open_tokens(self.path, split, verify=verify)
 
 
@@ -68,7 +68,7 @@ def prepare(
     workers: int = 1,
     progress: bool = True,
 ) -> Prepared:
-    """Tokenises a source once; the same call again returns what is there.
+    """Tokenise a source once; the same call again returns what is there.
 
     A document is held out when the hash of its text falls below `held_out`, so a document is on the same side in
     every corpus and copies of it never stand on both; in a corpus so small that none falls below, the one with the
@@ -129,7 +129,7 @@ def prepare(
 
 
 def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | None) -> Prepared:
-    """A prepared folder given as the source.
+    """Return a prepared folder given as the source.
 
     Raises:
         UserError: it is not sound, or a setting that is not the default is not the one it was prepared with.
@@ -156,10 +156,10 @@ def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | N
 
 
 def _existing(target: Path, key: str) -> Prepared | None:
-    """What stands at `target`, None where nothing does.
+    """Return the prepared data at `target`, None where there is nothing.
 
     Raises:
-        UserError: something else does.
+        UserError: something else is there.
     """
     if kind_of(refuse_other(target, "prepared data")) is None:
         return None
@@ -181,7 +181,7 @@ def _build(
     workers: int,
     parts: Path,
 ) -> dict[str, Any]:
-    """Writes every file but the header, and returns it.
+    """Write every file but the header, and returns it.
 
     Args:
         tokenizer: with its end-of-text id, or the vocabulary of one to be trained.
@@ -267,7 +267,8 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer, eos: int) -> None:
 
 
 def _without_special(processor: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What is left of a tokenizer's post-processor, as its file has it, where it adds no token."""
+    """Return a tokenizer's post-processor, as its file has it, without the part that adds special tokens; None if none
+    is left."""
     if processor is None or processor["type"] == "ByteLevel":
         return processor
     if processor["type"] != "Sequence":

@@ -174,7 +174,7 @@ class StreamedBatches(Batches):
         self.stream = tokens
 
     def starts(self, step: int) -> np.ndarray:
-        """(batch_size,) int64: where the windows of a step begin."""
+        """Return (batch_size,) int64: where the windows of a step begin."""
         index = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
         needed = int(index[-1] + 1) * self.seq_len + 1
         there = self.stream.reach(needed)

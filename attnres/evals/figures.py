@@ -95,7 +95,7 @@ def _ask_items(task: Task, checkpoint: Checkpoint) -> Asked:
 
 
 def figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
-    """The measures of a task from the scores of its requests."""
+    """Return the measures of a task from the scores of its requests."""
     makers = {"text": _text_figures, "word": _word_figures, "choice": _choice_figures}
     return makers[questions.task.kind](questions, scored)
 

@@ -21,7 +21,7 @@ from attnres.models.open import Checkpoint
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> Any:
-    """lm-eval's task manager that knows these tasks; `folder` holds task files of the user's own, used alone.
+    """Return lm-eval's task manager that knows these tasks; `folder` holds task files of the user's own, used alone.
 
     Raises:
         UserError: lm-eval is not installed, the folder is missing, or a name is unknown.
@@ -48,7 +48,7 @@ def run(
     limit: int | None,
     batch_size: int,
 ) -> dict[str, list[Measure]]:
-    """Measures of each task.
+    """Return the measures of each task.
 
     Raises:
         UserError: lm-eval could not run (no connection to the hub, a task that needs code run, ...).

@@ -64,7 +64,8 @@ class Results:
 
 
 def refuse_out(path: str | Path) -> Path:
-    """The file that `Results.save` may write. Raises UserError where it or the one for the items is another's."""
+    """Return the file that `Results.save` may write. Raises UserError where it or the one for the items is
+    another's."""
     return refuse_other_file(path, {"environment", "settings", "models", "tasks"}, _items_name(Path(path)))
 
 
@@ -164,7 +165,7 @@ def _score(
 
 
 def _rows(questions: Asked, scored: Sequence[Scored]) -> list[Row]:
-    """What the figures were made from: log-probabilities in nats, of each choice or each window."""
+    """Return the log-probabilities in nats, of each choice or each window, that the figures were computed from."""
     if questions.task.kind == "text":
         kinds = ("non-overlapping", "sliding")
         return [
@@ -292,7 +293,7 @@ def _difference(value: dict[str, Any]) -> str:
 
 
 def _short(names: list[str]) -> list[str]:
-    """The last parts of paths, as many as tell them apart."""
+    """Return the last parts of paths, as many as tell them apart."""
     parts = [name.rstrip("/").split("/") for name in names]
     for depth in range(1, max(map(len, parts)) + 1):
         short = ["/".join(part[-depth:]) for part in parts]

@@ -152,7 +152,7 @@ def score(
 
 
 def cost(model_vocabulary: int, requests: Sequence[Request], *, context: int, batch_tokens: int) -> int:
-    """Tokens, padding included, that `score` will run."""
+    """Return the tokens, padding included, that `score` will run."""
     batches = _batches(_rows(requests, context), batch_tokens, model_vocabulary)
     return sum(len(batch) * len(batch[0].ids) for batch in batches)
 
@@ -191,7 +191,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Scored]:
-    """logits (kept, V): those that predict the last `kept` tokens of the continuations, which end together."""
+    """Return logits (kept, V): those that predict the last `kept` tokens of the continuations, which end together."""
     scores = torch.empty(len(continuations), len(logits), dtype=torch.float32)
     greedy = torch.zeros(len(continuations), len(logits), dtype=torch.bool)
     targets = torch.full((len(continuations), len(logits)), -1)
@@ -281,7 +281,7 @@ class Measure:
         return int(np.isfinite(self.above).sum())
 
     def estimate(self) -> tuple[float, float | None]:
-        """(figure, standard error); no error for a single item."""
+        """Return (figure, standard error); no error for a single item."""
         if self.fixed is not None:
             return self.fixed
         mean, error, *_ = ratio(self.above, self.below)
@@ -301,7 +301,8 @@ class Difference:
 
 
 def difference(first: Measure, second: Measure) -> Difference:
-    """The paired difference; of bits per byte over different tokens, the plain one; of nothing else over those."""
+    """Return the paired difference; of bits per byte over different tokens, the plain one; of nothing else over
+    those."""
     if first.fixed is not None or second.fixed is not None:
         return Difference(None, reason=NO_ITEMS)
     if first.tokens == second.tokens:

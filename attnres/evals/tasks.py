@@ -75,7 +75,8 @@ class Known:
 
 
 def wikitext(lines: Sequence[str]) -> str:
-    """WikiText's lines as its hub version has them, blank ones empty and others with their end, joined by blank lines.
+    """Yield WikiText's lines as its hub version has them, blank ones empty and others with their end, joined by blank
+    lines.
 
     WikiText-2's test split is 287,644 tokens of GPT-2 then, the number that its perplexities are known by.
     """
@@ -112,7 +113,7 @@ OF_LM_EVAL = ("arc_easy", "arc_challenge", "piqa", "winogrande", "boolq")
 
 
 def read_task(name: str, data: str | Path | None = None, limit: int | None = None) -> Task:
-    """A task by name, from the folder `data` or, without one, from the hub; or from a file given by its path.
+    """Return a task by name, from the folder `data` or, without one, from the hub; or from a file given by its path.
 
     Args:
         limit: at most so many items; perplexity is limited later, in windows.
@@ -188,7 +189,7 @@ def _lines(path: Path) -> Iterator[Item]:
 
 
 def _item(row: Any, where: str) -> Item:
-    """One of the three shapes as an item, or a UserError that names the place."""
+    """Return one of the three shapes as an item, or a UserError that names the place."""
     shape = set(row) if isinstance(row, Mapping) else set()
     if shape >= {"query", "choices", "gold"}:
         text, choices = row["query"], row["choices"]

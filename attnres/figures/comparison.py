@@ -119,7 +119,7 @@ class Comparison:
 
     @classmethod
     def of_models(cls, inspections: Sequence["Inspection"]) -> Self:
-        """Models that are set side by side under their own names."""
+        """Set models side by side under their own names."""
         return cls(
             [
                 Variant(
@@ -134,7 +134,7 @@ class Comparison:
         )
 
     def having(self, name: str) -> Self:
-        """Return those variants alone that have something in a field."""
+        """Return the comparison with only the variants whose field `name` is not empty."""
         return dataclasses.replace(self, variants=[one for one in self.variants if getattr(one, name)])
 
     def without(self, name: str) -> Self:
@@ -328,7 +328,7 @@ def _smooth(points: Points) -> Points:
 
 
 def _cut_off(ax: Axes) -> str:
-    """Return what a caption says of lines that begin above or below the axes, which hold all that comes later."""
+    """Return the sentence of a caption about lines that begin outside the axes, which hold all that comes later."""
     low, high = ax.get_ylim()
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.get_lines()])
     outside = np.isfinite(values) & ((values < low) | (values > high))

@@ -140,8 +140,8 @@ def quantity(key: str) -> Quantity:
 
 
 def rows(variant: Variant, key: str) -> np.ndarray | None:
-    """(seeds, depth) values from the inspections, or else the last that training recorded; None where there are none
-    or seeds differ in depth."""
+    """Return (seeds, depth) values from the inspections, or else the last that training recorded; None where there are
+    none or seeds differ in depth."""
     measured = [quantity(key).of(one) for one in variant.inspections.values()]
     if not any(row and any(value is not None for value in row) for row in measured):
         measured = [run[key][-1] for run in variant.dynamics.values() if run.get(key)]

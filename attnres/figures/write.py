@@ -54,7 +54,7 @@ class Figure:
     by: bool = False
 
     def asked(self, by: By) -> dict[str, By]:
-        """Return what tells it which numbers to draw, where it can be told."""
+        """Return the keyword argument that selects contributions or weights, if the figure takes one."""
         return {"by": by} if self.by else {}
 
     def compared(self, comparison: Comparison, by: By = "contribution") -> Plot:

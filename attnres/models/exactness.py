@@ -140,8 +140,8 @@ def compare_logits(one: PreTrainedModel, other: PreTrainedModel, arithmetic: tor
 def logits(
     model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor], arithmetic: torch.dtype | None = None
 ) -> Tensor:
-    """Logits (rows, tokens, vocabulary), or what a model without them puts out first, in evaluation mode and without a
-    cache; in the model's own dtypes by default. `inputs` are ids or named arguments."""
+    """Return logits (rows, tokens, vocabulary), or what a model without them puts out first, in evaluation mode and
+    without a cache; in the model's own dtypes by default. `inputs` are ids or named arguments."""
     with evaluating(model):
         if arithmetic is None:
             return _main(_run(model, inputs))
@@ -151,7 +151,7 @@ def logits(
 
 @torch.no_grad()
 def _run(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Any:
-    """Return what a model puts out for ids or named arguments, without a cache."""
+    """Return a model's output for ids or named arguments, without a cache."""
     arguments: dict[str, Any] = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False

@@ -108,7 +108,8 @@ def _prose(text: str) -> str:
 
 
 def _same_conditions(study: Study) -> str:
-    """Return what may be said of the runs' conditions, from their configurations and data."""
+    """Return a sentence about whether the runs were trained under equal conditions, from their configurations and
+    data."""
     if len(study.labels) < 2:
         return ""
     if not equal_conditions(study):
@@ -119,7 +120,7 @@ def _same_conditions(study: Study) -> str:
 
 
 def _part(part: Section) -> str:
-    """Figures of all variants in the open, those of single variants folded."""
+    """Return the figures of all variants in the open, those of single variants folded."""
     folded = (_details(label, figure_cards(plots), open_=False) for label, plots in part.folded.items())
     return (figure_cards(part.plots) if part.plots else "") + "".join(folded)
 
@@ -194,7 +195,7 @@ def _row(table: Table, row: Row, colour: str) -> str:
 
 
 def _configuration(study: Study) -> str:
-    """Return what all runs share, what differs from variant to variant, and the machine."""
+    """Return tables of the settings that all runs share, of those that differ, and of the machine."""
     # Seed, name and folder are each run's own.
     hidden = {"seed", "name", "out", "resume"}
     by_label = {

@@ -170,7 +170,7 @@ def _median_of(runs: list[Run], key: str) -> float:
 
 
 def _entry(study: Study, label: str) -> dict[str, Any]:
-    """Return what speed.json has of a variant, or nothing."""
+    """Return the entry of a variant in speed.json, empty if there is none."""
     return (study.speed or {}).get("variants", {}).get(label) or {}
 
 

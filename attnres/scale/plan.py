@@ -226,7 +226,7 @@ def _planned(
     kept: Activations,
     flops: float,
 ) -> Planned | None:
-    """Return what a layout takes, with so many operations a token; None of one that cannot be."""
+    """Return the memory, traffic and time of a layout; None if the layout cannot be."""
     try:
         if layout.pp > 1:
             check_schedule(layout.schedule, layout.pp, layout.virtual, load.microbatches)

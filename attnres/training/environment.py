@@ -43,7 +43,7 @@ def is_host(device: torch.device) -> bool:
 
 
 def emulated(device: torch.device, dtype: str) -> str | None:
-    """What a user is told of a precision that the device computes by emulation; None of another."""
+    """Return a warning for a precision that the device computes by emulation; None for another."""
     if dtype != "bf16" or has_bf16(device):
         return None
     return (
@@ -58,7 +58,7 @@ def name_of(device: torch.device) -> str:
 
 
 def describe(device: torch.device, dtype: str) -> dict[str, Any]:
-    """The content of environment.json: versions, device, processor, threads, precision, commit and date."""
+    """Return the content of environment.json: versions, device, processor, threads, precision, commit and date."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -121,14 +121,14 @@ def peak_memory(device: torch.device) -> int:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Return the installed version of a package, or None."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
 
 
 def processor() -> str:
-    """The processor's name and the number of its cores."""
+    """Return the processor's name and the number of its cores."""
     name = platform.processor()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -141,7 +141,7 @@ def processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package lies in; None for an installed package."""
+    """Return the commit of the checkout that this package lies in; None for an installed package."""
     root = Path(attnres.__file__).parent.parent
     if not (root / ".git").exists():
         return None
@@ -200,8 +200,8 @@ _NAMES = {
 
 
 def arithmetic(who: Processes, width: int, loss: str | None) -> ArithmeticRecord:
-    """What this process computes with, for depth reads of vectors of `width`; `loss` is how the loss is made where that
-    depends on what is installed, None where it was asked for."""
+    """Return what decides the last bits of this process's results, for depth reads of vectors of `width`; `loss` is how
+    the loss is computed where that depends on what is installed, None where it was asked for."""
     backend = explain([torch.zeros(1, width, device=who.device)]).backend
     here: ArithmeticRecord = {
         "device": _processor() if is_host(who.device) else name_of(who.device),
@@ -250,5 +250,6 @@ def restored_arithmetic(
 
 
 def _processor() -> str:
-    """Its name without the number of its cores, which changes no result, and the instructions that torch uses."""
+    """Return the processor's name without the number of its cores, which changes no result, and the instructions that
+    torch uses."""
     return f"{processor().rpartition(', ')[0]} ({torch.backends.cpu.get_cpu_capability()})"

@@ -53,7 +53,7 @@ class Format:
         raise NotImplementedError
 
     def read(self, config: Config) -> Target:
-        """Raises UserError for what our classes do not compute."""
+        """Raise UserError for what our classes do not compute."""
         raise NotImplementedError
 
     def rows(self, residual: Residual) -> list[Row]:
@@ -152,7 +152,7 @@ def plain_config(config: Any) -> Config:
 
 
 def query_and_gain(starts: list[str], d: int) -> list[Row]:
-    """Rows of reads whose names start with these, a projection (1, d) and a norm (d,) each."""
+    """Return rows of reads whose names start with these, a projection (1, d) and a norm (d,) each."""
     rows = []
     for index, start in enumerate(starts):
         rows += [Row("query", index, f"{start}proj.weight", (1, d)), Row("gain", index, f"{start}norm.weight", (d,))]
