@@ -44,6 +44,7 @@ make test-all."""
 REST = [*((name, {}) for name in sorted(RESIDUALS) if name not in WHOLE), *SETTINGS]
 
 
+@pytest.mark.quick("block")
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_mechanism_passes(name):
     results = check(name)
@@ -51,6 +52,7 @@ def test_a_mechanism_passes(name):
     assert not [outcome for outcome in results if not outcome.passed]
 
 
+@pytest.mark.quick("standard-*", "ddl-*", "rescaled-*")
 @pytest.mark.parametrize(("name", "settings"), REST)
 def test_the_rest_passes_all_but_compiling(name, settings):
     all_but_compiling = {key: call for key, call in {**CHECKS, **MODEL_CHECKS}.items() if key != "compile"}
