@@ -18,6 +18,8 @@ SETTINGS = [
     ("full", {"query": "input", "window": 2}),
     ("block", {"weights": "sigmoid", "read_scale": "sum", "key_norm": False}),
     ("block", {"heads": 2, "window": 1}),
+    ("block", {"block_size": 3, "block_sum": "rms"}),
+    ("block", {"block_size": 3, "block_sum": "learned", "keys": "sliced:5"}),
     ("full", {"values": "normed", "read_temperature": "sqrt_width"}),
     ("post_block", {"block_size": 2}),
     ("boundary", {"block_size": 2}),
