@@ -335,6 +335,7 @@ print("equal")
 """
 
 
+@pytest.mark.long
 @ours
 def test_ddp_and_fsdp2_train_the_same_model(device: str, residual: str, tmp_path: Any) -> None:
     """On one process: that wrapping, sharding and gathering see every parameter and change no gradient."""

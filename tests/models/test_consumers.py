@@ -129,6 +129,7 @@ def fresh(code, *arguments, **variables):
     return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
 
 
+@pytest.mark.long
 def test_a_fresh_process_loads_a_folder_that_it_trusts(folders, tmp_path):
     """Auto classes, base models, classification and reward heads, pipelines; and what was loaded saves again."""
     names = json.dumps({family: str(folder) for family, folder in folders.items()})
@@ -137,12 +138,14 @@ def test_a_fresh_process_loads_a_folder_that_it_trusts(folders, tmp_path):
     assert done.stdout.split() == list(MODELS)
 
 
+@pytest.mark.long
 def test_a_fresh_process_unpickles_models(folders):
     """As `torch.load`, `multiprocessing.spawn`, Ray and joblib do."""
     done = fresh(FRESH, json.dumps({family: str(folder) for family, folder in folders.items()}), "pickle")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_without_the_package_one_sentence_says_what_to_install(folders, tmp_path):
     code = (
         "import sys; sys.modules['attnres'] = None\n"
@@ -227,6 +230,7 @@ def test_trainers_decay_what_they_decay_in_the_plain_model(family):
     assert other == one != []
 
 
+@pytest.mark.quick("listed")
 @decoders
 @pytest.mark.filterwarnings("ignore")  # of TRL's own
 def test_trl_takes_a_folder_by_its_name(family, folders, tmp_path):
@@ -292,6 +296,7 @@ def test_gradients_by_torch_func_are_autograds(family):
             torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.quick("vision")
 @families
 def test_an_exported_graph_computes_the_models_logits(family, folders, tmp_path):
     if family == "vision":
@@ -302,6 +307,7 @@ def test_an_exported_graph_computes_the_models_logits(family, folders, tmp_path)
     assert (tmp_path / "out" / "model.pt2").is_file() and (tmp_path / "out" / "tokenizer.json").is_file()
 
 
+@pytest.mark.long
 @decoders
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_a_strict_export_computes_the_models_logits(family):
@@ -310,6 +316,7 @@ def test_a_strict_export_computes_the_models_logits(family):
     torch.testing.assert_close(graph(input_ids=IDS, use_cache=False).logits, logits(model, IDS), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["listed", pytest.param("probed", marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_onnxruntime_computes_the_models_logits(family, folders, tmp_path):

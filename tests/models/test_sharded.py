@@ -77,6 +77,7 @@ gc.collect()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("residual", ["block", pytest.param("full", marks=pytest.mark.long)])
 def test_a_sharded_model_computes_what_one_process_computes(residual):
     command = torchrun(2, "--no-python", sys.executable, "-c", f"RESIDUAL = {residual!r}\n{SCRIPT}")

@@ -54,6 +54,7 @@ def test_states_are_sixteen_bytes_a_parameter_in_shares():
     assert row.states == (total - whole) * 16 / 8 + whole * 16 and row.vectors == row.stage_bytes == row.bubble == 0
 
 
+@pytest.mark.long
 def test_what_copies_send_costs_what_their_link_does():
     """Of 64 copies on eight nodes the slow link's time, of eight shares on one the fast one's, whatever lies further
     out: 8 bytes a parameter and 63 / 64 of it, where nothing of it overlaps."""
@@ -69,6 +70,7 @@ def test_what_copies_send_costs_what_their_link_does():
     assert 64 / two.tokens_per_s == pytest.approx(inside / device.inside + total * 7 / 8 / device.outside, rel=0.05)
 
 
+@pytest.mark.long
 def test_a_plan_has_a_row_for_standard_and_says_what_it_assumes(capsys):
     size = json.dumps({**SHAPE, "num_hidden_layers": 2})
     main(["plan", size, "--gpus", "32", "--pp", "1", "--tp", "1", "--rows", "2"])
@@ -80,6 +82,7 @@ def test_a_plan_has_a_row_for_standard_and_says_what_it_assumes(capsys):
     assert base["tokens_per_s"] > row["tokens_per_s"] and base["dp"] == row["dp"] == 2
 
 
+@pytest.mark.long
 def test_micro_batches_that_were_not_given_are_as_many_as_the_stages_need(capsys):
     size = json.dumps({**SHAPE, "num_hidden_layers": 24})
     main(["plan", size, "--gpus", "24", "--pp", "24", "--schedule", "1f1b", "--json"])
@@ -146,6 +149,7 @@ def test_models_of_folders_and_of_runs_are_planned_from_their_config_alone(folde
     assert "is a model, which has its own" in capsys.readouterr().err
 
 
+@pytest.mark.quick("numbers[01]*")
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
@@ -159,6 +163,7 @@ def test_numbers_that_cannot_be_are_refused(numbers, said):
         plan(shapes(), Load(8, microbatches=2), **numbers)
 
 
+@pytest.mark.long
 def test_stages_are_balanced_by_measured_times(capsys, monkeypatch):
     """A layer that is slower than its multiplications say gets a stage of fewer layers."""
     size = {"family": "qwen3", "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 2}

@@ -116,6 +116,7 @@ refused(configs["rate"], "the training has diverged")
 """
 
 
+@pytest.mark.long
 def test_what_is_refused_is_said_by_the_first_process_and_ends_all(configure: Callable[..., TrainConfig]) -> None:
     """By one process alone, or by all of them for the same reason."""
     configs = {
@@ -146,6 +147,7 @@ for _ in range(400):
 """
 
 
+@pytest.mark.long
 def test_leaving_the_group_waits_for_no_thread_that_waits_for_python() -> None:
     """Without the reference that `_leave` holds, one of some hundred times hangs."""
     left = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True)
