@@ -128,7 +128,7 @@ class Soft(NamedTuple):
     temperature: float
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Over tokens, in nats, fp32 scalars: what is minimised, the cross-entropy in it, and T^2 KL (0 without a teacher).
     Only the first has a gradient."""
 
@@ -208,10 +208,10 @@ def losses_in_parts(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
         return torch.cat([F.cross_entropy(head.logits(x), y, reduction="none") for x, y in pairs]).view(targets.shape)
 
 
-def sums_in_parts(head: Head, hidden: Tensor, targets: Tensor, soft: Soft | None = None) -> Sums:
+def sums_in_parts(head: Head, hidden: Tensor, targets: Tensor, soft: Soft | None = None) -> LossSums:
     """Sum the losses of a batch: hidden (B, T, d), targets (B, T) int64. Their gradients are made here and now, once;
     a second backward pass through them is refused."""
-    return Sums(*_InParts.apply(hidden, head.weight, head.bias, targets, head, soft))
+    return LossSums(*_InParts.apply(hidden, head.weight, head.bias, targets, head, soft))
 
 
 def called_losses(model: Any, call: dict[str, Any], y: Tensor, kind: str) -> Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Call:
+class ComputedCall:
     """A call of a function, and what it costs.
 
     Attributes:
@@ -48,7 +48,7 @@ class Computed:
     """
 
     function: str
-    runs: dict[str, Call]
+    runs: dict[str, ComputedCall]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredRow:
     """One measurement of one finished run.
 
     Attributes:
@@ -122,7 +122,7 @@ class Measured:
             text, so that their results are not used.
     """
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[MeasuredRow] = field(default_factory=list)
     planned: dict[str, list[str]] = field(default_factory=dict)
     finished: dict[str, list[str]] = field(default_factory=dict)
     begun: frozenset[str] = frozenset()
@@ -136,7 +136,7 @@ class Measured:
         """Return whether every run of an arm is finished."""
         return arm in self.planned and set(self.planned[arm]) <= set(self.finished.get(arm, []))
 
-    def of(self, arm: str, label: str | None = None, quantity: str = "loss") -> list[Row]:
+    def of(self, arm: str, label: str | None = None, quantity: str = "loss") -> list[MeasuredRow]:
         """Return rows of an arm, of one label if one is given, in order of seed and step; of what diverged none."""
         rows = [row for row in self.rows if row.arm == arm and row.quantity == quantity and math.isfinite(row.value)]
         return sorted((row for row in rows if label in (None, row.label)), key=lambda row: (row.seed, row.step))
@@ -189,7 +189,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     """A table of the page: text in cells."""
 
     title: str
@@ -199,7 +199,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Result:
+class StudyResult:
     """What came of a study.
 
     Attributes:
@@ -208,7 +208,7 @@ class Result:
     """
 
     verdict: str
-    tables: Sequence[Table] = ()
+    tables: Sequence[ResultTable] = ()
     charts: "Sequence[Chart]" = ()
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -293,7 +293,7 @@ class Design:
     about: str
     published: str
     arms: Callable[[Setting, Measured], list[Arm]]
-    analyse: Callable[[Setting, Measured], Result]
+    analyse: Callable[[Setting, Measured], StudyResult]
 
 
 def branch_step(config: TrainConfig) -> int:

@@ -234,7 +234,7 @@ def takeable(folder: Path, adopted: Sequence[Path], archived: Sequence[tuple[str
 # ------------------------------------------------------------------ study.json
 
 
-class Asked(TypedDict):
+class StudyRequest(TypedDict):
     """study.json: what was asked for."""
 
     version: int
@@ -246,7 +246,7 @@ class Asked(TypedDict):
     images: str | None
 
 
-def asked(design: Design, setting: Setting) -> Asked:
+def asked(design: Design, setting: Setting) -> StudyRequest:
     """Return what study.json has of a study at this setting."""
     return {
         "version": VERSION,
@@ -259,9 +259,9 @@ def asked(design: Design, setting: Setting) -> Asked:
     }
 
 
-def asked_in(path: Path) -> Asked:
+def asked_in(path: Path) -> StudyRequest:
     """Read a study.json. Raises UserError, also for one of another version."""
-    record = checked(read_json(path), Asked, path, "carry the study out again")
+    record = checked(read_json(path), StudyRequest, path, "carry the study out again")
     if record["version"] != VERSION:
         raise UserError(f"{path} is of version {record['version']}, expected {VERSION}: carry the study out again")
     return record
@@ -291,7 +291,7 @@ class Record:
     """study.json of a study that is carried out."""
 
     path: Path
-    content: Asked
+    content: StudyRequest
     written: bool = False
 
     def write(self) -> None:
@@ -301,7 +301,7 @@ class Record:
 
 
 @contextmanager
-def recorded(folder: Path, content: Asked) -> Generator[Record]:
+def recorded(folder: Path, content: StudyRequest) -> Generator[Record]:
     """Give the record of a study, of which a new folder has the file at once, to be known by; leave the folder as it
     was where something is refused before the record is written."""
     before = {path.name for path in folder.iterdir()}

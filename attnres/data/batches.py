@@ -121,7 +121,7 @@ def permuted(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Return SplitMix64's output function on uint64 (Steele et al. 2014)."""
+    """Apply SplitMix64's output function to uint64 (Steele et al. 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
-from attnres.data.encode import Encoder, encoded_in_parts, hash_of, spooled
+from attnres.data.encode import DocumentEncoder, encoded_in_parts, hash_of, spooled
 from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, prepared_folder, read_header
-from attnres.data.sources import Rows, Source, open_source
+from attnres.data.sources import Rows, TextSource, open_source
 from attnres.data.tokenizer import (
     bpe_size,
     file_sha256,
@@ -174,14 +174,14 @@ def _existing(target: Path, key: str) -> Prepared | None:
 
 def _build(
     folder: Path,
-    source: Source,
+    source: TextSource,
     tokenizer: tuple[Tokenizer, int] | int,
     held_out: float,
     progress: bool,
     workers: int,
     parts: Path,
 ) -> dict[str, Any]:
-    """Write every file but the header, and returns it.
+    """Write every file but the header, and return the header.
 
     Args:
         tokenizer: with its end-of-text id, or the vocabulary of one to be trained.
@@ -201,7 +201,7 @@ def _build(
         vocab_size = vocabulary_size(model)
         _save_tokenizer(folder, model, eos)
         dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        encoder = Encoder(model, eos, threshold)
+        encoder = DocumentEncoder(model, eos, threshold)
         writers = {split: SplitWriter(folder, split, dtype) for split in ("train", "val")}
         try:
             if workers > 1:
@@ -226,7 +226,7 @@ def _build(
     }
 
 
-def held_below(source: Source, held_out: float) -> int:
+def held_below(source: TextSource, held_out: float) -> int:
     """Return the hash below which documents are held out: such a share of all there are, raised for a corpus so small
     that there would be none.
 

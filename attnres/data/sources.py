@@ -50,7 +50,7 @@ def title_of(source: str) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Documents that can be read several times, always in the same order.
 
     Attributes:
@@ -73,7 +73,7 @@ class Source:
     files: tuple[str, ...] = ()
 
 
-def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | None = None) -> Source:
+def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | None = None) -> TextSource:
     """Return the source that `spec` names.
 
     Args:
@@ -114,14 +114,14 @@ def _read_from(
     return iter(documents), lambda: {"rows": where(), "left": documents.left}
 
 
-def _unlimited(spec: str, column: str) -> Source:
+def _unlimited(spec: str, column: str) -> TextSource:
     """Return the source of that name, whole; `spool` says that a pass is slow."""
     if spec.startswith("mix:"):
         return _mixture(spec, column)
     if spec.startswith("hub:"):
         repository, *_ = where = resolve_hub(spec)
         revision = revision_of(repository)
-        return Source(
+        return TextSource(
             spec,
             json.dumps([*where, revision]),
             None,
@@ -131,13 +131,13 @@ def _unlimited(spec: str, column: str) -> Source:
         )
     if spec.startswith("task:"):
         read = task_documents(spec)
-        return Source(spec, f"{spec} {_digest(itertools.islice(read(), _SAMPLE))[0]}", None, read)
+        return TextSource(spec, f"{spec} {_digest(itertools.islice(read(), _SAMPLE))[0]}", None, read)
     if spec == "stdlib":
         return _files("stdlib", stdlib_files(), column, sys.version)
     return _local(spec, column)
 
 
-def _in_memory(rows: Rows, column: str, limit: int | None) -> Source:
+def _in_memory(rows: Rows, column: str, limit: int | None) -> TextSource:
     """Yield rows that a program has, known by what they hold up to the limit."""
     kind = type(rows).__name__
     if isinstance(rows, Mapping):
@@ -154,7 +154,7 @@ def _in_memory(rows: Rows, column: str, limit: int | None) -> Source:
             yield from field_of(row, f"row {number} of the {kind}", column)
 
     digest, size = _digest(_Documents(read(), limit))
-    return Source(f"{kind} {digest[:12]}", digest, size, read)
+    return TextSource(f"{kind} {digest[:12]}", digest, size, read)
 
 
 def _digest(texts: Iterable[str]) -> tuple[str, int]:
@@ -167,7 +167,7 @@ def _digest(texts: Iterable[str]) -> tuple[str, int]:
     return state.hexdigest(), size
 
 
-def _mixture(spec: str, column: str) -> Source:
+def _mixture(spec: str, column: str) -> TextSource:
     """Return several sources, in turn or by their weights."""
     parts = [_weighted(part.strip()) for part in spec.removeprefix("mix:").split(",")]
     sources, weights = [], [weight for _, weight in parts if weight is not None]
@@ -186,7 +186,7 @@ def _mixture(spec: str, column: str) -> Source:
     fingerprint = json.dumps([[source.fingerprint for source in sources], weights])
     spool = any(source.spool for source in sources)
     files = tuple(line for source in sources for line in source.files)
-    return Source(spec, fingerprint, size, lambda: _interleaved(sources, weights), spool=spool, files=files)
+    return TextSource(spec, fingerprint, size, lambda: _interleaved(sources, weights), spool=spool, files=files)
 
 
 def _weighted(part: str) -> tuple[str, float | None]:
@@ -203,7 +203,7 @@ def _weighted(part: str) -> tuple[str, float | None]:
     return name, weight
 
 
-def _interleaved(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[str]:
+def _interleaved(sources: Sequence[TextSource], weights: Sequence[float]) -> Iterator[str]:
     """Yield all documents of each source in turn; with weights always one of the source that lags most behind its
     weight, until that one has no more."""
     passes = [iter(_Documents(source.read(), None)) for source in sources]
@@ -232,7 +232,7 @@ def stdlib_files() -> list[Path]:
     return files
 
 
-def _local(spec: str, column: str) -> Source:
+def _local(spec: str, column: str) -> TextSource:
     path = user_path(spec)
     is_pattern = not path.exists() and glob.has_magic(spec)
     if path.is_dir() or is_pattern:
@@ -248,7 +248,7 @@ def _local(spec: str, column: str) -> Source:
     return _files(spec, [path], column, "")
 
 
-def _files(name: str, files: list[Path], column: str, salt: str) -> Source:
+def _files(name: str, files: list[Path], column: str, salt: str) -> TextSource:
     state = hashlib.sha256(f"{salt}\n{column}\n".encode())
     size = 0
     for file in files:
@@ -265,7 +265,7 @@ def _files(name: str, files: list[Path], column: str, salt: str) -> Source:
         for file in files:
             yield from read_documents(file, column, alone=alone)
 
-    return Source(name, state.hexdigest(), size, read)
+    return TextSource(name, state.hexdigest(), size, read)
 
 
 class _Documents:

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from attnres.errors import UserError, first_line, install, unknown
-from attnres.evals.scoring import Measure
+from attnres.evals.scoring import TaskMeasure
 from attnres.models.open import Checkpoint
 
 
@@ -47,7 +47,7 @@ def run(
     *,
     limit: int | None,
     batch_size: int,
-) -> dict[str, list[Measure]]:
+) -> dict[str, list[TaskMeasure]]:
     """Return the measures of each task.
 
     Raises:
@@ -72,7 +72,7 @@ def run(
     return {name: _measures(values, samples.get(name, [])) for name, values in results["results"].items()}
 
 
-def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list[Measure]:
+def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list[TaskMeasure]:
     measures = []
     for key, value in values.items():
         name, _, kind = key.partition(",")
@@ -83,9 +83,9 @@ def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list
         each = [sample.get(name) for sample in sorted(mine, key=lambda sample: sample["doc_id"])]
         numbers = np.array([v if isinstance(v, bool | int | float) else np.nan for v in each], dtype=float)
         if len(numbers) and np.isfinite(numbers).all() and abs(numbers.mean() - value) < 1e-9:
-            measures.append(Measure(label, label, numbers, np.ones(len(numbers))))
+            measures.append(TaskMeasure(label, label, numbers, np.ones(len(numbers))))
         else:
-            measures.append(Measure(label, label, numbers[:0], numbers[:0], fixed=(float(value), None)))
+            measures.append(TaskMeasure(label, label, numbers[:0], numbers[:0], fixed=(float(value), None)))
     return measures
 
 

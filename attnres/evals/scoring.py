@@ -247,7 +247,7 @@ NO_ITEMS = "no values per item"
 
 
 @dataclass(frozen=True)
-class Measure:
+class TaskMeasure:
     """One figure of one model on one task.
 
     Attributes:
@@ -290,7 +290,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """Second model minus first: in the unit of m, or why there is none."""
 
     value: float | None
@@ -300,22 +300,22 @@ class Difference:
     reason: str = ""
 
 
-def difference(first: Measure, second: Measure) -> Difference:
+def difference(first: TaskMeasure, second: TaskMeasure) -> PairedDifference:
     """Return the paired difference; of bits per byte over different tokens, the plain one; of nothing else over
     those."""
     if first.fixed is not None or second.fixed is not None:
-        return Difference(None, reason=NO_ITEMS)
+        return PairedDifference(None, reason=NO_ITEMS)
     if first.tokens == second.tokens:
         change = ratio(second.above - first.above, first.below)
-        return Difference(change.mean, or_none(change.error), change.items)
+        return PairedDifference(change.mean, or_none(change.error), change.items)
     if first.universal and (first.cut or second.cut):
-        return Difference(None, reason=OTHER_PLACES)
+        return PairedDifference(None, reason=OTHER_PLACES)
     if not first.universal:
-        return Difference(None, reason=OTHER_TOKENS)
+        return PairedDifference(None, reason=OTHER_TOKENS)
     (before, first_error), (after, second_error) = first.estimate(), second.estimate()
     known = first_error is not None and second_error is not None
     error = math.hypot(first_error or 0.0, second_error or 0.0) if known else None
-    return Difference(after - before, error, min(first.count, second.count), paired=False)
+    return PairedDifference(after - before, error, min(first.count, second.count), paired=False)
 
 
 def tokens_digest(requests: Sequence[Request]) -> str:

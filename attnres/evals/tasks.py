@@ -64,7 +64,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownTask:
     """A task by name: where the hub has it, how its rows read, and what its file is called (else NAME*.jsonl)."""
 
     title: str
@@ -96,12 +96,12 @@ def _lambada(row: Row) -> Row:
     return {"context": context, "continuation": word}
 
 
-TASKS: dict[str, Known] = {
-    "wikitext2": Known(
+TASKS: dict[str, KnownTask] = {
+    "wikitext2": KnownTask(
         title="WikiText-2", files="wikitext2*", hub=("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
     ),
-    "lambada": Known(title="LAMBADA", hub=("EleutherAI/lambada_openai", "default", "test"), row=_lambada),
-    "hellaswag": Known(
+    "lambada": KnownTask(title="LAMBADA", hub=("EleutherAI/lambada_openai", "default", "test"), row=_lambada),
+    "hellaswag": KnownTask(
         title="HellaSwag",
         hub=("Rowan/hellaswag", None, "validation"),
         row=_hellaswag,
@@ -157,7 +157,7 @@ def _task(name: str, source: str, items: Iterator[Item], limit: int | None, **op
     return Task(name, "word" if kinds.pop() else "choice", source, tuple(chosen), **options)
 
 
-def _source(known: Known, path: Path | None) -> str:
+def _source(known: KnownTask, path: Path | None) -> str:
     return str(path) if path is not None else ":".join(part for part in known.hub if part)
 
 
@@ -219,10 +219,10 @@ def _index(value: Any, count: int) -> bool:
     return type(value) is int and 0 <= value < count
 
 
-def _hub_items(name: str, known: Known) -> Iterator[Item]:
+def _hub_items(name: str, known: KnownTask) -> Iterator[Item]:
     for number, row in enumerate(_hub_rows(name, known), 1):
         yield _item(known.row(row), f"{known.hub[0]} row {number}")
 
 
-def _hub_rows(name: str, known: Known) -> Iterator[Row]:
+def _hub_rows(name: str, known: KnownTask) -> Iterator[Row]:
     return dataset_rows(f"task {name}", *known.hub, otherwise=", or give the folder of its file with --data")

@@ -40,7 +40,7 @@ START = 1 / 8
 """Of a run, whose losses may lie outside the axes: they fall too steeply to share one with the rest."""
 
 
-class Difference(NamedTuple):
+class LossDifference(NamedTuple):
     """A held-out loss less the baseline's, in nats per token.
 
     Attributes:
@@ -81,7 +81,7 @@ class Variant:
     dynamics: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     held_out: Mapping[int, Points] = field(default_factory=dict)
     train: Mapping[int, Points] = field(default_factory=dict)
-    differences: Sequence[Difference] = ()
+    differences: Sequence[LossDifference] = ()
     group: str = ""
     rate: float | None = None
     finals: Sequence[float] = ()

@@ -25,7 +25,7 @@ _SIXTEEN = (torch.bfloat16, torch.float16)
 _ROWS, _TOKENS = 2, 32
 
 
-class Difference(NamedTuple):
+class LogitDifference(NamedTuple):
     """How far the logits of two models are apart on one batch of tokens.
 
     Attributes:
@@ -119,7 +119,9 @@ def fixed_inputs(model: PreTrainedModel, tokens: int = _TOKENS) -> dict[str, Ten
     return inputs
 
 
-def compare_logits(one: PreTrainedModel, other: PreTrainedModel, arithmetic: torch.dtype | None = None) -> Difference:
+def compare_logits(
+    one: PreTrainedModel, other: PreTrainedModel, arithmetic: torch.dtype | None = None
+) -> LogitDifference:
     """Compare the logits of two models, or what they put out instead, in evaluation mode on `fixed_inputs`.
 
     Args:
@@ -132,7 +134,7 @@ def compare_logits(one: PreTrainedModel, other: PreTrainedModel, arithmetic: tor
     actual.sub_(expected)
     largest = actual.abs_().max().item()
     name = str(dtype).removeprefix("torch.")
-    return Difference(
+    return LogitDifference(
         largest, scale, largest / scale if scale else largest, BOUNDS[dtype], name, expected[..., 0].numel()
     )
 

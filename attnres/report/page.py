@@ -22,7 +22,7 @@ from attnres.report.columns import curves_csv, plain_cells, print_table, shown, 
 from attnres.report.runs import Run, Study, load_study
 from attnres.report.sections import Section, comparison_of, example, sections
 from attnres.report.stats import equal_conditions
-from attnres.report.table import Row, Table, build_table
+from attnres.report.table import ComparisonTable, VariantRow, build_table
 from attnres.report.verdict import verdict
 from attnres.typed import leaves
 
@@ -49,7 +49,7 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
     return written
 
 
-def page(study: Study, table: Table, comparison: Comparison, drawn: Sequence[Section]) -> str:
+def page(study: Study, table: ComparisonTable, comparison: Comparison, drawn: Sequence[Section]) -> str:
     """Return the HTML text."""
     parts = [
         _section("Comparison", _table(table, comparison)),
@@ -162,7 +162,7 @@ def figure_cards(plots: Sequence[Plot], anchor: str = "") -> str:
 # ------------------------------------------------------------------ tables
 
 
-def _table(table: Table, comparison: Comparison) -> str:
+def _table(table: ComparisonTable, comparison: Comparison) -> str:
     colours = {one.label: look["color"] for one, look in zip(comparison.variants, comparison.looks(), strict=True)}
     columns = shown(table)
     head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in columns)
@@ -178,7 +178,7 @@ def _table(table: Table, comparison: Comparison) -> str:
     )
 
 
-def _row(table: Table, row: Row, colour: str) -> str:
+def _row(table: ComparisonTable, row: VariantRow, colour: str) -> str:
     star = "" if row.complete else ' <span class="err">unfinished</span>'
     swatch = f'<span class="swatch" style="{style.declared("background", colour)}"></span>'
     out = [f'<th scope="row">{swatch}<span class="name">{escape(row.label)}{star}</span></th>']

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 
 from attnres.report.runs import Study
 from attnres.report.stats import Paired, kind, kind_name, paired, sweeps_lr, why_unpaired
-from attnres.report.table import Row, Table
+from attnres.report.table import ComparisonTable, VariantRow
 from attnres.text import digits_for, listed, number, with_error
 
 Pairs = list[tuple[str, Paired]]
 
 
-def verdict(study: Study, table: Table) -> str:
+def verdict(study: Study, table: ComparisonTable) -> str:
     """Return one or a few sentences: who is better than the baseline, by how much, and who cannot be told from it."""
     done = [row for row in table.rows if row.complete and not math.isnan(row.loss)]
     if not done:
@@ -66,7 +66,7 @@ def _apart(pairs: Iterable[tuple[str, Paired | None]]) -> tuple[Pairs, Pairs, Pa
     return [item for item in decided if item[1].mean < 0], [item for item in decided if item[1].mean > 0], tied
 
 
-def _against_baseline(rows: list[Row], base: str) -> str:
+def _against_baseline(rows: list[VariantRow], base: str) -> str:
     """Return `full is below standard by 0.116 ± 0.004 nats per token, block by ...; rescaled (...): the interval
     includes 0`; of one seed `full ends below ...`, and that other seeds may differ."""
     better, worse, tied = _apart((row.label, row.paired) for row in rows)
@@ -85,7 +85,7 @@ def _against_baseline(rows: list[Row], base: str) -> str:
     return "; ".join(clauses) + "." + ("" if many else unseen)
 
 
-def _chance(row: Row, base: str) -> str:
+def _chance(row: VariantRow, base: str) -> str:
     """Say what the difference of a control that is the baseline's function means: never that it is better or
     worse."""
     assert row.paired is not None
@@ -96,7 +96,7 @@ def _chance(row: Row, base: str) -> str:
     return f"{row.label}, the control, computes what {base} computes: its {size} is what chance does to {runs}{unseen}."
 
 
-def _against_control(study: Study, tested: list[Row], controls: list[Row]) -> list[str]:
+def _against_control(study: Study, tested: list[VariantRow], controls: list[VariantRow]) -> list[str]:
     """Say whether the others also beat the control, which has the scaling and nothing that is learned."""
     if not controls or not tested:
         return []
@@ -115,7 +115,7 @@ def _against_control(study: Study, tested: list[Row], controls: list[Row]) -> li
     return sentences
 
 
-def _among_best(study: Study, rows: list[Row]) -> list[str]:
+def _among_best(study: Study, rows: list[VariantRow]) -> list[str]:
     """Say whether the two best can be told apart."""
     better = {label for label, _ in _apart((row.label, row.paired) for row in rows)[0]}
     ranked = [row.label for row in sorted(rows, key=lambda row: row.loss) if row.label in better]
@@ -128,14 +128,14 @@ def _among_best(study: Study, rows: list[Row]) -> list[str]:
     return [f"{ahead} is below {behind} by {_size(pair)}."]
 
 
-def _best_of_each(rows: list[Row]) -> list[Row]:
+def _best_of_each(rows: list[VariantRow]) -> list[VariantRow]:
     """Return the row of each variant with the lowest loss: in a sweep of learning rates each is judged at its best
     rate."""
     best = {kind(row.runs[0]): row for row in sorted(rows, key=lambda row: -row.loss)}
     return [row for row in rows if row is best[kind(row.runs[0])]]
 
 
-def _at_equal_rates(study: Study, rows: list[Row], base: str) -> list[str]:
+def _at_equal_rates(study: Study, rows: list[VariantRow], base: str) -> list[str]:
     """Say for each other variant at how many of the learning rates it shares with the baseline it wins, unless that
     is the baseline's alone, which is said already. What computes the baseline's function wins nothing."""
     first = {row.label: row.runs[0] for row in rows if row.label == base or not row.traits.is_chance}

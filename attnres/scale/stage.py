@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.models import DepthMixin
 from attnres.residuals import Residual
-from attnres.scale.cut import Crossing, Cut
+from attnres.scale.cut import Crossing, PipelineCut
 from attnres.streams.passes import FINISHED, note_progress
 from attnres.streams.stream import Stream
 
@@ -248,7 +248,7 @@ class StageModule(nn.Module):
         self,
         model: DepthMixin,
         stage: int,
-        cut: Cut,
+        cut: PipelineCut,
         table: tuple[Crossing, ...],
         cache: RankCache,
         losses: Callable[[Any, dict[str, Any], Tensor], Tensor],
@@ -265,7 +265,7 @@ class StageModule(nn.Module):
         self.caching = any(not crossing.local and crossing.held for crossing in table)
         self._take_apart(model, cut)
 
-    def _take_apart(self, model: DepthMixin, cut: Cut) -> None:
+    def _take_apart(self, model: DepthMixin, cut: PipelineCut) -> None:
         base, layers, sublayers = model.depth_base, model.depth_layers, len(self.residual.itself().sublayers)
         here = range(self.index_in // sublayers, self.index_out // sublayers)
         self.entry = Entry(self.residual if self.first else None)

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from attnres.errors import UserError
 from attnres.head import (
     Head,
+    LossSums,
     Soft,
-    Sums,
     body_of,
     called_losses,
     head_of,
@@ -117,10 +117,10 @@ class Objective(nn.Module):
                 return sums_in_parts(cast(Head, head_of(self.model)), output.last_hidden_state, y, soft)
         entropy = token_losses(output.logits, y).sum()
         if self.teacher is None or theirs is None:
-            return Sums(entropy, entropy.detach(), torch.zeros_like(entropy))
+            return LossSums(entropy, entropy.detach(), torch.zeros_like(entropy))
         apart = divergence(output.logits, theirs, self.teacher.temperature).sum()
         weight = self.teacher.weight
-        return Sums((1 - weight) * entropy + weight * apart, entropy.detach(), apart.detach())
+        return LossSums((1 - weight) * entropy + weight * apart, entropy.detach(), apart.detach())
 
     @torch.no_grad()
     def _teach(self, teacher: Teacher, x: Tensor) -> Tensor:

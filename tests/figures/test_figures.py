@@ -24,7 +24,7 @@ from attnres.figures import (
 )
 from attnres.figures.cells import cells as draw_cells
 from attnres.figures.cells import look_of, scale
-from attnres.figures.comparison import Difference, final_difference, held_out_loss
+from attnres.figures.comparison import LossDifference, final_difference, held_out_loss
 from attnres.figures.comparison import difference as loss_difference
 from attnres.figures.depth import CHOICE, by_depth, dynamics, over_steps
 from attnres.figures.geometry import learned
@@ -603,9 +603,14 @@ def test_captions_say_what_is_shown():
 
 def test_intervals_of_two_seeds_leave_the_lines_to_be_seen():
     """Student's t of one degree of freedom makes them tens of times as wide as the differences are."""
-    block = variant("block", "block", differences=[Difference(step, -0.06, 0.01) for step in (1, 2, 3)], complete=True)
+    block = variant(
+        "block", "block", differences=[LossDifference(step, -0.06, 0.01) for step in (1, 2, 3)], complete=True
+    )
     full = dataclasses.replace(
-        block, label="full", residual="full", differences=[Difference(step, -0.05, 0.8, "seeds") for step in (1, 2, 3)]
+        block,
+        label="full",
+        residual="full",
+        differences=[LossDifference(step, -0.05, 0.8, "seeds") for step in (1, 2, 3)],
     )
     comparison = Comparison([variant("standard", "standard"), block, full], "standard")
     plot, last = loss_difference(comparison), final_difference(comparison)
@@ -618,7 +623,7 @@ def test_intervals_of_two_seeds_leave_the_lines_to_be_seen():
 
 
 def test_lines_that_begin_outside_the_axes_are_said_to():
-    points = [Difference(step, -2.0 if step == 1 else -0.06, 0.01) for step in range(1, 41)]
+    points = [LossDifference(step, -2.0 if step == 1 else -0.06, 0.01) for step in range(1, 41)]
     for factor in (1, -1):
         early = [one._replace(mean=factor * one.mean) for one in points]
         block = variant("block", "block", differences=early)
@@ -666,7 +671,7 @@ def test_what_is_of_several_seeds_says_so_in_every_caption():
 
 
 def test_at_the_end_nothing_is_held_against_a_baseline_on_its_way():
-    block = variant("block", "block", differences=[Difference(1, -0.06, 0.01)], complete=True)
+    block = variant("block", "block", differences=[LossDifference(1, -0.06, 0.01)], complete=True)
     standard = variant("standard", "standard", complete=True)
     assert final_difference(Comparison([standard, block], "standard")).figure.axes
     unfinished = dataclasses.replace(standard, complete=False)
@@ -686,7 +691,7 @@ def test_what_lies_below_zero_is_on_an_axis_from_zero():
 
 
 def test_what_chance_does_is_a_band_where_the_baseline_has_several_seeds():
-    differences = [Difference(step, -0.2, 0.05) for step in (1, 2, 3)]
+    differences = [LossDifference(step, -0.2, 0.05) for step in (1, 2, 3)]
     block = variant("block", "block", differences=differences)
     seeds = {0: [(1, 5.0), (2, 4.0), (3, 3.0)], 1: [(1, 5.2), (2, 4.0)], 2: [(1, 5.4), (2, 4.6), (3, 3.0)]}
     standard = variant("standard", "standard", held_out=seeds)

@@ -28,7 +28,7 @@ from attnres.data import Batches, open_tokens
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.flags import config_file
-from attnres.head import Sums
+from attnres.head import LossSums
 from attnres.models import build, load
 from attnres.models.model_files import snapshots
 from attnres.residuals import Residual
@@ -68,7 +68,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Send this process a signal during the given step."""
     forward, count = Objective.forward, 0
 
-    def with_signal(self: Objective, *batch: Any, **how: Any) -> Sums:
+    def with_signal(self: Objective, *batch: Any, **how: Any) -> LossSums:
         nonlocal count
         count += 1
         if count == step:
@@ -82,10 +82,10 @@ def spoil(monkeypatch: pytest.MonkeyPatch, value: float, step: int) -> None:
     """Make the loss of a step something else."""
     forward, count = Objective.forward, 0
 
-    def broken(self: Objective, *batch: Any, **how: Any) -> Sums:
+    def broken(self: Objective, *batch: Any, **how: Any) -> LossSums:
         nonlocal count
         count += 1
-        return Sums(*(one * (value if count == step else 1) for one in forward(self, *batch, **how)))
+        return LossSums(*(one * (value if count == step else 1) for one in forward(self, *batch, **how)))
 
     monkeypatch.setattr(Objective, "forward", broken)
 
