@@ -85,7 +85,6 @@ def test_contexts_and_special_tokens_are_lm_evals(folders, monkeypatch, around, 
 
 
 @pytest.mark.quick("block")
-@pytest.mark.slow
 @pytest.mark.parametrize("model", ["block", "plain"])
 def test_every_item_agrees_with_lm_eval(folders, data, yaml, model):
     from lm_eval import simple_evaluate
@@ -123,7 +122,6 @@ def test_every_item_agrees_with_lm_eval(folders, data, yaml, model):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_tasks_of_lm_eval_stand_beside_ours_and_are_paired(folders, data, yaml):
     models = (str(folders["block"]), str(folders["full"]))
     config = EvalConfig(

@@ -297,7 +297,8 @@ def test_a_student_that_diverged_is_counted_and_not_averaged():
         assert any(f"{seeds} diverged" in cell for cell in cells) == (lost != ("standard",))
 
 
-@pytest.mark.parametrize("name", ["nanogpt", pytest.param("ablations", marks=pytest.mark.long)])
+@pytest.mark.quick("nanogpt")
+@pytest.mark.parametrize("name", ["nanogpt", "ablations"])
 def test_whole_studies_of_one_function_find_nothing(name):
     """With rates that are chosen by the lowest loss, if the study does that."""
     design, setting, claims = STUDIES[name], at("micro"), 0

@@ -118,14 +118,8 @@ def test_of_rows_the_text_is_in_the_column_that_was_asked_for(noise, setting):
     assert f"--source {setting.source} --column body" in command(dataclasses.replace(noise, setting=asked))
 
 
-SHORT = "growth", "resnet"
-"""Studies that make test runs; make test-all has all of them."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in STUDIES if name != "noise"],
-)
+@pytest.mark.quick("growth", "resnet")
+@pytest.mark.parametrize("name", [name for name in STUDIES if name != "noise"])
 def test_a_study_runs_from_end_to_end(setting, noise, name, tmp_path):
     outcome = conduct(STUDIES[name], setting, ExecutionOptions(QUIET, jobs=1, run=Here()))
     done, planned = outcome.counts
@@ -648,9 +642,8 @@ def _first_run(arms):
 # ------------------------------------------------------------------ what is planned, at every size
 
 
-@pytest.mark.parametrize(
-    "preset", ["micro", *(pytest.param(size, marks=pytest.mark.long) for size in ("nano", "100m"))]
-)
+@pytest.mark.quick("micro")
+@pytest.mark.parametrize("preset", ["micro", "nano", "100m"])
 def test_a_larger_size_is_data_alone(preset, tmp_path):
     """The same studies ask for runs that a model can be built for, at FLOPs that grow with the preset."""
     one = Setting(preset, PRESETS[preset], 3, None, tmp_path, "images")

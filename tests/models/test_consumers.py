@@ -18,6 +18,7 @@ import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
 from datasets import Dataset
+from launch import PATIENCE_S
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import narrow_llama
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -126,7 +127,7 @@ def fresh(code, *arguments, **variables):
         **variables,
     }
     command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
 
 
 @pytest.mark.long
@@ -317,7 +318,7 @@ def test_a_strict_export_computes_the_models_logits(family):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["listed", pytest.param("probed", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", ["listed", "probed"])
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_onnxruntime_computes_the_models_logits(family, folders, tmp_path):
     for name in ("onnx", "onnxscript", "onnxruntime"):

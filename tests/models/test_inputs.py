@@ -155,7 +155,7 @@ def test_copies_pickles_and_files_compute_the_same(name, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["muddformer", pytest.param("dca", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["muddformer", "dca"])
 def test_a_whole_model_compiles_without_a_graph_break(name):
     check_one_graph(stirred(name), logits)
 

@@ -62,12 +62,8 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-BREADTH = ("cumulative", "boundary_normed")
-"""Each beside another layout of its format, or of none."""
-
-
 @pytest.mark.quick("boundary")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in BREADTH)) for n in LAYOUTS])
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_tool_takes_every_layout(
     name: str, layout: Callable[..., TrainConfig], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

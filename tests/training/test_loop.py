@@ -202,10 +202,9 @@ def test_muon_bf16_and_wsd_train(configure: Configure, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_run_is_the_same_to_rounding(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
