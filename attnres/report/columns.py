@@ -166,7 +166,7 @@ def print_table(table: ComparisonTable, verdict: str, console: "Console | None" 
     """Print the table, the verdict and the notes."""
     from rich import box
     from rich.console import Console
-    from rich.table import ComparisonTable as Grid
+    from rich.table import Table as Grid
     from rich.text import Text
 
     console = console or Console()
