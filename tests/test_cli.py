@@ -283,6 +283,7 @@ def test_help_and_version(capsys):
     assert "--seed " not in out
 
 
+@pytest.mark.quick("train --help", "compare --help", "app --help", "--version")
 @pytest.mark.parametrize("arguments", ["--help", "--version", *(f"{name} --help" for name in cli.COMMANDS)])
 def test_help_loads_no_heavy_library(arguments):
     script = (

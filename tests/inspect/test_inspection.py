@@ -83,6 +83,7 @@ def test_batches_change_nothing(model, tokenizer, documents):
     assert one.kinds["tokens"] == many.kinds["tokens"]
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_documents(model, tokenizer, documents):
     waiting = []
 

@@ -192,6 +192,7 @@ def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tm
     assert conduct(STUDIES["noise"], other, ExecutionOptions(QUIET, jobs=1, run=Here(most=0))).counts == outcome.counts
 
 
+@pytest.mark.long
 def test_runs_that_are_named_run_alone(setting, noise, tmp_path):
     other, first = dataclasses.replace(setting, out=tmp_path), Here()
     with pytest.raises(UserError, match=r"no run of the study rates is called 'best.*' by now: expected ARM.* own, "):

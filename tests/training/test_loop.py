@@ -261,6 +261,7 @@ def test_a_large_vocabulary_gets_its_losses_in_parts(
     assert said == ["whole", "chunked"]
 
 
+@pytest.mark.long
 def test_a_stream_in_bf16_is_in_bf16_from_the_embedding_on(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
