@@ -465,6 +465,7 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.long
 def test_a_finished_run_that_is_interrupted_while_it_writes_its_model_stops_at_once(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
