@@ -481,7 +481,8 @@ GOALS: tuple[tuple[str, str, str, str], ...] = (
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Return the tables of docs/explanation/kernels.md: the last row of each experiment, "not measured" where there is none."""
+    """Return the tables of docs/explanation/kernels.md: the last row of each experiment, "not measured" where there
+    is none."""
     last = _last(rows)
     lines = [
         "| captured beside eager | largest difference of a loss | of eager steps made again | |",

@@ -1,5 +1,5 @@
-"""What `mkdocs build` adds to the pages of this folder: commands, families and the API from code, the pages beside README,
-formulas as MathML, and llms.txt."""
+"""What `mkdocs build` adds to the pages of this folder: commands, families and the API from code, the neighbours of
+README, formulas as MathML, and llms.txt."""
 
 import ast
 import contextlib
