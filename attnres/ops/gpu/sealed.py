@@ -71,7 +71,8 @@ def _tokens(n: int, padded: int, most_rows: int, most_columns: int) -> int:
 
 def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: bool) -> tuple[dict[str, int], int]:
     """Sizes of the tile of a program, and its warps. In bf16 the fastest of a sweep on an H100
-    (docs/results/speed_gpu.md); else, and for many sources, what keeps the accumulators in registers (benchmarks/sm90.py).
+    (docs/results/speed_gpu.md); else, and for many sources, what keeps the accumulators in registers
+    (benchmarks/sm90.py).
 
     Rows are (token, source) pairs and columns (token, read) pairs: as many tokens as fit, at least one.
     """
