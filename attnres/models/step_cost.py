@@ -8,7 +8,7 @@ and the recurrence of linear attention do not count: MFU is of the plain model's
 Bytes are those between a device's memory and its cores, counted vector by vector: one vector of width d per token, in
 the stream's dtype. Scalars per token (logits, maxima, 1/rms) and the one read of the output are left out. A Triton or C
 kernel moves what is counted here; plain torch moves more. `benchmarks/traffic.py` counts other implementations with the
-same unit, docs/kernels.md compares both with measured times.
+same unit, docs/explanation/kernels.md compares both with measured times.
 """
 
 from collections.abc import Sequence

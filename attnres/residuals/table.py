@@ -61,7 +61,7 @@ def mechanisms(names: Collection[str] = ()) -> list[MechanismRow]:
 
 
 def as_markdown(rows: list[MechanismRow]) -> str:
-    """Return the table as docs/mechanisms.md has it."""
+    """Return the table as docs/reference/mechanisms.md has it."""
     lines = [
         "| mechanism | rule | start | parameters | moves | linear | starts as standard | source |",
         "|---|---|---|---|---|---|---|---|",

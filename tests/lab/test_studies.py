@@ -174,7 +174,7 @@ def test_noise_is_known_to_the_studies_after_it_on_the_same_text_alone(setting, 
     assert arms[0].name == "x4"
 
 
-@pytest.mark.quick("end1")
+@pytest.mark.long
 @pytest.mark.parametrize("end", [Interrupted("stopped", 130), UserError("the disk is full")])
 def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tmp_path, end):
     other = dataclasses.replace(setting, out=tmp_path)
@@ -192,6 +192,7 @@ def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tm
     assert conduct(STUDIES["noise"], other, ExecutionOptions(QUIET, jobs=1, run=Here(most=0))).counts == outcome.counts
 
 
+@pytest.mark.long
 def test_runs_that_are_named_run_alone(setting, noise, tmp_path):
     other, first = dataclasses.replace(setting, out=tmp_path), Here()
     with pytest.raises(UserError, match=r"no run of the study rates is called 'best.*' by now: expected ARM.* own, "):

@@ -134,7 +134,7 @@ def test_on_a_cpu_steps_are_eager_and_the_run_says_why(
     assert path_of(tmp_path / "asked") in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.quick("error0-*")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("error", "said"),
     [

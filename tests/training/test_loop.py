@@ -262,6 +262,7 @@ def test_a_large_vocabulary_gets_its_losses_in_parts(
     assert said == ["whole", "chunked"]
 
 
+@pytest.mark.long
 def test_a_stream_in_bf16_is_in_bf16_from_the_embedding_on(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -465,6 +466,7 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.long
 def test_a_finished_run_that_is_interrupted_while_it_writes_its_model_stops_at_once(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
