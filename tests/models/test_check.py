@@ -36,6 +36,8 @@ SETTINGS = [
     ("laurel", {"form": "rw"}),
     ("laurel", {"form": "rw+pa", "rank": 4, "previous": 2}),
     ("delta_attnres", {"block_size": 3}),
+    ("delta_attnres", {"block_size": 3, "gate_start": 0.0}),
+    ("muddformer", {"prepost_norm": True}),
     ("lr_attnres", {"rank": 3, "read_scale": "sum"}),
     ("ancre", {"temperature": 0.5}),
 ]
