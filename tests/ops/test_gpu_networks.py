@@ -61,6 +61,16 @@ def test_a_network_is_that_of_plain_torch(on, name, settings, recompute):
         assert (a - b).norm() <= 1e-4 * b.norm()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="wrap_triton launches in the interpreter alone")
+@pytest.mark.parametrize(("name", "settings"), [("block", {"block_size": 3}), ("full", {"group": 2})])
+def test_kernels_of_pointers_alone_are_those_of_tuples(on, name, settings, monkeypatch):
+    """What a compiler's graph holds, launched as it is: bit for bit."""
+    on(gpu)
+    expected = gradients(name, settings, False)
+    monkeypatch.setattr(launch, "is_traced", lambda: True)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(name, settings, False), expected, strict=True))
+
+
 @pytest.mark.parametrize("n", [2, 9, 33])
 def test_a_single_read_is_that_of_plain_torch(on, n):
     sources = [torch.randn(5, 24, device=DEVICE, requires_grad=True) for _ in range(n)]

@@ -51,6 +51,7 @@ KERNELS = Kernels(
     narrow=True,  # reads move memory: half the bytes, and phase 1 multiplies bf16 instead of TF32
     few_compiled={2: 1 << 24},  # the host is behind the GPU for so long; phase 1 of any size is an operator
     torch_norm=True,
+    traced=True,
     bank=Bank,
     most_open=6,  # Inductor's kernel holds all vectors of a token in registers, of which backward of nine spills most
 )

@@ -2,12 +2,15 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable
+import linecache
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
+from torch.library import wrap_triton
 from triton import knobs
 
 from attnres.ops.backend import check_shapes
@@ -98,6 +101,9 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
     def run(self, device: torch.device) -> None:
+        if is_traced():
+            self._record()
+            return
         elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
         with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
             self._launch(device)
@@ -116,6 +122,56 @@ class Launch(NamedTuple):
         else:
             named = arguments | constants
             compiled[(programs, 1, 1)](*[named[name] for name in kernel.arg_names])
+
+    def _record(self) -> None:
+        """Put the launch into the graph that is traced."""
+        kernel, programs, arguments, constants, options = self
+        entry, flat = flattened(kernel, arguments, constants)
+        warps = {name: count for name, count in options.items() if name != "maxnreg"}  # a graph has no place for it
+        wrap_triton(entry)[(programs,)](**flat, **warps)
+
+
+def is_traced() -> bool:
+    """Return whether a compiler records operations: tensors have no address then."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def offset(tensor: Tensor) -> int:
+    """Return the bytes from a multiple of 16 to the tensor's first element. The storage of one that is traced is at
+    such a multiple: the compiler copies what is not."""
+    return (tensor.storage_offset() * tensor.itemsize if is_traced() else tensor.data_ptr()) % 16
+
+
+def flattened(kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a kernel that takes no tuples, nothing absent and no constants, and calls `kernel` with those of this
+    launch; and its arguments. A compiler knows no other kernels."""
+    flat: dict[str, Any] = {}
+
+    def written(name: str, value: Any) -> str:
+        if value is None:
+            return "None"
+        if isinstance(value, tuple):
+            return f"({''.join(written(f'{name}_{j}', part) + ', ' for j, part in enumerate(value))})"
+        flat[name] = value
+        return name
+
+    given = [f"{name}={written(name, value)}" for name, value in arguments.items()]
+    for name, value in constants.items():
+        given.append(f"{name}=tl.{value.codegen_name()}" if isinstance(value, tl.dtype) else f"{name}={value}")
+    return _entry(kernel, tuple(flat), ", ".join(given)), flat
+
+
+@functools.cache
+def _entry(kernel: Any, names: tuple[str, ...], given: str) -> Any:
+    """Return the kernel of these parameters that calls `kernel` so. Triton reads its source where tracebacks do."""
+    name = kernel.fn.__name__
+    source = f"def flat_{name}({', '.join(names)}):\n    {name}({given})\n"
+    file = f"<attnres {name} {hash((names, given)):x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"tl": tl, name: kernel, "__name__": __name__}
+    exec(compile(source, file, "exec"), scope)
+    unspecialised = [part for part in ("tokens", "tiles", "last") if part in names]
+    return triton.jit(scope[f"flat_{name}"], do_not_specialize=unspecialised)
 
 
 _COMPILED: dict[Any, Any] = {}

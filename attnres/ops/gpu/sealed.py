@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnres.ops.backend import MAX_SHARED, ReadGradInputs, ReadInputs, Sealed, check_shapes
-from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, laid_out, multiprocessors, power_of_two
+from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, laid_out, multiprocessors, offset, power_of_two
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
@@ -47,7 +47,7 @@ def _bunch(tensors: Sequence[Tensor]) -> _Bunch:
         if t.dtype != first:
             wide, other = wide | 1 << j, other or j
         stride: Any = shape[-1] if strides is None else strides[j]
-        misplaced |= (t.data_ptr() | stride * t.itemsize) & 15
+        misplaced |= (offset(t) | stride * t.itemsize) & 15
     if strides is not None and len(set(strides)) == 1:
         strides = strides[:1]
     return _Bunch(laid, strides, wide, other, not misplaced)
