@@ -18,7 +18,7 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 from attnres.errors import first_line
-from attnres.inspect.recording import find_residual
+from attnres.residuals import Residual
 from attnres.training import graphs
 
 STEP = 256
@@ -63,7 +63,7 @@ class Replays:
             return
         self.cache.reset()
         forward: Callable[..., Any] = model.forward
-        residual = find_residual(model)
+        residual = next((module for module in model.modules() if isinstance(module, Residual)), None)
 
         @functools.wraps(forward)
         def replaying(*args: Any, **kwargs: Any) -> Any:
