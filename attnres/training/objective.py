@@ -108,7 +108,7 @@ class Objective(nn.Module):
                 return held_out_losses(self.model, x, y, self.cast, self.kind)
             return self._sums(x, y)
 
-    def _sums(self, x: Tensor, y: Tensor) -> Sums:
+    def _sums(self, x: Tensor, y: Tensor) -> LossSums:
         theirs = None if self.teacher is None else self._teach(self.teacher, x)
         (run,) = self._run
         with self.cast(), whole_sequences():
