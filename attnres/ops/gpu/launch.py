@@ -153,7 +153,7 @@ def is_traced() -> bool:
 def offset(tensor: Tensor) -> int:
     """Return the bytes from a multiple of 16 to the tensor's first element. The storage of one that is traced is at
     such a multiple: the compiler copies what is not."""
-    return (tensor.storage_offset() * tensor.itemsize if is_traced() else tensor.data_ptr()) % 16
+    return int(tensor.storage_offset() * tensor.itemsize if is_traced() else tensor.data_ptr()) % 16
 
 
 def flattened(kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -185,7 +185,7 @@ def _entry(kernel: Any, names: tuple[str, ...], given: str) -> Any:
     scope: dict[str, Any] = {"tl": tl, name: kernel, "__name__": __name__}
     exec(compile(source, file, "exec"), scope)
     unspecialised = [part for part in ("tokens", "tiles", "last") if part in names]
-    return triton.jit(scope[f"flat_{name}"], do_not_specialize=unspecialised)
+    return triton.jit(scope[f"flat_{name}"], do_not_specialize=unspecialised)  # ty: ignore[no-matching-overload]
 
 
 _COMPILED: dict[Any, Any] = {}

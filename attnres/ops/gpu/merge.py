@@ -239,11 +239,11 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
         ValueError: more than 32 open sources.
     """
     _check_opens(len(m.opens))
-    grad, carried, opens, query, norm, (h, scalars), *others = m
+    grad, carried, opens, query, norm, (h, scalars), dtype, again, *dtypes = m
     k = len(opens)
     weight, bias, *of_norm = norm or (None, None)
-    inputs = [grad, *carried[:k], *opens, query, weight, bias, h, scalars, others[1]]
-    (output, top, dopens, *_, added), shares = planned(plan_backward, m, inputs, k, others[0], *others[2:], *of_norm)
+    inputs = [grad, *carried[:k], *opens, query, weight, bias, h, scalars, again]
+    (output, top, dopens, *_, added), shares = planned(plan_backward, m, inputs, k, dtype, *dtypes, *of_norm)
     if not k and norm is None:
         return MergeGrads(grad, top, dopens, None, None, None)
     sums: Any = shares.sum(1).unbind(0) if len(shares) > 1 else (shares[0].sum(0),) if len(shares) else ()
