@@ -142,6 +142,7 @@ def gone(page, count, pane="#pane-0"):
     until(page, script, [pane, count])
 
 
+@pytest.mark.long
 def test_examples_are_ready(tab):
     assert tab.input_value("#text textarea").startswith("def ")
     tab.click("[data-example=prose]")
@@ -161,6 +162,7 @@ def tip_over(tab, selector):
     raise AssertionError(f"no tip over {selector}")
 
 
+@pytest.mark.long
 def test_type_click_knock_out_compare_save_and_restore(tab, address):
     tab.fill("#text textarea", "def read(rows):\n    return rows\n")
     until(tab, "document.querySelector('#pane-0 .text').textContent.startsWith('def read(rows):↵')")
@@ -243,6 +245,7 @@ def test_keys_do_what_clicks_do(tab):
     until(tab, "!document.querySelector('.gone')")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("figure", ["#pane-0 .queries", "#pane-1 .attended", "#between .difference"])
 def test_keys_reach_every_cell(tab, figure):
     words = "document.activeElement.getAttribute('aria-label')"
@@ -262,6 +265,7 @@ def test_keys_reach_every_cell(tab, figure):
     assert loss(tab).count("without") == 0
 
 
+@pytest.mark.long
 def test_the_focus_stays_where_it_was(tab):
     at = "document.activeElement.closest('section,.cuts')?.classList[0]"
     cells = ["#pane-0 .contributions [data-read='6'][data-source='0']", widest(tab, 2)]
@@ -290,6 +294,7 @@ def test_the_focus_stays_where_it_was(tab):
     assert tab.evaluate(at) == "scores"
 
 
+@pytest.mark.long
 def test_no_click_is_lost_while_it_answers(tab):
     """Clicks 50 ms apart, by the page's own clock, on a server that needs longer than that."""
     cells = [[1, 0], [2, 0], [2, 1], [3, 1], [3, 2], [4, 1], [5, 2], [6, 1]]
@@ -318,6 +323,7 @@ def test_no_click_is_lost_while_it_answers(tab):
     gone(tab, 0)
 
 
+@pytest.mark.long
 def test_a_cut_of_one_token(tab):
     tab.click("#pane-0 [data-token='2']")
     tab.wait_for_selector("#pane-0 [data-token='2'][aria-pressed=true]")
@@ -331,6 +337,7 @@ def test_a_cut_of_one_token(tab):
     tab.wait_for_selector("#pane-0 .cuts li", state="detached")
 
 
+@pytest.mark.long
 def test_one_button_scores_all_edges(tab):
     tab.click("#pane-1 [data-score]")
     tab.wait_for_selector("#pane-1 .scores [data-read='6']")
@@ -341,6 +348,7 @@ def test_one_button_scores_all_edges(tab):
     assert name == "attnres-graph.svg" and b"var(" not in figure and ET.fromstring(figure) is not None
 
 
+@pytest.mark.long
 def test_scores_that_come_while_an_answer_is_under_way_are_shown(tab):
     """The answer was made without them, and arrives after them."""
     held = []
@@ -355,6 +363,7 @@ def test_scores_that_come_while_an_answer_is_under_way_are_shown(tab):
     tab.click("#by input[value=contribution]")
 
 
+@pytest.mark.long
 def test_what_is_scored_goes_on_while_the_page_is_drawn_anew(tab):
     held, ended = [], []
     tab.route("**/score", lambda route: held.append(route))
@@ -386,6 +395,7 @@ def test_what_is_scored_goes_on_while_the_page_is_drawn_anew(tab):
     tab.click("#by input[value=contribution]")
 
 
+@pytest.mark.long
 def test_the_search_that_was_asked_for_last_is_shown(tab):
     tab.select_option("#source", value="embedding")
     tab.wait_for_selector("text=Tokens by the contribution of embedding")
@@ -403,6 +413,7 @@ def test_the_search_that_was_asked_for_last_is_shown(tab):
     tab.evaluate("document.querySelector('#search').open = false")
 
 
+@pytest.mark.long
 def test_a_search_leads_to_a_text(tab):
     tab.select_option("#source", value="embedding")
     tab.wait_for_selector("text=Tokens by the contribution of embedding")
@@ -417,6 +428,7 @@ def test_a_search_leads_to_a_text(tab):
     until(tab, "document.querySelector('#pane-0 .text').textContent.startsWith('def')")
 
 
+@pytest.mark.long
 def test_two_texts_and_weights(tab):
     tab.click("#second")
     tab.wait_for_selector("#other textarea")
@@ -432,6 +444,7 @@ def test_two_texts_and_weights(tab):
     tab.wait_for_selector("#pane-1 [data-token]")
 
 
+@pytest.mark.long
 def test_what_is_typed_is_one_step_and_what_is_refused_none(tab):
     tab.click("#second")
     tab.wait_for_selector("#other textarea")
@@ -455,6 +468,7 @@ def test_what_is_typed_is_one_step_and_what_is_refused_none(tab):
     tab.wait_for_selector("#pane-1 [data-token]")
 
 
+@pytest.mark.long
 def test_what_the_guard_refuses_is_said_in_its_words(opened):
     tab, wrong = opened
     settled(tab)
@@ -475,6 +489,7 @@ def test_what_the_guard_refuses_is_said_in_its_words(opened):
     wrong.clear()
 
 
+@pytest.mark.long
 def test_dark_and_light(tab):
     def paper():
         return tab.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -486,6 +501,7 @@ def test_dark_and_light(tab):
     assert paper() == light
 
 
+@pytest.mark.long
 def test_one_model_or_both(tab):
     tab.select_option("#models", index=1)
     tab.select_option("#beside select", index=0)
@@ -530,6 +546,7 @@ def test_bad_input_is_a_message_and_the_page_goes_on(tab, address):
     tab.wait_for_selector("#pane-1 [data-token]")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [400, 1280, 1920])
 def test_at_every_width_the_effect_and_the_columns_names_stay_in_sight(tab, width):
     tab.set_viewport_size({"width": width, "height": 850})
@@ -556,6 +573,7 @@ def sent(address, path, body, **headers):
         return error.code, error.read()
 
 
+@pytest.mark.long
 def test_the_server_has_its_page_and_four_questions(address):
     assert [sent(address, path, None)[0] for path in ("", "page.js", "page.css")] == [200] * 3
     for path in ("docs", "openapi.json", "page.html", "../../etc/passwd", "%2e%2e/page.py", "file=/etc/passwd"):
@@ -565,6 +583,7 @@ def test_the_server_has_its_page_and_four_questions(address):
     assert sent(address, "show", b"{}", Host="evil.example")[0] == 421
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["show", "export", "score", "search"])
 @pytest.mark.parametrize(
     "body", [b"", b"\xff", b"[" * 5000, b"[]", b'{"view": 1}', b'{"actions": 1}', b'{"place": -1}']

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from attnres.files import write_json
-from lab.design import KnownNoise, Measured, Result, Row
-from lab.outcome import Outcome, at_sizes, study_page, survey
+from lab.design import KnownNoise, Measured, MeasuredRow, StudyResult
+from lab.outcome import StudyOutcome, at_sizes, study_page, survey
 from lab.studies import STUDIES
 from lab.studies.depth_tasks import documents_for
 from tests.lab.simulated import at, chance, draw, simulated
@@ -24,6 +24,7 @@ def standards(mean, sigma=0.01):
     return {steps: one._replace(runs=runs) for steps, one in KNOWN.items()}
 
 
+@pytest.mark.quick("seconds-*")
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("preset", ["seconds", "micro"])
 def test_a_study_speaks_of_whatever_has_finished(name, preset):
@@ -59,6 +60,7 @@ def test_a_further_seed_does_not_hide_what_the_first_one_gave():
     assert set(STUDIES["budgets"].analyse(setting, measured).values["gaps"]) == {"0.5", "1", "2", "4"}
 
 
+@pytest.mark.long
 def test_a_further_seed_does_not_hide_the_rates_that_were_found():
     first, design = at("micro", 1), STUDIES["ablations"]
     done = simulated(design, first)
@@ -129,6 +131,7 @@ def test_a_size_that_diverged_decides_nothing_about_scaling():
     assert all("does not exclude 1" in one or "not decided" in one for one in sentences), sentences
 
 
+@pytest.mark.long
 def test_scaling_finds_a_planted_multiplier_and_none_where_there_is_none():
     setting, design, decided = at("micro", 2), STUDIES["scaling"], {"block": 0, "full": 0}
     for world in range(12):
@@ -184,6 +187,7 @@ def test_a_search_of_rates_says_how_it_ended(fast, says):
     assert "best_model" not in design.analyse(setting, unfinished).values
 
 
+@pytest.mark.long
 def test_block_sizes_of_one_function_are_told_apart_seldom_even_if_one_is_wild():
     design, setting, apart = STUDIES["block-size"], at("micro"), 0
     for world in range(60):
@@ -293,7 +297,8 @@ def test_a_student_that_diverged_is_counted_and_not_averaged():
         assert any(f"{seeds} diverged" in cell for cell in cells) == (lost != ("standard",))
 
 
-@pytest.mark.parametrize("name", ["nanogpt", pytest.param("ablations", marks=pytest.mark.long)])
+@pytest.mark.quick("nanogpt")
+@pytest.mark.parametrize("name", ["nanogpt", "ablations"])
 def test_whole_studies_of_one_function_find_nothing(name):
     """With rates that are chosen by the lowest loss, if the study does that."""
     design, setting, claims = STUDIES[name], at("micro"), 0
@@ -329,7 +334,7 @@ def test_a_control_outside_the_noise_is_said_wherever_that_noise_is_used(tmp_pat
     write_json(setting.folder("noise") / "result.json", {"source": None, "column": None, "values": values})
     measured = survey(STUDIES["ablations"], setting)[1]
     assert "OUTSIDE" in measured.noises[2000].remark
-    page = study_page(Outcome(STUDIES["ablations"], setting, measured, Result("")))
+    page = study_page(StudyOutcome(STUDIES["ablations"], setting, measured, StudyResult("")))
     assert "its control, the same function, lies OUTSIDE it" in page
 
 
@@ -338,7 +343,7 @@ def test_two_presets_of_one_model_are_one_size():
         low, high = difference - 0.01, difference + 0.01
         variants = {"block": {"difference": difference, "low": low, "high": high, "runs": 3, "excludes_0": True}}
         values = {"recipe": {"standard": {"baseline": "standard", "base": 3.0, "variants": variants}}}
-        return Outcome(STUDIES["ablations"], at(preset), Measured(), Result("", values=values))
+        return StudyOutcome(STUDIES["ablations"], at(preset), Measured(), StudyResult("", values=values))
 
     assert at_sizes([outcome("demo", -0.2), outcome("nano", -0.06)]) == []
     (table,) = at_sizes([outcome("demo", -0.2), outcome("nano", -0.06), outcome("micro", -0.04)])
@@ -362,11 +367,11 @@ def test_outputs_that_stay_are_told_from_outputs_that_grow():
     for arm, label, seed in {(row.arm, row.label, row.seed) for row in rows}:
         luck = 0.001 * draw(arm, label, seed).standard_normal()
         rows += [
-            Row(arm, label, seed, 10, 0, 0.0, f"output_rms/{place}", math.exp((rate[label] + luck) * place))
+            MeasuredRow(arm, label, seed, 10, 0, 0.0, f"output_rms/{place}", math.exp((rate[label] + luck) * place))
             for place in range(1, 24)
         ]
         first = 0.05 if label in ("standard", "rescaled") else 1.0
-        rows.append(Row(arm, label, seed, 10, 0, 0.0, "output_rms/0", first))
+        rows.append(MeasuredRow(arm, label, seed, 10, 0, 0.0, "output_rms/0", first))
     result = design.analyse(setting, dataclasses.replace(measured, rows=rows))
     for arm in ("recipe", "deep"):
         assert result.values[f"{arm}/standard/output_rms"]["ratio"] == pytest.approx(4 ** (18 / 24), rel=0.1)
