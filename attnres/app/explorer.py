@@ -1,5 +1,7 @@
 """The models of a command line and the steps of their training: what a text does in them, whole and with edges cut."""
 
+import contextlib
+import hashlib
 import json
 import threading
 import time
@@ -10,6 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from attnres.app.reading import Cache, Candidate, Effect, Encoder, Reading, Report
 from attnres.app.state import Cut, key_of
@@ -23,7 +29,9 @@ from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
 from attnres.inspect.inspection import By
 from attnres.inspect.recording import find_residual, record
-from attnres.models.encoding import characters, piece
+from attnres.inspect.subject import TextModel, as_model, as_tokenizer, prompt_ids, tokenizer_of, vocab_size
+from attnres.models.convert import convert
+from attnres.models.encoding import characters, piece, stated_context
 from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.residuals import Read, Residual
@@ -36,6 +44,8 @@ SCORED = 4096
 """Tokens in one pass, where many texts go through the model."""
 WINDOW = 256
 """Tokens in a window of a corpus."""
+SAMPLE = 4096
+"""Numbers of each tensor by which models in memory are told apart."""
 
 _DRAWING = threading.Lock()
 """Matplotlib's settings are the process's own."""
@@ -50,25 +60,48 @@ class Opened:
 
     Attributes:
         whole: of a step of a run the model that it became; else itself.
+        opening_text: that a page opens with; None is an example.
 
     Raises:
         UserError: no model there.
     """
+
+    opening_text: str | None = None
 
     def __init__(self, name: str | Path, *, trust_remote_code: bool = False) -> None:
         checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
         self._share(checkpoint, min(checkpoint.context, MAX_TOKENS))
         self.name, self.step = checkpoint.title(), checkpoint.step
 
-    def _share(self, checkpoint: Checkpoint, context: int) -> None:
-        self.checkpoint, self.context = checkpoint, context
+    def _share(self, checkpoint: Checkpoint | None, context: int) -> None:
+        self._checkpoint, self.context = checkpoint, context
         self.whole: Opened = self
         self.cache = Cache()
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What lies on the disk. Raises UserError: nothing, the model was given in memory."""
+        if self._checkpoint is None:
+            raise UserError(f"{self.name} was given in memory: no files belong to it")
+        return self._checkpoint
+
+    @property
+    def run(self) -> Path | None:
+        """The run folder that the model is of, or None."""
+        return None if self._checkpoint is None else self._checkpoint.run
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the token embedding, where that is known."""
+        return self.checkpoint.vocab_size
+
     @cached_property
     def model(self) -> Any:
-        """The model. Raises UserError."""
-        return self.checkpoint.load("auto", str(pick_device("auto")))
+        """The model; one without depth reads as `standard`, which computes the same. Raises UserError."""
+        found, device = self.checkpoint, str(pick_device("auto"))
+        if found.kind != "plain":
+            return found.load("auto", device)
+        return convert(found.name, "standard", trust_remote_code=found.trusted).to(device)
 
     @property
     def is_loaded(self) -> bool:
@@ -90,7 +123,14 @@ class Opened:
     @property
     def encoder(self) -> Encoder:
         """What makes tokens of a text. Raises UserError: no tokenizer."""
-        return Encoder(self.tokenizer, self.name, self.context, self.checkpoint.vocab_size)
+        return Encoder(self.tokenizer, self.name, self.context, self.vocab_size)
+
+    def text_of(self, text: Any) -> str | None:
+        """Return a text in letters, or as ids, as it is typed into the page. Raises UserError: no text."""
+        if text is None or isinstance(text, str):
+            return text
+        ids = prompt_ids(self.model, text)[0].tolist()
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     @cached_property
     def residual(self) -> Residual:
@@ -116,7 +156,12 @@ class Opened:
     def label(self) -> str:
         """Name, residual and, where the run says, training step."""
         step = f", step {self.step:,}" if self.step is not None else ""
-        return f"{self.name} ({self.checkpoint.residual}{step})"
+        return f"{self.name} ({self.residual_name}{step})"
+
+    @property
+    def residual_name(self) -> str:
+        """The name of its residual."""
+        return self.checkpoint.residual or "standard"
 
     @cached_property
     def key(self) -> str:
@@ -299,6 +344,64 @@ class Opened:
         return Effect(prediction.log_probs, prediction.losses.double().numpy())
 
 
+class Given(Opened):
+    """A model in memory.
+
+    Args:
+        model: a model of Transformers (without depth reads it is shown as `standard`, which computes the same), a
+            module of one's own, a method of one, or a `TextModel`.
+        tokenizer: of Transformers or `tokenizers`; None is the model's own, or ids for letters: "12 7 5".
+        name: for the page. context: tokens that the model takes, where it does not say.
+
+    Raises:
+        UserError: a module without a residual, one that makes no logits of ids, or no such tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, *, name: str, context: int | None = None) -> None:
+        if isinstance(model, PreTrainedModel) and not any(isinstance(one, Residual) for one in model.modules()):
+            model = convert(model, "standard")
+        self.__dict__["model"] = model = as_model(model)  # in the place of the cached property
+        known = (context, stated_context(getattr(model, "config", None)), MAX_TOKENS)
+        self._share(None, min(one for one in known if one is not None))
+        self.name, self.step = name, None
+        self._vocab_size = vocab_size(model)
+        own = getattr(model, "tokenizer", None)
+        if tokenizer is None and own is None and not isinstance(model, TextModel):
+            with contextlib.suppress(UserError):
+                own = tokenizer_of(model)
+        given = own if tokenizer is None else tokenizer
+        self.__dict__["tokenizer"] = id_tokenizer(self._vocab_size) if given is None else as_tokenizer(given)
+        if given is None:
+            self.opening_text = " ".join(str(number) for number in range(min(self._vocab_size, self.context, 24)))
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._vocab_size
+
+    @property
+    def residual_name(self) -> str:
+        return self.residual.name
+
+    def forget(self) -> None:
+        with self.cache.lock:
+            self.cache.clear()
+
+    def _content(self) -> bytes:
+        state = hashlib.sha256()
+        for name, tensor in self.model.state_dict().items():
+            values = tensor.detach().flatten()
+            sample = values[:: max(1, len(values) // SAMPLE)].float().cpu().numpy()
+            state.update(f"{name} {tuple(tensor.shape)}".encode() + sample.tobytes())
+        return state.digest()
+
+
+def id_tokenizer(rows: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of ids written in digits: "12 7 5" is three tokens."""
+    backend = Tokenizer(WordLevel({str(number): number for number in range(rows)}))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
 class Learned(Opened):
     """The residual of `whole`, a run's model, at an earlier step, as the snapshot `path` has it."""
 
@@ -350,7 +453,7 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
     for name in names:
         model = Opened(name, trust_remote_code=trust_remote_code)
         model.sources  # noqa: B018  what cannot be shown is said at once
-        run = model.checkpoint.run
+        run = model.run
         kept = sorted((run / "kept").glob("[0-9]*")) if run is not None else []
         named[model] = [Opened(folder) for folder in kept]
         whole = {one.step for one in (*named[model], model)}

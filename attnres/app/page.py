@@ -311,9 +311,11 @@ class Page:
 
     Args:
         corpus: what can be searched; None is nothing.
+        text: that the page opens with; None is an example, or some ids for a model without a tokenizer.
     """
 
-    def __init__(self, models: Sequence[Opened], corpus: LookText | None = None) -> None:
+    def __init__(self, models: Sequence[Opened], corpus: LookText | None = None, text: str | None = None) -> None:
+        self.text = text
         self.halves = Halves(models)
         self.models, self.actions, self.corpus = self.halves.models, Actions(self.halves), corpus
         self._queries, self._recent = dict[int, str](), list[int]()
@@ -333,7 +335,8 @@ class Page:
         fields = {name: value for name, value in parse_qsl(link.removeprefix("?")[:20_000]) if len(name) == 1}
         last = len(self.models) - 1  # of each run its last checkpoint, the finished model, is shown
         whole = [i for i in range(last) if self.models[i + 1].whole is not self.models[i].whole] + [last]
-        start = View(text=self.halves.example("code", whole), models=tuple(whole))
+        text = self.text if self.text is not None else self.models[-1].opening_text
+        start = View(text=self.halves.example("code", whole) if text is None else text, models=tuple(whole))
         if not fields:
             return replace(start, read=self.models[whole[0]].most_varied(start.text)), ""
         try:

@@ -36,6 +36,8 @@ from attnres.typed import Count, checked
 MAX_BODY = 200_000
 """Bytes of one request: a text and what belongs to it, many times over."""
 
+FRAMES = "http://localhost:* http://127.0.0.1:* https://localhost:* vscode-webview:"
+"""Where a notebook on this machine shows the page within its own."""
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -46,11 +48,10 @@ _POLICY = "; ".join(
         "connect-src 'self'",
         "form-action 'none'",
         "base-uri 'none'",
-        "frame-ancestors 'none'",
+        "frame-ancestors ",
     )
 )
 _HEADERS = {
-    "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
@@ -65,10 +66,12 @@ class Guard:
             cannot reach it through a name that it points here.
         names: to which a server that others reach answers, too, besides addresses and names without a dot, which no
             foreign page can have.
+        framed: a notebook on this machine may show the page within its own.
     """
 
-    def __init__(self, app: ASGIApp, local: bool, names: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, local: bool, names: Collection[str] = (), framed: bool = False) -> None:
         self.app, self.local, self.names = app, local, names
+        self.headers = {**_HEADERS, "content-security-policy": _POLICY + (FRAMES if framed else "'none'")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +80,7 @@ class Guard:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message.setdefault("headers", [])
-                MutableHeaders(scope=message).update(_HEADERS)
+                MutableHeaders(scope=message).update(self.headers)
             await send(message)
 
         refusal = self._refusal(Headers(scope=scope))
@@ -160,8 +163,8 @@ class Asked(TypedDict, total=False):
     models: list[str]
 
 
-def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Starlette:
-    """Make the page an ASGI application; `local` and `names` as in `Guard`."""
+def application(page: Page, *, local: bool, names: Collection[str] = (), framed: bool = False) -> Starlette:
+    """Make the page an ASGI application; `local`, `names` and `framed` as in `Guard`."""
 
     def show(question: Asked) -> dict[str, Any]:
         steps = []
@@ -209,7 +212,7 @@ def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Star
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, local=local, names=names)],
+        middleware=[Middleware(Guard, local=local, names=names, framed=framed)],
         exception_handlers={Exception: _failed},
     )
 
@@ -322,7 +325,55 @@ def _lines(work: Callable[[Report], dict[str, Any]]) -> Iterator[str]:
         left.set()
 
 
-def serve(page: Page, address: str, *, host: str, port: int, names: Sequence[str] = (), browser: bool = False) -> None:
+class Explorer:
+    """The explorer of models in memory, served by a thread of this process until `close`.
+
+    Args:
+        port: of 127.0.0.1; 0 is any that is free.
+
+    Attributes:
+        url: of the page.
+
+    Raises:
+        UserError: the port is in use.
+    """
+
+    def __init__(self, page: Page, port: int) -> None:
+        try:
+            self._listener = socket.create_server(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(f"cannot serve on 127.0.0.1:{port}: {error}; choose another port") from error
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            application(page, local=True, framed=True), log_level="critical", lifespan="off", server_header=False
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving; a second call does nothing."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+
+    def __enter__(self) -> "Explorer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Explorer({self.url}{'' if self._thread.is_alive() else ', closed'})"
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe src="{self.url}" style="width:100%;height:820px;border:1px solid #ccc" title="attnres explorer">'
+            f'</iframe><p><a href="{self.url}" target="_blank">{self.url}</a></p>'
+        )
+
+
+def run(page: Page, address: str, *, host: str, port: int, names: Sequence[str] = (), browser: bool = False) -> None:
     """Serve the page until Ctrl-C.
 
     Args:

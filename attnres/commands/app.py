@@ -33,9 +33,9 @@ def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("app", App, arguments)
 
-    from attnres.app import explore
+    from attnres.app import serve
 
-    explore(
+    serve(
         options.models,
         corpus=options.corpus,
         column=options.column,

@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from attnres.app import draw, explore
+from attnres.app import draw, serve
 from attnres.app.explorer import Opened, choose_threads, find_demo, open_models
 from attnres.app.page import Page
 from attnres.app.reading import KEPT, _bytes
@@ -486,7 +486,7 @@ def test_models_that_cannot_be_shown_are_refused(folders, tmp_path, block, full)
     with pytest.raises(UserError, match="make demo"):
         find_demo(tmp_path)
     with pytest.raises(UserError, match="one, or two"):
-        explore(["a", "b", "c"])
+        serve(["a", "b", "c"])
 
 
 def test_a_checkpoint_stands_beside_the_finished_run(folders, tmp_path):
