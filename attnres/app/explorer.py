@@ -1,11 +1,11 @@
-"""The models of a command line and the steps of their training: what a text does in them, whole and with edges cut."""
+"""The models that are open and the steps of their training: what a text does in them, as it is and with cuts."""
 
 import contextlib
 import hashlib
 import json
-import threading
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,18 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from attnres.app.reading import Cache, Candidate, Effect, Encoder, Reading, Report
+from attnres.app.reading import Cache, Encoder, Reading, Report
 from attnres.app.state import Cut, key_of
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.inspect.attention import TokenAttention, token_attention
-from attnres.inspect.attribution import Attribution, attribute
+from attnres.inspect.attribution import Attribution, Patching, attributing, patch
 from attnres.inspect.corpus import Search, search
 from attnres.inspect.edits import Ablate, intervene, source_names
 from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
 from attnres.inspect.inspection import By
+from attnres.inspect.lens import Lens, logit_lens
 from attnres.inspect.recording import find_residual, record
 from attnres.inspect.subject import TextModel, as_model, as_tokenizer, prompt_ids, tokenizer_of, vocab_size
 from attnres.models.convert import convert
@@ -38,17 +39,16 @@ from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512
 """Tokens of a text: what a page draws and a processor computes while one waits."""
-CANDIDATES = 8
+CANDIDATES = 7
 """Next tokens that are shown."""
+MEASURED = 200
+"""Edges that are measured: those of the largest gradient estimates."""
 SCORED = 4096
 """Tokens in one pass, where many texts go through the model."""
 WINDOW = 256
 """Tokens in a window of a corpus."""
 SAMPLE = 4096
 """Numbers of each tensor by which models in memory are told apart."""
-
-_DRAWING = threading.Lock()
-"""Matplotlib's settings are the process's own."""
 
 
 class Opened:
@@ -186,78 +186,96 @@ class Opened:
         """Hash of the tokenizer's vocabulary, to tell whether two models speak of the same tokens."""
         return hash(frozenset(self.tokenizer.get_vocab().items()))
 
-    def read(self, text: str) -> Reading:
-        """Run the model on `text`; kept.
+    def read(self, text: str, cuts: Sequence[Cut] = ()) -> Reading:
+        """Run the model on `text`, with edges cut; kept.
 
         Raises:
-            UserError: no text, too long a text, or one of which the tokenizer reads nothing.
+            UserError: no text, too long a text, one of which the tokenizer reads nothing, or edges that the model does
+                not have.
         """
-        return self.cache.make(("read", text), lambda: self._read(text))
+        return self.cache.make(("read", text, frozenset(cuts)), lambda: self._read(text, cuts))
 
-    def most_varied(self, text: str) -> int | None:
-        """Return the read that shows most of a text when its tokens are coloured; None for the output's, or a text that
-        the model cannot read."""
-        try:
-            read = self.read(text).most_varied()
-        except UserError:
-            return None
-        return read if read < len(self.reads) - 1 else None
-
-    def knock_out(self, text: str, cuts: Sequence[Cut]) -> Effect:
-        """Run the model on `text` without some edges; kept.
-
-        Raises:
-            UserError: as for `read`, edges that the model does not have, or a read that is left without a source.
-        """
-        return self.cache.make(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
-
-    def attend(self, text: str) -> TokenAttention:
+    def attend(self, text: str, cuts: Sequence[Cut] = ()) -> TokenAttention:
         """Return what the text's tokens attend to; kept.
 
         Raises:
             UserError: as for `read`, or a model that shows no weights of its attention.
         """
-        return self.cache.make(("attention", text), lambda: token_attention(self.model, self.encoder.encode(text)[0]))
+        ids = self.encoder.encode(text)[0]
 
-    def scored(self, text: str, token: int) -> Attribution | None:
-        """Return the scores of the edges of the prediction after `token`, where `score` has kept them."""
-        return self.cache.get(("score", text, token))
+        def attend() -> TokenAttention:
+            with intervene(self.model, *self.edits(cuts, len(ids))):
+                return token_attention(self.model, ids)
 
-    def score(self, text: str, token: int, report: Report) -> Attribution:
-        """Measure what each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last:
-        of the likeliest one); kept. `report` is called with edges done and edges in all, and others may use the model
-        then; who asks for what another is measuring waits for that.
+        return self.cache.make(("attention", text, frozenset(cuts)), attend)
+
+    def lens(self, text: str, token: int, target: int, cuts: Sequence[Cut] = ()) -> Lens:
+        """Return what each read of a token says, by the logit lens; kept.
 
         Raises:
-            UserError: as for `read`.
+            UserError: as for `read`, or a head that is not found.
         """
-        ids, key = self.encoder.encode(text)[0], ("score", text, token)
-        batch = max(1, SCORED // (token + 1))
-        edges = sum(map(len, self.sources))
+        ids = self.encoder.encode(text)[0][: token + 1]
+
+        def look() -> Lens:
+            with intervene(self.model, *self.edits(cuts, len(ids))):
+                return logit_lens(self.model, ids, top=1, position=token, target=target)
+
+        return self.cache.make(("lens", text, token, target, frozenset(cuts)), look)
+
+    def score_key(self, text: str, token: int, target: int, against: int | None, cuts: Sequence[Cut]) -> Hashable:
+        """Return the name of scores among what is kept."""
+        return ("score", text, token, target, against, frozenset(cuts))
+
+    def scored(self, *of: Any) -> Attribution | None:
+        """Return scores (`score`), where they have been made or are being made."""
+        key = self.score_key(*of)
+        return self.cache.partial.get(key) or self.cache.get(key)
+
+    def score(
+        self, text: str, token: int, target: int, against: int | None, cuts: Sequence[Cut], report: Report
+    ) -> Attribution:
+        """Measure what each of the `MEASURED` edges of the largest gradients, cut alone at all tokens, does to ln p of
+        `target` after `token`, less that of `against`; kept. `report` is called with edges done and edges in all, and
+        others may use the model then; who asks for what another is measuring waits for that. Meanwhile `scored` has
+        the gradients, and what was measured so far.
+
+        Raises:
+            UserError: as for `read`, or tokens that are not there.
+        """
+        key, ids = self.score_key(text, token, target, against, cuts), self.encoder.encode(text)[0]
+        edits = self.edits(cuts, token + 1)
+        edges = min(MEASURED, sum(len(row) for row in self.sources if len(row) > 1))
+        size = max(1, SCORED // (token + 1))
+
+        def measure(progress: Callable[[int], None]) -> Attribution:
+            one, done = None, 0
+            options: dict[str, Any] = {"target": target, "against": against, "edits": edits, "most": edges}
+            for one in attributing(self.model, ids, position=token, batch_size=size, **options):
+                self.cache.partial[key] = one
+                there = sum(not math.isnan(value) for row in one.knockout for value in row)
+                progress(there - done)
+                done = there
+            assert one is not None
+            return one
+
+        return self.cache.work(key, measure, edges, report)
+
+    def patch(self, text: str, other: str, target: int | None, against: int | None, report: Report) -> Patching:
+        """Patch every edge of `text` with the vector of `other`; kept. `report` as for `score`.
+
+        Raises:
+            UserError: texts of different numbers of tokens, or as `attnres.inspect.patch`.
+        """
+        ids, clean = (self.encoder.encode(one)[0] for one in (text, other))
+        edges, size = sum(map(len, self.sources)), max(1, SCORED // len(ids))
+        options: dict[str, Any] = {"target": target, "against": against, "batch_size": size}
         return self.cache.work(
-            key,
-            lambda progress: attribute(self.model, ids, position=token, batch_size=batch, progress=progress),
+            ("patch", text, other, target, against),
+            lambda progress: patch(self.model, clean, ids, progress=progress, **options),
             edges,
             report,
         )
-
-    def graph(self, text: str, token: int, scores: Attribution) -> str:
-        """Draw the scored edges that lead to a prediction as a picture, SVG; empty where none changes it much;
-        kept."""
-
-        def draw() -> str:
-            from attnres.figures import NotShown, style
-            from attnres.figures.edges import graph
-            from attnres.figures.style import to_svg
-
-            title = f"{self.name}: how the prediction after token {token} is made"
-            try:
-                with _DRAWING, style.style():
-                    return to_svg(graph(scores, title).figure, "graph", title, 1.2)
-            except NotShown:
-                return ""
-
-        return self.cache.make(("graph", text, token), draw)
 
     def search(
         self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
@@ -274,19 +292,15 @@ class Opened:
                 self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
             )
 
-    def top(self, reading: Reading, effect: Effect | None, token: int) -> list[Candidate]:
-        """Return the likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
-        before = reading.log_probs[token]
-        after = effect.log_probs[token] if effect is not None else None
-        count = min(CANDIDATES, len(before))
-        likeliest = before.topk(count).indices.tolist()
+    def likeliest(self, before: Reading, after: Reading | None, token: int) -> list[int]:
+        """Return ids of the likeliest tokens after `token`; with cuts half of them those before, half after."""
+        row = before.log_probs[token]
+        count = min(CANDIDATES, len(row))
+        ids = row.topk(count).indices.tolist()
         if after is not None:
-            likeliest = likeliest[: count // 2]
-            likeliest += [i for i in after.topk(count).indices.tolist() if i not in likeliest][: count - len(likeliest)]
-        return [
-            Candidate(self.piece(i), float(before[i].exp()), float(after[i].exp()) if after is not None else None)
-            for i in likeliest
-        ]
+            ids = ids[: count - count // 2]
+            ids += [i for i in after.log_probs[token].topk(count).indices.tolist() if i not in ids][: count // 2]
+        return ids
 
     @cached_property
     def similarity(self) -> tuple[list[Read], np.ndarray] | None:
@@ -305,9 +319,10 @@ class Opened:
 
     # ------------------------------------------------------------------ runs of the model
 
-    def _read(self, text: str) -> Reading:
+    def _read(self, text: str, cuts: Sequence[Cut]) -> Reading:
         ids, offsets = self.encoder.encode(text)
-        reading = self.read_ids(ids, *characters(self.tokenizer, ids, text, offsets))
+        with intervene(self.model, *self.edits(cuts, len(ids))):
+            reading = self.read_ids(ids, *characters(self.tokenizer, ids, text, offsets))
         reading.notes.extend(self.encoder.notes(text, ids))
         return reading
 
@@ -324,24 +339,22 @@ class Opened:
             [contributions[0].numpy() for contributions in trace.token_contributions],
             prediction.log_probs,
             prediction.losses.double().numpy(),
+            trace.mixing_contribution,
             [],
         )
 
-    def _knock_out(self, text: str, cuts: Sequence[Cut]) -> Effect:
-        ids = self.encoder.encode(text)[0]
+    def edits(self, cuts: Sequence[Cut], tokens: int) -> list[Ablate]:
+        """Return cuts as edits of a text of so many tokens."""
         places = sorted({(cut.read, -1 if cut.token is None else cut.token) for cut in cuts})
-        edits = [
+        return [
             Ablate(
                 sorted({self.sources[read][cut.source] for cut in cuts if (cut.read, cut.token) == (read, at)}),
                 reads=read,
                 tokens=at,
             )
             for read, at in ((read, None if token < 0 else token) for read, token in places)
-            if at is None or at < len(ids)
+            if at is None or at < tokens
         ]
-        with intervene(self.model, *edits):
-            prediction = predict(self.model, ids)
-        return Effect(prediction.log_probs, prediction.losses.double().numpy())
 
 
 class Given(Opened):
@@ -437,7 +450,7 @@ class Learned(Opened):
     def details(self) -> str:
         return f"{sum(one.numel() for one in self.residual.parameters()):,} parameters of the residual alone"
 
-    def read(self, text: str) -> Reading:
+    def read(self, text: str, cuts: Sequence[Cut] = ()) -> Reading:
         """Nothing. Raises UserError."""
         return self.model
 

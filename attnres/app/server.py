@@ -1,4 +1,4 @@
-"""The page's addresses: its three files, four questions in JSON, and a guard over what a browser may ask."""
+"""The page's addresses: its three files, questions in JSON, and a guard over what a browser may ask."""
 
 import ipaddress
 import json
@@ -23,16 +23,16 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from attnres.app.figures import without
 from attnres.app.page import EXAMPLES, Page
-from attnres.app.reading import Report
 from attnres.app.state import MAX_CHARACTERS, View, from_json
 from attnres.errors import UserError, is_out_of_memory
-from attnres.figures.style import variables
+from attnres.inspect.notebook import alone
 from attnres.reading import parse_json
 from attnres.text import listed, one_line
 from attnres.typed import Count, checked
 
+Report = Callable[..., None]
+"""Called with how much is done of how much, and what there is so far; what it raises ends the work."""
 MAX_BODY = 200_000
 """Bytes of one request: a text and what belongs to it, many times over."""
 
@@ -138,26 +138,18 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 MISTAKE = "a mistake of attnres: a report of it is welcome"
 FULL = "there is not enough memory for this: take a shorter text, or one model alone"
-MAX_ACTIONS = 200
-"""Of one request: clicks that came while the page was answering."""
-_FILES = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
-_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 
 class Asked(TypedDict, total=False):
     """The body of a question.
 
     view: what the browser shows; None asks for what `link`, a query string, says.
-    actions: what was done to it, in order (see `Actions.act`).
-    known: hashes of the sections that the browser has, which need not be sent again.
-    place: of the half that is scored. least: which end of a search.
+    place: of the model that is scored, among those shown. least: which end of a search.
     models: the keys of the models that the browser's page was made for, by whose numbers its view speaks.
     """
 
     view: Any
     link: str
-    actions: list[Any]
-    known: list[str]
     place: Count
     least: bool
     models: list[str]
@@ -167,48 +159,42 @@ def application(page: Page, *, local: bool, names: Collection[str] = (), framed:
     """Make the page an ASGI application; `local`, `names` and `framed` as in `Guard`."""
 
     def show(question: Asked) -> dict[str, Any]:
-        steps = []
-        view, words = _view(page, question)
-        for action in question.get("actions", [])[:MAX_ACTIONS]:
-            try:
-                view = page.actions.act(view, action)
-            except UserError as error:
-                words = str(error)
-            steps.append(view)
-        shown, known = page.show(view, words), set(question.get("known", []))
-        return {
-            **{name: value for name, value in vars(shown).items() if name != "view"},
-            "panes": [without(pane, known) for pane in shown.panes],
-            "difference": without(shown.difference, known),
-            "view": shown.view.to_json(),
-            # Each is a step to go back to; the last is what is shown.
-            "steps": [step.to_json() for step in [*steps[:-1], shown.view][: len(steps)]],
-            "choices": page.choices,
-        }
-
-    def export(question: Asked) -> dict[str, Any]:
-        return page.export(_view(page, question)[0])
+        return page.show(*_view(page, question))
 
     def score(question: Asked, report: Report) -> dict[str, Any]:
-        page.score(_view(page, question)[0], question.get("place", 0), report)
-        return {"done": True}
+        view, place = _view(page, question)[0], question.get("place", 0)
+        if place >= len(view.models):
+            raise UserError("this model is not shown: load the page again")
+        number = view.models[place]
+        return page.score(view, number, lambda done, whole: report(done, whole, page.scored(view, number)))
 
     def search(question: Asked, report: Report) -> dict[str, Any]:
-        result, html = page.search(_view(page, question)[0], question.get("least", False), report)
-        return {"html": html, "hits": [{"text": hit.window, "at": hit.at} for hit in result.hits]}
+        return page.search(_view(page, question)[0], question.get("least", False), report)
+
+    def patch(question: Asked, report: Report) -> dict[str, Any]:
+        return page.patch(_view(page, question)[0], report)
 
     begin = {
-        "examples": list(EXAMPLES),
+        "examples": {name: page.example(name) for name in EXAMPLES},
         "characters": MAX_CHARACTERS,
         "corpus": page.corpus.name if page.corpus is not None else None,
         "models": page.keys,
+        "choices": page.choices,
+    }
+    whole = files("attnres.app").joinpath("page.html").read_text("utf-8")
+    whole = whole.replace("{{begin}}", escape(json.dumps(begin)))
+    texts = {
+        "/": (whole, "text/html"),
+        "/page.js": (files("attnres.app").joinpath("page.js").read_text("utf-8"), "text/javascript"),
+        "/page.css": (files("attnres.app").joinpath("page.css").read_text("utf-8"), "text/css"),
+        "/alone": (alone(None), "text/plain"),
     }
     routes = [
-        *(Route(path, _file(name, begin)) for path, name in _FILES.items()),
+        *(Route(path, _text(text, kind)) for path, (text, kind) in texts.items()),
         Route("/show", _answer(show), methods=["POST"]),
-        Route("/export", _answer(export), methods=["POST"]),
         Route("/score", _stream(score), methods=["POST"]),
         Route("/search", _stream(search), methods=["POST"]),
+        Route("/patch", _stream(patch), methods=["POST"]),
     ]
     return Starlette(
         routes=routes,
@@ -239,15 +225,8 @@ def _view(page: Page, question: Asked) -> tuple[View, str]:
     return from_json(question["view"], len(page.models)), ""
 
 
-def _file(name: str, begin: dict[str, Any]) -> Callable[[Request], Response]:
-    text = (files("attnres.app") / name).read_text(encoding="utf-8")
-    if name.endswith(".html"):
-        buttons = "".join(f'<button type="button" data-example="{one}">{one} example</button>' for one in EXAMPLES)
-        text = text.replace("<!-- examples -->", buttons)
-        text = text.replace("{{begin}}", escape(json.dumps(begin)))
-    if name.endswith(".css"):
-        text = f":root{{{variables(False)}}}:root[data-theme=dark]{{{variables(True)}}}\n{text}"
-    response = Response(text, media_type=_TYPES[name.rsplit(".", 1)[-1]])
+def _text(text: str, kind: str) -> Callable[[Request], Response]:
+    response = Response(text, media_type=kind)
 
     def answer(request: Request) -> Response:
         return response
@@ -299,10 +278,10 @@ def _lines(work: Callable[[Report], dict[str, Any]]) -> Iterator[str]:
     lines: queue.Queue[dict[str, Any]] = queue.Queue()
     left = threading.Event()
 
-    def report(done: int, whole: int) -> None:
+    def report(done: int, whole: int, partial: Any = None) -> None:
         if left.is_set():
             raise _Gone
-        lines.put({"part": done / max(1, whole)})
+        lines.put({"part": done / max(1, whole), "partial": partial})
 
     def run() -> None:
         try:

@@ -14,8 +14,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from attnres.errors import UserError, first_line
 from attnres.head import evaluating, log_probs
 from attnres.inspect.recording import find_residual
-from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, stated_context, tokenise
+from attnres.models.encoding import check_ids, check_length, encode_prompt, piece, rows_of, stated_context, tokenise
 from attnres.residuals.watch import unwatched
+from attnres.text import visible
 
 Text = str | Tensor | Sequence[int]
 """One text: in letters, for a model with a tokenizer, or its token ids, (T,) or (1, T)."""
@@ -160,6 +161,32 @@ def tokenizer_of(model: Any) -> Any:
                 "model from its folder"
             ) from error
     return model.read_tokenizer
+
+
+class Speller:
+    """What a token says, its white space visible; its id where the model has no tokenizer, which is read at first use.
+
+    A copy that leaves the process, as by pickle, says ids.
+    """
+
+    def __init__(self, model: Any = None) -> None:
+        self._model = model
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            return None if self._model is None else tokenizer_of(self._model)
+        except UserError:
+            return None
+
+    def __call__(self, token: int) -> str:
+        return str(token) if self._tokenizer is None else visible(piece(self._tokenizer, token))
+
+    def __reduce__(self) -> Any:
+        return (Speller, ())
+
+    def __deepcopy__(self, memo: Any) -> "Speller":
+        return self
 
 
 def token_id(model: Any, token: Token) -> int:
