@@ -204,7 +204,7 @@ class Opened:
         ids = self.encoder.encode(text)[0]
 
         def attend() -> TokenAttention:
-            with intervene(self.model, *self.edits(cuts, len(ids))):
+            with self.edited(cuts, len(ids)):
                 return token_attention(self.model, ids)
 
         return self.cache.make(("attention", text, frozenset(cuts)), attend)
@@ -218,7 +218,7 @@ class Opened:
         ids = self.encoder.encode(text)[0][: token + 1]
 
         def look() -> Lens:
-            with intervene(self.model, *self.edits(cuts, len(ids))):
+            with self.edited(cuts, len(ids)):
                 return logit_lens(self.model, ids, top=1, position=token, target=target)
 
         return self.cache.make(("lens", text, token, target, frozenset(cuts)), look)
@@ -321,7 +321,7 @@ class Opened:
 
     def _read(self, text: str, cuts: Sequence[Cut]) -> Reading:
         ids, offsets = self.encoder.encode(text)
-        with intervene(self.model, *self.edits(cuts, len(ids))):
+        with self.edited(cuts, len(ids)):
             reading = self.read_ids(ids, *characters(self.tokenizer, ids, text, offsets))
         reading.notes.extend(self.encoder.notes(text, ids))
         return reading
@@ -342,6 +342,11 @@ class Opened:
             trace.mixing_contribution,
             [],
         )
+
+    def edited(self, cuts: Sequence[Cut], tokens: int) -> contextlib.AbstractContextManager[None]:
+        """Cut edges while a block runs. Without cuts nothing is edited: reads keep their own kernels."""
+        edits = self.edits(cuts, tokens)
+        return intervene(self.model, *edits) if edits else contextlib.nullcontext()
 
     def edits(self, cuts: Sequence[Cut], tokens: int) -> list[Ablate]:
         """Return cuts as edits of a text of so many tokens."""

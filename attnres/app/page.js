@@ -15,6 +15,7 @@ const number = (value, digits = 3) => value === null || value === undefined ? "�
   : (+value.toFixed(digits) + 0).toFixed(digits).replace("-", "−");
 const signed = (value, digits = 3) => (value > 0 && +value.toFixed(digits) ? "+" : "") + number(value, digits);
 const chance = (log) => Math.exp(log);
+const prob = (log) => { const p = chance(log); return number(p, p < 0.1 ? 4 : 3); };
 const quoted = (word) => `<b class="mono">“${escape(word)}”</b>`;
 // Scales end at 1, 2 or 5 times a power of ten; what is below 0.02 nats stays pale.
 const end = (values, least = 0.02) => {
@@ -165,7 +166,7 @@ const margin = (pane, field = null) => {
   const key = field || (view.edited && candidate(pane, pane.target).after !== null ? "after" : "before");
   return candidate(pane, pane.target)[key] - (pane.against === null ? 0 : candidate(pane, pane.against)[key]);
 };
-const worth = (pane, change) => pane.against === null ? `p ${number(chance(margin(pane) + change))}`
+const worth = (pane, change) => pane.against === null ? `p ${prob(margin(pane) + change)}`
   : `the difference ${signed(margin(pane) + change, 2)}`;
 const tipOf = (pane, r, s) => {
   const one = effect(pane, r, s);
@@ -178,7 +179,7 @@ const sentence = (pane) => {
   if (!pane.next) return `<p class="say">Where each layer’s input comes from: ${escape(pane.title)}.</p>`;
   const goal = candidate(pane, pane.target), all = leading(pane);
   const name = shown.panes.length > 1 ? `<b>${escape(pane.title)}</b>: ` : "";
-  const over = pane.against === null ? `(p ${number(chance(margin(pane)))})`
+  const over = pane.against === null ? `(p ${prob(margin(pane))})`
     : `rather than ${quoted(candidate(pane, pane.against).word)} (ln p ${signed(margin(pane), 2)} apart)`;
   const down = all.filter((one) => one.value < 0), up = all.filter((one) => one.value > 0);
   const sure = all.length && all[0].measured ? "" : "about ";
@@ -317,8 +318,8 @@ const next = (pane) => {
   const most = Math.max(...pane.next.flatMap((one) => [one.before, one.after ?? -99]).map(chance));
   const line = (one) => `<tr data-target="${one.id}" tabindex="0" aria-selected="${one.id === pane.target}"><th class="mono" scope="row" data-tip="${escape(one.word)}">${escape(one.word)}${
     one.id === pane.follows ? " ●" : ""}</th><td><span class="bar" style="width:${100 * chance(one.before) / most}%"></span>${one.after === null ? ""
-    : `<span class="bar cut" style="width:${100 * chance(one.after) / most}%"></span>`}</td><td class="num">${number(chance(one.before))}${
-    one.after === null ? "" : " → " + number(chance(one.after))}</td></tr>`;
+    : `<span class="bar cut" style="width:${100 * chance(one.after) / most}%"></span>`}</td><td class="num">${prob(one.before)}${
+    one.after === null ? "" : " → " + prob(one.after)}</td></tr>`;
   const others = pane.next.filter((one) => one.id !== pane.target);
   return `<h2>${shown.panes.length > 1 ? escape(pane.title) + ": p" : "P"}rediction after <span class="mono">“${escape(pane.names[pane.token])}”</span> <small>click a row to explain it</small></h2>`
     + `<table class="next"><tbody>${pane.next.map(line).join("")}</tbody></table>`

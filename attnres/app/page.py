@@ -326,7 +326,7 @@ class Page:
 
     def _training(self, model: Opened) -> dict[str, Any]:
         """Return how sharply a model's reads choose, how alike their queries are, and how far these turned since the
-        first step of its run that was kept."""
+        first step of its run that was kept, but for the start, where queries are zero."""
         words = labels(model.layout)
         similar = model.similarity
         earliest = next(

@@ -26,13 +26,19 @@ class Prediction(notebook.Result):
 
     ids: Tensor
     log_probs: Tensor
+    words: Speller = field(default_factory=Speller, repr=False)
 
     def _about(self) -> str:
         best = int(self.log_probs[-1].argmax())
-        return f"{len(self.ids)} tokens, then {best} with {short(self.log_probs[-1, best].exp().item(), 3)}"
+        return (
+            f"{len(self.ids)} tokens, then “{self.words(best)}” with {short(self.log_probs[-1, best].exp().item(), 3)}"
+        )
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        return ({"id": i, "loss": loss} for i, loss in zip(self.ids[1:].tolist(), self.losses.tolist()))
+        return (
+            {"token": self.words(i), "id": i, "loss": loss}
+            for i, loss in zip(self.ids[1:].tolist(), self.losses.tolist())
+        )
 
     @property
     def losses(self) -> Tensor:
@@ -90,7 +96,7 @@ def predict(model: Model, input_ids: Text) -> Prediction:
     ids = prompt_ids(model, input_ids)
     with evaluating(model), torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
-    return Prediction(ids[0].cpu(), log_probs(logits[0]).cpu())
+    return Prediction(ids[0].cpu(), log_probs(logits[0]).cpu(), Speller(model))
 
 
 def effect(

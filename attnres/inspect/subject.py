@@ -1,6 +1,7 @@
 """The model that is looked at and the text that it is given: how token ids become logits, whoever made the model."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import SimpleNamespace
@@ -170,12 +171,14 @@ class Speller:
     """
 
     def __init__(self, model: Any = None) -> None:
-        self._model = model
+        self._model = None if model is None else weakref.ref(model)  # a result keeps no model in memory
+        self._own = model.tokenizer if isinstance(model, TextModel) else None
 
     @cached_property
     def _tokenizer(self) -> Any:
+        model = None if self._model is None else self._model()
         try:
-            return None if self._model is None else tokenizer_of(self._model)
+            return self._own if self._own is not None or model is None else tokenizer_of(model)
         except UserError:
             return None
 
