@@ -31,7 +31,7 @@ from attnres.text import listed, one_line
 
 COMMANDS = {
     "train": "train one model",
-    "compare": "train variants side by side under equal conditions; without options: the demo",
+    "compare": "train variants side by side under equal conditions, as make demo does",
     "report": "make the table and report.html from run folders",
     "prepare": "tokenise a corpus",
     "convert": "give a pretrained model depth reads, its logits unchanged",

@@ -217,10 +217,10 @@ def test_a_broken_file_is_named(capsys, tmp_path, trained, name, text, message):
     assert not trained
 
 
-def test_compare_without_options_is_the_demo(capsys, compared):
+def test_compare_without_options_is_the_demo_in_its_default_size(capsys, compared):
     assert run(capsys, "compare")[0] == 0
     (config,) = compared
-    assert config.variants == ["standard", "rescaled", "block", "full"]
+    assert config.variants == ["standard", "block", "full", "rescaled"]  # two at once: Block beside its baseline
     assert (config.seeds, config.base.model.size, config.base.data.source) == ([0], None, "stdlib")
     assert type(config.base) is TrainConfig
 
@@ -283,6 +283,7 @@ def test_help_and_version(capsys):
     assert "--seed " not in out
 
 
+@pytest.mark.quick("train --help", "compare --help", "app --help", "--version")
 @pytest.mark.parametrize("arguments", ["--help", "--version", *(f"{name} --help" for name in cli.COMMANDS)])
 def test_help_loads_no_heavy_library(arguments):
     script = (

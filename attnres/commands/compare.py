@@ -25,7 +25,7 @@ class SharedModel(Model):
 class Comparison:
     """Options of a comparison that a single run has not; a base class, so that the help begins with them."""
 
-    variants: tuple[str, ...] = ("standard", "rescaled", "block", "full")
+    variants: tuple[str, ...] = ("standard", "block", "full", "rescaled")
     """RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard block:num_blocks=6 full@lr=0.003; the names after @
     are lr and those of fine-tuning (train_only, residual_lr, distill_weight, ...)."""
     seeds: tuple[int, ...] = (0,)
@@ -35,7 +35,7 @@ class Comparison:
     jobs: int | None = None
     """Runs trained at the same time, which share the processor's threads; none is one a core, at most four. The
     number of threads of a run is set when the comparison begins and is the same when it is continued."""
-    timing_s: float = 20.0
+    timing_s: float = 10.0
     """Seconds for timing the variants, interleaved, at the end; 0 leaves it out."""
 
 

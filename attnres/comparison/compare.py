@@ -6,6 +6,7 @@ was interrupted is resumed. At the end the variants are timed in turn, and the t
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from attnres.training.run_folder import claim, same_data
 from attnres.typed import checked
 
 VERSION = 1
+EARLY_S = 20.0
+"""Seconds of training after which the report is written before any run has ended."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     """Train what is not trained yet, time it, and make table and report from what is then on disk.
 
     Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html, this
-    from the first run on that can be held against the baseline. Progress goes to stderr, the table to stdout.
+    as soon as a held-out loss can be compared with the baseline's. Progress goes to stderr, the table to stdout.
 
     Raises:
         UserError: something cannot run, or a folder holds something else; what is finished stays.
@@ -145,14 +148,24 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
             say.print(note, highlight=False, soft_wrap=True)
         status = RunStatus(work.out, work.plan)
 
-        def report(child: Child) -> None:
+        def report(what: str) -> None:
+            page = write_report(load_study(work.out), work.out)[0]
+            say.print(f"{page} has {what}", highlight=False)
+
+        began = time.monotonic()
+
+        def early() -> None:
+            late = time.monotonic() - began > EARLY_S
+            if late and not (work.out / "report.html").exists() and status.measured():
+                report("the first held-out losses: look at it now, it is written again whenever a run ends")
+
+        def ended(child: Child) -> None:
             finished = len(status.finished())
             if finished < len(work.plan.runs) and status.comparable():
-                page = write_report(load_study(work.out), work.out)[0]
-                say.print(f"{page} has the {finished} runs that are finished", highlight=False)
+                report(f"the {finished} runs that are finished")
 
         done = [Ended(name, 1.0, wall) for name, wall in work.walls.items()]
-        train_all(work.children, done, jobs=work.jobs, say=say, status=status.table, on_end=report)
+        train_all(work.children, done, jobs=work.jobs, say=say, status=status.table, on_end=ended, on_poll=early)
         if config.timing_s > 0 and config.base.finetune.init_from is not None:
             say.print("no timing in turn for a pretrained model: the table has each run's own step time")
         elif config.timing_s > 0:

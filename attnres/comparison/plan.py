@@ -150,13 +150,13 @@ def setting_value(text: str) -> int | float | bool | str:
 class CompareConfig:
     """What is compared: every variant with every seed, everything else as in `base`."""
 
-    variants: list[str] = field(default_factory=lambda: ["standard", "rescaled", "block", "full"])
+    variants: list[str] = field(default_factory=lambda: ["standard", "block", "full", "rescaled"])
     seeds: list[int] = field(default_factory=lambda: [0])
     lrs: list[float] = field(default_factory=list)
     base: TrainConfig = field(default_factory=TrainConfig)
     out: str = "runs/compare"
     jobs: int | None = None
-    timing_s: float = 20.0
+    timing_s: float = 10.0
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def mechanisms(names: Collection[str] = ()) -> list[Row]:
 
 
 def as_markdown(rows: list[Row]) -> str:
-    """Return the table as docs/mechanisms.md has it."""
+    """Return the table as docs/reference/mechanisms.md has it."""
     lines = [
         "| mechanism | rule | start | parameters | moves | linear | starts as standard | source |",
         "|---|---|---|---|---|---|---|---|",

@@ -227,6 +227,7 @@ def test_a_text_is_patched_from_another(tab):
     tab.evaluate("document.querySelector('#said').textContent = ''")
 
 
+@pytest.mark.long
 def test_keys_do_what_clicks_do(tab):
     alone(tab)
     at = "document.activeElement.dataset.t ?? document.activeElement.dataset.e"
@@ -251,6 +252,7 @@ def test_keys_do_what_clicks_do(tab):
     assert tab.evaluate(f"[...document.querySelectorAll('button,select,input')].filter({unnamed}).length") == 0
 
 
+@pytest.mark.long
 def test_no_click_is_lost_while_it_answers(tab):
     """Clicks 20 ms apart, by the page's own clock, on a server that needs longer than that."""
     alone(tab)
@@ -287,6 +289,7 @@ def test_the_answer_is_on_the_first_screen(tab, width, height, dark):
     tab.evaluate("setTheme(false)")
 
 
+@pytest.mark.long
 def test_typed_code_stays_text(tab):
     alone(tab)
     tab.click("#edit")
@@ -301,6 +304,7 @@ def test_typed_code_stays_text(tab):
     alone(tab)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", ["show", "patch", "score", "search"])
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"view": 1}', b'{"view": {}, "place": -1}', b"\xff"])
 def test_a_question_that_is_none_is_answered_with_a_sentence(address, path, body):
