@@ -26,8 +26,9 @@ from attnres.inspect import (
 from attnres.inspect.colours import DIVERGING, place_of_size
 from attnres.inspect.notebook import heat
 from attnres.models import load
+from attnres.models.encoding import piece
 from attnres.residuals import make_residual
-from attnres.text import short
+from attnres.text import short, visible
 
 TEXT, OTHER = "The quick brown fox", "The lazy brown dog"
 
@@ -82,11 +83,10 @@ def test_a_trace_is_the_explorers_page_with_its_numbers(model, tokenizer):
 
 
 def test_tokens_are_words_and_ids_where_no_tokenizer_is_known(shown, model, make_model, tokenizer):
-    best = shown["lens"].top[-1][-1][0]
-    word = tokenizer.decode([best]).replace(" ", "␣")
-    for name in ("lens", "effect"):
-        assert f"<td>{escape(word)}</td>" in shown[name]._repr_html_(), name
-    assert f"“{shown['direct'].words(shown['direct'].target)}”" in shown["direct"]._repr_html_().replace("&quot;", "")
+    for name, token in (("lens", shown["lens"].top[-1][-1][0]), ("effect", shown["effect"].top[0]["id"])):
+        word = visible(piece(tokenizer, token))
+        assert shown[name].words(token) == word and f"<td>{escape(word)}</td>" in shown[name]._repr_html_(), name
+    assert escape(f"“{shown['direct'].words(shown['direct'].target)}”") in shown["direct"]._repr_html_()
     plain = make_model()
     assert f"<td>{logit_lens(plain, [1, 2]).top[-1][-1][0]}</td>" in logit_lens(plain, [1, 2])._repr_html_()
     assert pickle.loads(pickle.dumps(shown["lens"])).top == shown["lens"].top
