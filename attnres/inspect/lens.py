@@ -26,7 +26,7 @@ from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
 from attnres.residuals.watch import with_norm
 from attnres.streams.known_norms import describe_norm
-from attnres.streams.stream import FINISHED, note_progress
+from attnres.streams.passes import FINISHED, note_progress
 from attnres.text import short
 
 
