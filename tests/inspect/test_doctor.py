@@ -177,30 +177,6 @@ def test_faults_of_the_stream(subject: tuple[nn.Module, torch.Tensor]) -> None:
     assert "stream-dtype" in names(model.half(), None, example)
 
 
-def test_a_compiled_graph_that_a_hook_breaks(subject: tuple[nn.Module, torch.Tensor]) -> None:
-    model, example = subject
-    torch._dynamo.reset()
-    model.compile(backend="eager")
-    assert not names(model, None, example) & {"graph-break", "not-compiled"}
-    next(part for part in model.modules() if isinstance(part, nn.Linear)).register_forward_hook(
-        lambda *_: torch._dynamo.graph_break()
-    )
-    torch._dynamo.reset()
-    assert "graph-break" in names(model, None, example)
-
-
-def test_a_compiler_that_gives_up(subject: tuple[nn.Module, torch.Tensor]) -> None:
-    model, example = subject
-
-    def broken(graph: object, inputs: object) -> None:
-        raise RuntimeError("no such operator")
-
-    torch._dynamo.reset()
-    model.compile(backend=broken)
-    with torch._dynamo.config.patch(suppress_errors=True):
-        assert "not-compiled" in names(model, None, example)
-
-
 def test_layers_that_nothing_reads_are_told(subject: tuple[nn.Module, torch.Tensor]) -> None:
     model, example = subject
     with torch.no_grad():
