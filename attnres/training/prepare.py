@@ -60,6 +60,7 @@ def prepare_run(config: TrainConfig, world_size: int = 1, start: "Checkpoint | N
     Raises:
         UserError: a value that is impossible, changes nothing, or does not fit the model, the layout or the processes.
     """
+    from attnres.residuals import settings_in_full
     from attnres.training.start import check_shapes, open_start
 
     from_dict(dataclasses.asdict(config))  # refuses values of a wrong type
@@ -91,6 +92,7 @@ def prepare_run(config: TrainConfig, world_size: int = 1, start: "Checkpoint | N
         data = _tokenized_for(start, config.data)
         if optim.residual_lr is None:
             optim = dataclasses.replace(optim, residual_lr=optim.lr)
+    model = dataclasses.replace(model, settings=settings_in_full(model.residual, model.settings))
     config = dataclasses.replace(config, model=model, data=data, optim=optim)
 
     config, notes = _fit_defaults(config, world_size, start)
