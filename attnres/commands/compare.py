@@ -22,7 +22,7 @@ class SharedModel(Model):
 
 
 @dataclass
-class Comparison:
+class ComparisonOptions:
     """Options of a comparison that a single run has not; a base class, so that the help begins with them."""
 
     variants: tuple[str, ...] = ("standard", "block", "full", "rescaled")
@@ -40,7 +40,7 @@ class Comparison:
 
 
 @dataclass
-class Compare(TrainConfig, Comparison):
+class Compare(TrainConfig, ComparisonOptions):
     """Train variants side by side: same data, initial shared weights, batches and held-out windows.
 
     Finished runs are skipped and interrupted ones resumed, so the same command continues a stopped comparison.
@@ -68,11 +68,11 @@ class Compare(TrainConfig, Comparison):
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     values, arguments = config_file(arguments)
-    of_comparison = {name: values.pop(name) for name in fields_of(Comparison()) if name in values}
+    of_comparison = {name: values.pop(name) for name in fields_of(ComparisonOptions()) if name in values}
     demo = TrainConfig(**fields_of(Compare(), only=TrainConfig, model=ModelConfig(residual="standard")))
     base = from_dict(values, demo)
     _refuse_variant(base, demo)
-    comparison = fields_of(overlay(Comparison(), of_comparison))
+    comparison = fields_of(overlay(ComparisonOptions(), of_comparison))
     defaults = fields_of(base, model=SharedModel(**fields_of(base.model)), **comparison)
     options = parse("compare", Compare, arguments, Compare(**defaults))
     config = plain_config(options)

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from attnres.comparison.children import Child
-from attnres.comparison.plan import CompareConfig, ComparisonPlan, Variant, make_plan
+from attnres.comparison.plan import CompareConfig, ComparisonPlan, VariantSpec, make_plan
 from attnres.comparison.speed import step_times
 from attnres.comparison.watch import Ended, RunStatus, train_all
 from attnres.device import cores
@@ -43,7 +43,7 @@ EARLY_S = 20.0
 
 
 @dataclass(frozen=True)
-class Work:
+class OpenComparison:
     """A comparison whose folder is this process's: what is left to train in it, and what is finished.
 
     Attributes:
@@ -67,7 +67,7 @@ def opened(
     fill: Callable[[ComparisonPlan, dict[str, Any]], None] | None = None,
     here: bool = True,
     runs: int | None = None,
-) -> Generator[Work]:
+) -> Generator[OpenComparison]:
     """Claim a comparison's folder, prepare its data and write its plan; other processes are kept out meanwhile.
 
     How many runs train at once, and on how many threads each, is settled the first time and kept in compare.json until
@@ -129,7 +129,7 @@ def opened(
         if children and here and (warning := emulated(torch.device(plan.first.device), plan.first.dtype)):
             print_line(say, warning)
         walls = {name: float(summary.get("wall_s") or 0) for name, summary in finished.items()}
-        yield Work(out, plan, children, walls, jobs, vocabulary)
+        yield OpenComparison(out, plan, children, walls, jobs, vocabulary)
 
 
 def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
@@ -255,7 +255,7 @@ PLAIN = "plain"
 """In a timing: the family's own model in Transformers, without depth reads."""
 
 
-def time_steps(work: Work, seconds: float, say: Console) -> None:
+def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
     """Write OUT/speed.json unless it is there for the same variants, shape and machine settings."""
     out, plan, vocabulary = work.out, work.plan, work.vocabulary
     run = plan.first
@@ -322,7 +322,7 @@ def time_steps(work: Work, seconds: float, say: Console) -> None:
     write_json(path, {"key": key, **speed, "plain": times[PLAIN]})
 
 
-def _same_model(a: Variant, b: Variant) -> bool:
+def _same_model(a: VariantSpec, b: VariantSpec) -> bool:
     return (a.residual, a.settings) == (b.residual, b.settings)
 
 

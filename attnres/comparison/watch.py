@@ -115,7 +115,7 @@ class RunStatus:
 
 
 @dataclass
-class Watch:
+class ProgressWatch:
     """What the user sees of children: a line before each with the time left in all, bars of several at once, and how
     the runs stand."""
 
@@ -193,7 +193,7 @@ def train_all(
     if not children:
         return
     with Bars(STEPS, shown=jobs > 1, stays=False, above=status, console=say) as bars:
-        watch = Watch(bars, rate, jobs, len(done), total, status, on_end, on_poll)
+        watch = ProgressWatch(bars, rate, jobs, len(done), total, status, on_end, on_poll)
         (run or run_children)(
             children,
             jobs=jobs,

@@ -1,4 +1,4 @@
-"""A run that goes the way of another until some step need not go it again: it begins from that one's checkpoint.
+"""Begin a run at the checkpoint of another that trains the same way up to that step.
 
 With warm-up, a constant rate and a decay at the end (WSD), a run of T steps does what a longer one does until its
 decay begins. So one long run with `keep_at`, and short decays that branch off it, give the losses of several budgets;
@@ -18,13 +18,15 @@ from attnres.training.checkpoint import kept, reconfigure, stored_state
 from attnres.training.config import TrainConfig, differences, from_dict, to_dict
 from attnres.training.optim import scheduled_rate
 from attnres.training.records import Metrics
+from lab.store import attnres_version, run_key
 
-SCHEDULE = ("steps", "optim.schedule", "optim.warmup", "optim.decay", "optim.min_lr_ratio")
-"""Fields in which a branch may differ from its trunk, as far as they give the same rates until it branches off."""
+SCHEDULE = ("schedule", "warmup", "decay", "min_lr_ratio")
+"""Fields of `optim` in which a branch may differ from its trunk, beside `steps`, as long as they give the same learning
+rates until it branches off."""
 
 
 def branch(trunk: Path, step: int, config: TrainConfig) -> None:
-    """Make the folder of a run of `config` that has trained up to `step` as the run in `trunk` has; resume it then.
+    """Write the folder of a run of `config` with the state of the run in `trunk` at `step`; `--resume` continues it.
 
     Args:
         trunk: folder of a run that kept its checkpoint of that step (`keep_at`).
@@ -38,7 +40,7 @@ def branch(trunk: Path, step: int, config: TrainConfig) -> None:
             f"a run of {config.steps} steps cannot branch off at step {step}: its decay has no step of its own"
         )
     there = kept_checkpoint(trunk, step)
-    _same_until(step, config, stored_state(there)["config"], trunk)
+    _refuse_other_run(step, config, stored_state(there)["config"], trunk)
     with replaced_folder(config.out or ".") as folder:
         shutil.copytree(there, folder / "checkpoint")
         for name in ("data.json", "environment.json", "start.json", "metrics.jsonl"):
@@ -59,19 +61,19 @@ def kept_checkpoint(trunk: Path, step: int) -> Path:
     return folder
 
 
-def branch_step(config: TrainConfig) -> int:
-    """Return the last step before the decay of a run with the schedule wsd; raises UserError for another schedule."""
-    optim = config.optim
-    if optim.schedule != "wsd":
-        raise UserError(f"optim.schedule is '{optim.schedule}': only runs with wsd branch off before their decay")
-    return config.steps - min(round(optim.decay * config.steps), config.steps - round(optim.warmup * config.steps))
+def _refuse_other_run(step: int, config: TrainConfig, trunk: dict[str, Any], where: Path) -> None:
+    """Refuse a branch that would not have come to the trunk's state at `step`. Raises UserError.
 
-
-def _same_until(step: int, config: TrainConfig, trunk: dict[str, Any], where: Path) -> None:
-    """Refuse a branch that would not have come to the trunk's state at `step`. Raises UserError."""
-    changed = [name for name in differences(to_dict(config), trunk) if name not in SCHEDULE]
-    if changed:
-        raise UserError(f"a branch of {where} differs from it in {', '.join(changed)}: only the schedule may differ")
+    With the branch's schedule the trunk has to be the same run (`lab.store.run_key`), and until `step` the learning
+    rates have to be the same.
+    """
+    fields = to_dict(config)
+    optim = {**trunk["optim"], **{name: fields["optim"][name] for name in SCHEDULE}}
+    rescheduled = {**trunk, "steps": config.steps, "optim": optim}
+    version = attnres_version(where)
+    if run_key(rescheduled, version) != run_key(fields):
+        names = differences(fields, rescheduled) or [f"the version of attnres, {version}"]
+        raise UserError(f"a branch of {where} differs from it in {', '.join(names)}: only the schedule may differ")
     if residual_class(config.model.residual).set_progress is not Residual.set_progress:
         raise UserError(
             f"residual '{config.model.residual}' is annealed over a run's steps, so that no other run begins as it "
