@@ -152,7 +152,7 @@ def score(
 
 
 def cost(model_vocabulary: int, requests: Sequence[Request], *, context: int, batch_tokens: int) -> int:
-    """Return the tokens, padding included, that `score` will run."""
+    """Return the number of tokens, padding included, that `score` will run."""
     batches = _batches(_rows(requests, context), batch_tokens, model_vocabulary)
     return sum(len(batch) * len(batch[0].ids) for batch in batches)
 
