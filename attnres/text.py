@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 UNKNOWN = "–"
@@ -196,3 +197,28 @@ def label_and_seed(name: str) -> tuple[str, int] | None:
     """
     match = _NAME.fullmatch(name)
     return (match["label"], int(match["seed"])) if match else None
+
+
+RIGHT_TO_LEFT = ("R", "AL", "AN")
+UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")
+
+
+def visible(piece: str) -> str:
+    """Return a token's text with what cannot be seen made visible: spaces at its ends, line ends, tabs, characters of
+    control and form and other spaces by their codes. What is written from right to left is kept apart from the words
+    around."""
+    words = piece.strip(" ")
+    front = len(piece) - len(piece.lstrip(" "))
+    shown = "␣" * front + words + "␣" * (len(piece) - front - len(words))
+    shown = shown.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥")
+    shown = "".join(map(_seen, shown)) or "∅"
+    return f"\u2068{shown}\u2069" if any(unicodedata.bidirectional(c) in RIGHT_TO_LEFT for c in shown) else shown
+
+
+def _seen(letter: str) -> str:
+    code = ord(letter)
+    if code < 32:
+        return chr(0x2400 + code)
+    if code == 127:
+        return "␡"
+    return f"\\u{code:04x}" if letter != " " and unicodedata.category(letter) in UNSEEN else letter

@@ -104,9 +104,9 @@ class App(CorpusConfig):
 
 
 def _app(options: App) -> None:
-    from attnres.app import explore
+    from attnres.app import serve
 
-    explore(
+    serve(
         options.models,
         corpus=options.corpus,
         column=options.column,

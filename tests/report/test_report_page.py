@@ -16,11 +16,11 @@ from synthetic import write_run, write_study
 from attnres.errors import UserError
 from attnres.figures import style
 from attnres.figures.plot import canvas
-from attnres.inspect.colours import colours_by_name
+from attnres.inspect.colours import source_colours
 from attnres.report import load_study
 from attnres.report.page import write_report
 from attnres.report.sections import comparison_of, sections
-from attnres.residuals import RESIDUALS, make_residual, traits_of
+from attnres.residuals import RESIDUALS, columns, make_residual, traits_of
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 
@@ -231,7 +231,7 @@ def test_nine_lines_of_one_mechanism_are_seen_on_a_dark_page_and_told_apart(resi
 def test_every_source_is_seen_on_a_dark_page():
     page = luminance(style.DARK[style.PAPER]) + 0.05
     for residual in ("full", "block"):
-        for colour in colours_by_name(make_residual(residual, 24, 8).layout()).values():
+        for colour in source_colours(columns(read.sources for read in make_residual(residual, 24, 8).layout())):
             assert (luminance(style.on_dark(colour)) + 0.05) / page >= 3
 
 
