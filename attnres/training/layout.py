@@ -354,12 +354,12 @@ def _rebuilder(model: Any) -> Callable[[dict[str, Tensor] | None], Any]:
         if tensors is None:
             return None
         with torch.random.fork_rng(devices=[]):
-            whole = cls(config)
-        places = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+            model = cls(config)
+        places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, tensor in tensors.items():
             places[name].data = tensor
-        whole.generation_config = generation
-        return whole.to(device).train()
+        model.generation_config = generation
+        return model.to(device).train()
 
     return rebuild
 
@@ -372,7 +372,7 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
     names = who.gather(list(tensors))
     owners = {name: rank for rank in reversed(range(who.world_size)) for name in names[rank]}
     shapes = {name: value for part in who.gather(_forms(tensors)) for name, value in part.items()}
-    whole: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}
     for name, owner in owners.items():
         tensor = tensors.get(name)
         if isinstance(tensor, DTensor):
@@ -386,8 +386,8 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
             torch.distributed.recv(tensor, owner)
         if who.first:
             assert tensor is not None
-            whole[name] = tensor.detach().cpu().clone()
-    return whole if who.first else None
+            gathered[name] = tensor.detach().cpu().clone()
+    return gathered if who.first else None
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:
