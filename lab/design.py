@@ -202,11 +202,11 @@ class Result:
     """What came of a study.
 
     Attributes:
-        verdict: one or a few sentences, which claim nothing beyond the noise.
+        answer: one or a few sentences, which claim nothing beyond the noise.
         values: numbers for other programs, plain JSON.
     """
 
-    verdict: str
+    answer: str
     tables: Sequence[Table] = ()
     charts: "Sequence[Chart]" = ()
     values: dict[str, Any] = field(default_factory=dict)

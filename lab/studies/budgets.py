@@ -105,15 +105,15 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     table = Table("The gap by budget", head, rows, [f"{notes[0]} Sigma {sigma:.4f}." if degrees else NO_NOISE, READ])
     if len(rows) < 2:
         return Result("Too few budgets have finished.", [table])
-    answer = {
+    courses = {
         "shrinks": "The gap shrinks as training goes on",
         "grows": "The gap grows as training goes on",
         "changes its sign": "The gap changes its sign as training goes on",
-        "includes 0": "Whether the gap changes as training goes on is not told: the interval includes 0",
+        "includes 0": "Of the gap's change as training goes on the interval includes 0",
     }
     margin = f"95 %: {interval(result.slope)}" if result.slope.degrees else "its noise is not known"
-    verdict = (
-        f"{answer[result.answer]}: a doubling of the budget adds {number(result.slope.difference, 4, signed=True)} "
+    answer = (
+        f"{courses[result.answer]}: a doubling of the budget adds {number(result.slope.difference, 4, signed=True)} "
         f"({margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the longest."
     )
     x = [budget * unit(setting) * tokens_a_step for budget in result.gaps]
@@ -127,7 +127,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         "slope": or_none(result.slope.difference),
         "answer": result.answer,
     }
-    return Result(verdict, [table], [chart], values)
+    return Result(answer, [table], [chart], values)
 
 
 STUDY = Design(
