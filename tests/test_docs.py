@@ -130,7 +130,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         "index.html": "DepthReads",
         "api/attnres.residuals.html": (attnres.Residual.finish.__doc__ or "").splitlines()[0],
         "contributing.html": "A mechanism",
-        "results.html": "at length",
+        "results/cost.html": "What does it cost?",
         "results/index.html": "Should I use Attention Residuals?",
     }.items():
         assert text in (tmp_path / page).read_text(encoding="utf-8")
