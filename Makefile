@@ -2,7 +2,8 @@
 #              Python ships with
 # make study   a study of the laboratory, e.g. ARGS="noise --preset micro"; without ARGS the studies there are
 # make test    set up the rest, then the tests, with lint and types beside them
-# make test-all    the tests that make test leaves out because they take minutes together
+# make test-all    the tests that make test leaves out because they take long: those with the marker long, the other cases of
+#              those with the marker quick, and of make integrations what takes seconds
 # make bench   the speed of a training step, beside the plain model, the standard residual and the naive read
 # make docs    the documentation site, into build/site
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
@@ -85,7 +86,7 @@ test: .venv/ready
 
 test-all: .venv/ready build/integrations/ready
 	$(PYTEST) -m long
-	$(PYTEST) -m integrations integrations
+	$(PYTEST) -m "integrations and not long" integrations
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

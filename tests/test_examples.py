@@ -65,6 +65,7 @@ TURNS = {
 }
 
 
+@pytest.mark.quick("sft")
 @pytest.mark.filterwarnings("ignore")  # of TRL's own
 @pytest.mark.parametrize("method", TURNS)
 def test_finetune_trl(method: str, model: Path, tmp_path: Path) -> None:

@@ -97,6 +97,9 @@ def _attention(config: Any, length: int) -> float:
 
 ADD = 3
 """a + b out of place."""
+SCALED_SUM = 3 + 3 + ADD
+"""A sublayer's part in a sum that is not plain (`block_sum`): the output and the sum in, the sum out. Backward: the
+sum's gradient and the output in, the output's gradient out, which is added to that of the plain sum."""
 STANDARD = 8
 """A sublayer of the standard residual, addition and norm fused: h, f -> h, x. Backward: dx, h and the stream's gradient
 -> that gradient."""
@@ -150,7 +153,8 @@ def step_vectors(residual: Residual) -> float | None:
         return None
     if residual.special is not None or residual.window is not None:
         return None
-    return sum(
+    scaled = isinstance(residual, Block) and residual.exponent != 0.0
+    return scaled * SCALED_SUM * residual.num_sublayers + sum(
         group(
             len(residual.sealed(start)),
             [len(residual.opens(index)) for index in range(start, stop)],

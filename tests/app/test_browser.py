@@ -142,6 +142,7 @@ def gone(page, count, pane="#pane-0"):
     until(page, script, [pane, count])
 
 
+@pytest.mark.long
 def test_examples_are_ready(tab):
     assert tab.input_value("#text textarea").startswith("def ")
     tab.click("[data-example=prose]")
@@ -161,6 +162,7 @@ def tip_over(tab, selector):
     raise AssertionError(f"no tip over {selector}")
 
 
+@pytest.mark.long
 def test_type_click_knock_out_compare_save_and_restore(tab, address):
     tab.fill("#text textarea", "def read(rows):\n    return rows\n")
     until(tab, "document.querySelector('#pane-0 .text').textContent.startsWith('def read(rows):↵')")
@@ -262,6 +264,7 @@ def test_keys_reach_every_cell(tab, figure):
     assert loss(tab).count("without") == 0
 
 
+@pytest.mark.long
 def test_the_focus_stays_where_it_was(tab):
     at = "document.activeElement.closest('section,.cuts')?.classList[0]"
     cells = ["#pane-0 .contributions [data-read='6'][data-source='0']", widest(tab, 2)]
@@ -417,6 +420,7 @@ def test_a_search_leads_to_a_text(tab):
     until(tab, "document.querySelector('#pane-0 .text').textContent.startsWith('def')")
 
 
+@pytest.mark.long
 def test_two_texts_and_weights(tab):
     tab.click("#second")
     tab.wait_for_selector("#other textarea")

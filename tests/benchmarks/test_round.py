@@ -44,6 +44,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "why_not", lambda *_, **how: None)
 
 
+@pytest.mark.long
 def test_captured_steps_are_compared_and_timed(run: Run, captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "step 100m graphs, bf16 parameters"
     experiment = dataclasses.replace(gpu_round.ROUNDS[name], variants=(gpu_round.BLOCK8,))
@@ -58,6 +59,7 @@ def test_captured_steps_are_compared_and_timed(run: Run, captured: None, monkeyp
     assert {row["step"] for row in timed[:-1]} == {"captured"} and timed[-1]["ended"] == "done"
 
 
+@pytest.mark.long
 def test_what_cannot_be_captured_is_tried_in_the_next_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU none can; an error of one way leaves its traceback and its shapes."""
     import busy

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import sm90
+from launch import PATIENCE_S
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NARROW_ENOUGH = 4096
@@ -39,7 +40,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     command = [sys.executable, "-c", SCRIPT, str(BENCHMARKS), str(folder / "sm90.json"), str(NARROW_ENOUGH)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "sm90.json").read_text())["kernels"]
 

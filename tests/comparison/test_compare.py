@@ -153,6 +153,7 @@ def test_a_folder_of_something_else_is_refused(done):
         compare(dataclasses.replace(config, out=str(folder / "text" / "0.txt")))
 
 
+@pytest.mark.long
 def test_a_run_cut_short_is_continued(own):
     config, folder = own
     run = folder / "standard-seed0"
@@ -163,6 +164,7 @@ def test_a_run_cut_short_is_continued(own):
     assert (run / "val" / "000004.npy").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_continued_comparison_keeps_its_threads_and_kernels(own, monkeypatch):
     config, folder = own
     path, summary = folder / "compare.json", folder / "standard-seed0" / "summary.json"

@@ -12,6 +12,7 @@ from attnres.models import load
 from attnres.training.checkpoint import kept
 
 
+@pytest.mark.quick("reads0")
 @pytest.mark.parametrize("reads", [(1, 2), None])
 def test_queries_begin_again_and_all_else_goes_on(run: Path, tmp_path: Path, reads: tuple[int, ...] | None) -> None:
     reset.main(run, step=4, out=tmp_path / "on", reads=reads, residual_lr=1e-12)

@@ -79,6 +79,7 @@ def study(tmp_path_factory):
         yield root / "runs", findings(FindingsConfig([str(root / "runs")], documents=6, windows=2, device="cpu"))
 
 
+@pytest.mark.long
 def test_every_variant_with_weights_is_there(study):
     _, outcome = study
     assert (outcome["language"], outcome["start"], outcome["documents"]) == ("code", "statement start", 6)

@@ -128,6 +128,7 @@ def test_reads_of_one_sublayer_count_as_one_in_a_layers_share():
         assert mixing(models(example)).figure.axes[0].get_ylim() == (8, 0)
 
 
+@pytest.mark.quick("*-[12]")
 @pytest.mark.parametrize(
     ("residual", "layers"), [("block", 1), ("full", 1), ("standard", 1), ("block", 2), ("full", 54)]
 )
@@ -547,6 +548,7 @@ def test_a_number_that_is_none_leaves_the_others_their_scale():
     assert "–" in after.get_title("left")
 
 
+@pytest.mark.long
 def test_numbers_under_five_panels_keep_apart():
     """The last layer's from the word out too, whatever the depth."""
     for layers in (1, 4, 12, 24, 54):
@@ -574,6 +576,7 @@ def test_two_decades_have_the_same_numbers_everywhere():
     assert len(shown_ticks(ax.yaxis)) >= 3
 
 
+@pytest.mark.long
 def test_a_long_text_on_many_boundaries_fits_a_page():
     example = inspection("full", 20)
     tokens = ["word\n"] * 60

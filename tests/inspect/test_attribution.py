@@ -53,6 +53,7 @@ def lengths(model, ids, index, *edits):
     return trace.token_norms[0, :, index]
 
 
+@pytest.mark.quick("block", "standard", "boundary")
 @pytest.mark.parametrize("residual", LAYOUTS)
 def test_the_gradient_is_the_first_order_of_the_knock_out(residual):
     model, ids = make(residual), text()

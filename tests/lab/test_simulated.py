@@ -26,6 +26,7 @@ def standards(mean, sigma=0.01):
     return {steps: one._replace(runs=runs) for steps, one in KNOWN.items()}
 
 
+@pytest.mark.quick("seconds-*")
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("preset", ["seconds", "micro"])
 def test_a_study_speaks_of_whatever_has_finished(name, preset):
@@ -61,6 +62,7 @@ def test_a_further_seed_does_not_hide_what_the_first_one_gave():
     assert set(STUDIES["budgets"].analyse(setting, measured).values["gaps"]) == {"0.5", "1", "2", "4"}
 
 
+@pytest.mark.long
 def test_a_further_seed_does_not_hide_the_rates_that_were_found():
     first, design = at("micro", 1), STUDIES["ablations"]
     done = simulated(design, first)
@@ -131,6 +133,7 @@ def test_a_size_that_diverged_decides_nothing_about_scaling():
     assert all("includes 1" in one for one in sentences), sentences
 
 
+@pytest.mark.long
 def test_scaling_finds_a_planted_multiplier_and_none_where_there_is_none():
     setting, design, clear = at("micro", 2), STUDIES["scaling"], {"block": 0, "full": 0}
     for world in range(12):
@@ -186,6 +189,7 @@ def test_a_search_of_rates_says_how_it_ended(fast, says):
     assert "best_model" not in design.analyse(setting, unfinished).values
 
 
+@pytest.mark.long
 def test_block_sizes_of_one_function_are_told_apart_seldom_even_if_one_is_wild():
     design, setting, apart = STUDIES["block-size"], at("micro"), 0
     for world in range(60):
@@ -295,7 +299,8 @@ def test_a_student_that_diverged_is_counted_and_not_averaged():
         assert any(f"{seeds} diverged" in cell for cell in cells) == (lost != ("standard",))
 
 
-@pytest.mark.parametrize("name", ["nanogpt", pytest.param("ablations", marks=pytest.mark.long)])
+@pytest.mark.quick("nanogpt")
+@pytest.mark.parametrize("name", ["nanogpt", "ablations"])
 def test_whole_studies_of_one_function_find_nothing(name):
     """With rates that are chosen by the lowest loss, if the study does that. A family of comparisons errs in 5 of 100
     by Holm: up to 9 are chance (3 %). Each question that was written down beforehand has its own 5 %."""

@@ -111,20 +111,15 @@ def noise(setting):
     return conduct(STUDIES["noise"], setting, ExecutionOptions(QUIET, jobs=1, run=Here()))
 
 
+@pytest.mark.long
 def test_of_rows_the_text_is_in_the_column_that_was_asked_for(noise, setting):
     asked = dataclasses.replace(setting, column="body")
     assert asked.config().data.column == "body" and setting.config().data.column == "text"
     assert f"--source {setting.source} --column body" in command(dataclasses.replace(noise, setting=asked))
 
 
-SHORT = "exchange", "block-size"
-"""Studies that make test runs; make test-all has all of them."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in STUDIES if name != "noise"],
-)
+@pytest.mark.quick("growth", "resnet")
+@pytest.mark.parametrize("name", [name for name in STUDIES if name != "noise"])
 def test_a_study_runs_from_end_to_end(setting, noise, name, tmp_path):
     outcome = conduct(STUDIES[name], setting, ExecutionOptions(QUIET, jobs=1, run=Here()))
     done, planned = outcome.counts
@@ -153,6 +148,7 @@ def _lines_of_runs(path):
     return [line for line in path.read_text().splitlines() if f'"{TIMES}"' not in line]
 
 
+@pytest.mark.long
 def test_noise_is_known_to_the_studies_after_it_on_the_same_text_alone(setting, noise, corpus, tmp_path):
     """Whatever the folder of the text is called: another of the same name, and the same one moved and renamed."""
     texts = [tmp_path / place for place in (f"another/{corpus.name}", "renamed")]
@@ -178,6 +174,7 @@ def test_noise_is_known_to_the_studies_after_it_on_the_same_text_alone(setting, 
     assert arms[0].name == "x4"
 
 
+@pytest.mark.quick("end1")
 @pytest.mark.parametrize("end", [Interrupted("stopped", 130), UserError("the disk is full")])
 def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tmp_path, end):
     other = dataclasses.replace(setting, out=tmp_path)
@@ -218,6 +215,7 @@ def test_what_finished_before_a_stop_has_been_measured(setting, tmp_path):
     assert "standard,0,2,0,0,accuracy/6," in (folder / "runs.csv").read_text()
 
 
+@pytest.mark.long
 def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting, noise, corpus, tmp_path):
     """As in a repository: study.json, result.json and runs.jsonl, and no folder of a run."""
     other = dataclasses.replace(setting, out=tmp_path)
@@ -259,6 +257,7 @@ def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting,
     assert idle.names == [], "a folder of such files will do for the files"
 
 
+@pytest.mark.long
 def test_a_study_that_stops_early_keeps_what_it_had_in_its_file_of_runs(setting, tmp_path):
     """Arms that were not asked for yet, or not filled yet, when its time was over."""
     other, design = dataclasses.replace(setting, out=tmp_path), STUDIES["ablations"]
@@ -275,6 +274,7 @@ def test_a_study_that_stops_early_keeps_what_it_had_in_its_file_of_runs(setting,
     assert runner.names == trained and again.measured.rows == whole.measured.rows
 
 
+@pytest.mark.long
 def test_runs_of_elsewhere_are_adopted_where_they_are_the_same(setting, noise, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     runner = Here()
@@ -308,6 +308,7 @@ def test_a_finished_run_counts_wherever_its_text_lies_and_without_its_model(sett
     assert config["data"]["source"] == str(moved)
 
 
+@pytest.mark.long
 def test_what_another_study_has_trained_is_not_trained_again(setting, noise, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     runner = Here()
@@ -410,6 +411,7 @@ def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
     assert outcome.counts == (0, 4) and outcome.result.answer == "Too few lengths have finished."
 
 
+@pytest.mark.long
 def test_a_search_of_rates_that_is_stopped_has_every_mechanism_at_the_recipes(setting, noise, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     count = len(other.some(list(PUBLISHED)))
@@ -439,6 +441,7 @@ def test_one_page_of_all_studies(setting, noise):
     shutil.rmtree(folder.parent)
 
 
+@pytest.mark.long
 def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, noise, tmp_path, capsys):
     """Where the run folders are gone, runs.jsonl gives the same tables, figures and sentences."""
     kept, other = tmp_path / "seconds" / "noise", tmp_path / "seconds" / "growth"
@@ -467,6 +470,7 @@ def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, nois
 DATA = Path(__file__).parents[2] / "docs" / "data" / "studies"
 
 
+@pytest.mark.long
 def test_what_the_repository_says_of_its_studies_is_what_their_runs_give():
     paths = sorted(DATA.glob("*/*/study.json"))
     assert paths
@@ -605,6 +609,7 @@ def test_only_functions_of_studies_are_called():
         function("os:system")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", ["local"])
 def test_runs_are_jobs_of_a_cluster(setting, tmp_path, cluster):
     pytest.importorskip("submitit")
@@ -637,9 +642,8 @@ def _first_run(arms):
 # ------------------------------------------------------------------ what is planned, at every size
 
 
-@pytest.mark.parametrize(
-    "preset", ["micro", *(pytest.param(size, marks=pytest.mark.long) for size in ("nano", "100m"))]
-)
+@pytest.mark.quick("micro")
+@pytest.mark.parametrize("preset", ["micro", "nano", "100m"])
 def test_a_larger_size_is_data_alone(preset, tmp_path):
     """The same studies ask for runs that a model can be built for, at FLOPs that grow with the preset."""
     one = Setting(preset, PRESETS[preset], 3, None, tmp_path, "images")
@@ -871,6 +875,7 @@ def test_what_diverged_is_said_and_judged_by_nothing():
     assert math.isnan(measured.mean("arm", "lost")) and measured.diverged("arm", "good") == [1]
 
 
+@pytest.mark.long
 def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     def arms(setting, measured):
         return [setting.arm("rates", ["standard", "block", "standard@lr=1e30"], of=wild, timed=True)]
@@ -900,6 +905,7 @@ def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     assert again.measured.rows == outcome.measured.rows
 
 
+@pytest.mark.long
 def test_one_study_is_of_one_text_whatever_its_name_says(setting, tmp_path):
     """Two folders of one name: the arm that is trained is refused beside those that are finished."""
     texts = [tmp_path / place / "text" for place in ("one", "two")]

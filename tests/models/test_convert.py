@@ -577,6 +577,7 @@ def _story(layerdrop):
     return transformers.BioGptForCausalLM(config), {"input_ids": torch.randint(3, 40, (2, 6)), "use_cache": False}
 
 
+@pytest.mark.quick("True-_story-biogpt.layers", "False-_speech-encoder.layers")
 @pytest.mark.parametrize(("make", "path"), [(_speech, "encoder.layers"), (_story, "biogpt.layers")])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_layers_that_training_skips_write_nothing(make, path, checkpointed):

@@ -213,6 +213,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_a_head_that_no_auto_class_has_is_what_loads_in_another_process(tmp_path):
     class Own(LlamaModel):
         """A class that is nowhere to be found there."""

@@ -237,17 +237,18 @@ def test_reentrant_checkpointing_is_refused():
         checkpoint(make(), use_reentrant=True)
 
 
+@pytest.mark.quick("gpt2-block-aot_eager")
 @pytest.mark.parametrize(
     ("family", "residual", "compiler"),
     [
-        pytest.param("qwen3", "block", "inductor", marks=pytest.mark.long),
+        ("qwen3", "block", "inductor"),
         ("qwen3", "full", "aot_eager"),
         ("gpt2", "block", "aot_eager"),
         ("llama", "hyper_connections", "aot_eager"),
-        pytest.param("llama", "denseformer", "aot_eager", marks=pytest.mark.long),
+        ("llama", "denseformer", "aot_eager"),
         ("gpt2", "deepnorm", "aot_eager"),
         ("llama", "standard", "aot_eager"),
-        pytest.param("qwen3", "rescaled", "aot_eager", marks=pytest.mark.long),
+        ("qwen3", "rescaled", "aot_eager"),
     ],
 )
 def test_a_whole_model_compiles_without_a_graph_break(family, residual, compiler, ids):

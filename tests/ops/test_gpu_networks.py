@@ -49,6 +49,7 @@ def gradients(name, settings, recompute):
     return [out, *torch.autograd.grad(out.pow(3).sum(), leaves)]
 
 
+@pytest.mark.quick("block-settings0-*")
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
     ("name", "settings"), [("block", {"block_size": 3}), ("block", {"block_size": 1}), ("full", {"group": 2})]
@@ -239,6 +240,7 @@ def errors(residual, reads):
     return torch.tensor(distances).square().mean(0).sqrt()
 
 
+@pytest.mark.quick("block-*")
 @pytest.mark.usefixtures("bf16_of_a_gpu")
 @pytest.mark.parametrize(("name", "settings"), [("block", {"block_size": 3}), ("full", {"group": 3})])
 def test_gradients_under_autocast_are_as_near_fp64_as_plain_torch_s_of_the_same_sources(

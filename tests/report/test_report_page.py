@@ -128,6 +128,7 @@ def test_several_seeds_make_a_page(tmp_path):
     assert "3 seeds" in text
 
 
+@pytest.mark.long
 def test_a_backslash_in_a_label_stays_one(tmp_path):
     write_run(tmp_path, "standard", layers=2)
     write_run(tmp_path, "block", label=r"block\g<1>\1", layers=2)
@@ -143,6 +144,7 @@ def test_a_dollar_in_a_label_begins_no_formula(tmp_path):
     assert body.count(r">$\oops{$</text>") == 2 + 2 + 3 + 1
 
 
+@pytest.mark.long
 def test_the_page_claims_equal_conditions_only_where_they_are(tmp_path):
     equal = "the same initial shared weights, the same batches in the same order"
     assert equal in page_of(write_study(tmp_path / "equal", layers=2))
@@ -161,6 +163,7 @@ def test_the_page_claims_equal_conditions_only_where_they_are(tmp_path):
     assert "same initial" not in page_of(folder)  # one variant has a seed that the other has not
 
 
+@pytest.mark.long
 def test_a_page_of_one_variant_compares_with_nothing(tmp_path):
     write_run(tmp_path, "full", layers=2)
     text = page_of(tmp_path)

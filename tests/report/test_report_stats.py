@@ -408,6 +408,7 @@ def test_the_table_has_what_each_run_cost(tmp_path):
     assert any("Tokens/s and step time: whole training steps" in note for note in table.notes)
 
 
+@pytest.mark.long
 def test_step_times_are_held_against_the_plain_model_where_it_was_timed(tmp_path):
     write_study(tmp_path)
     speed = json.loads((tmp_path / "speed.json").read_text())

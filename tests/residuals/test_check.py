@@ -87,6 +87,7 @@ def test_the_mechanism_that_the_next_ones_break_is_sound():
     assert not failures(type("Same", (Scaled,), {"__doc__": "h = a h."}))
 
 
+@pytest.mark.long
 def test_parameters_that_init_parameters_forgets_or_that_are_not_fp32():
     class Forgotten(Scaled):
         """h = a h."""
@@ -117,6 +118,7 @@ def test_parameters_that_init_parameters_forgets_or_that_are_not_fp32():
     assert "takes memory on the meta device" in failures(Eager)["start values"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("axes", "shape", "finding"),
     [
@@ -188,6 +190,7 @@ def test_a_gradient_that_is_dropped_or_nobodys():
     assert failures(Unused) == {"gradients": "forgotten has no gradient: nothing depends on it"}
 
 
+@pytest.mark.long
 def test_an_end_of_training_or_a_penalty_that_is_no_number():
     class Ends(Scaled):
         """h = h / (1 - p)."""
@@ -336,6 +339,7 @@ def test_a_choice_by_value_breaks_the_graph():
 
 
 # -- what reads mix ---------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_spans_that_are_off_by_one():
     class Broken(Block):
         """b = sum v."""
@@ -386,10 +390,12 @@ class Split(Standard):
         return self.normed(state, self.first_row(self.num_sublayers), norm)
 
 
+@pytest.mark.long
 def test_a_sound_mechanism_of_several_reads_passes():
     assert not failures(type("Same", (Split,), {"__doc__": "h = h."}), compiled=True)
 
 
+@pytest.mark.long
 def test_reads_that_are_not_what_the_layout_says_they_are_for():
     class OneVector(Split):
         """h = h."""
@@ -421,6 +427,7 @@ def test_reads_that_are_not_what_the_layout_says_they_are_for():
     assert "the output has a read for a part of it" in failures(OneHeadTooMany)["layout"]
 
 
+@pytest.mark.long
 def test_a_layout_that_forgets_an_earlier_read():
     class Broken(Boundary):
         """x = sum a e."""
@@ -458,6 +465,7 @@ def test_a_read_that_shows_nothing():
     assert "has sources and shows no weights" in failures(Silent)["sources"]
 
 
+@pytest.mark.long
 def test_a_scale_that_mixing_rows_leave_out():
     class Broken(Full):
         """h = sum a v."""
@@ -481,6 +489,7 @@ def test_an_editor_that_is_not_asked():
     assert "does not use an editor's weights" in failures(Broken)["mixing"]
 
 
+@pytest.mark.quick("Standard-*", "Full-by_token-*")
 @pytest.mark.parametrize(
     ("mechanism", "trait", "check"),
     [

@@ -36,6 +36,8 @@ VECTORS = {"1f1b": 4, "everything sent": 12, "four stages a rank": 8, "standard"
 """Vectors a token, by hand. Four stages a rank, P = 2, V = 4, one block a stage: 1 + 3 * 2 and the embedding. There and
 back: the embedding and 4 outputs to rank 1, whose 8 own ones come back."""
 
+pytestmark = pytest.mark.long  # tests/training/test_parallel.py has two processes in make test
+
 GROUPED = {"num_key_value_heads": 1}
 SLICES: dict[str, dict[str, Any]] = {
     "block": BLOCK,

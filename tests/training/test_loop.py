@@ -171,6 +171,7 @@ def test_what_a_read_does_not_show_is_no_number_of_a_line(configure: Configure, 
     assert (line["entropy"], line["grad_rms"]) == ([0.5, None], [None])
 
 
+@pytest.mark.long
 def test_measuring_depth_changes_no_number(configure: Configure, tmp_path: Path) -> None:
     for out, every in (("with", 1), ("without", 0)):
         train(configure(out=out, depth_every=every), progress=False)
@@ -178,6 +179,7 @@ def test_measuring_depth_changes_no_number(configure: Configure, tmp_path: Path)
     assert kept == lines(tmp_path / "without")
 
 
+@pytest.mark.quick("rescaled", "hyper_connections")
 @pytest.mark.parametrize("residual", ["standard", "rescaled", "full", "deepnorm", "hyper_connections", "denseformer"])
 def test_every_residual_trains(configure: Configure, tmp_path: Path, residual: str) -> None:
     config = configure(steps=2, val_every=2)
@@ -200,10 +202,10 @@ def test_muon_bf16_and_wsd_train(configure: Configure, tmp_path: Path) -> None:
     assert all(parameter.dtype == torch.float32 for parameter in load(tmp_path / "run" / "model").parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_run_is_the_same_to_rounding(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
@@ -239,12 +241,14 @@ def test_a_step_is_the_mean_over_all_tokens(configure: Configure, corpus: Path) 
     assert first_step(config) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("accumulation", [2, 4])
 def test_accumulation_is_the_same_mean(configure: Configure, accumulation: int) -> None:
     one = first_step(configure(out="a"))
     assert first_step(configure(out="b", accumulation=accumulation)) == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_large_vocabulary_gets_its_losses_in_parts(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
@@ -311,6 +315,7 @@ def test_a_loss_that_cannot_be_made_so_is_refused(configure: Configure) -> None:
         loss_kind("chunked", model, 1)
 
 
+@pytest.mark.quick("reads")
 @pytest.mark.parametrize("how", ["layer", "sublayer", "reads"])
 def test_checkpointing_changes_no_number(configure: Configure, tmp_path: Path, how: Any) -> None:
     for out, kept in (("kept", "none"), ("remade", how)):
@@ -332,6 +337,7 @@ def read_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "__init__", behind)
 
 
+@pytest.mark.long
 def test_numbers_read_a_step_behind_are_the_same(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -411,6 +417,7 @@ def test_queries_are_zero_after_build(configure: Configure) -> None:
     assert queries and all(not query.any() for query in queries)
 
 
+@pytest.mark.long
 def test_variants_share_their_first_weights_and_batches(configure: Configure, tmp_path: Path) -> None:
     weights = []
     for residual in ("standard", "full"):
@@ -431,6 +438,7 @@ def test_variants_share_their_first_weights_and_batches(configure: Configure, tm
 MUDDFORMER = {"residual": "muddformer", "num_blocks": None, "settings": {"value_residual": "head"}}
 
 
+@pytest.mark.quick("adamw")
 @pytest.mark.parametrize(
     ("number", "extra"),
     [
@@ -473,6 +481,7 @@ def test_a_finished_run_that_is_interrupted_while_it_writes_its_model_stops_at_o
     assert train(configure(resume=True), progress=False)["step"] == 8
 
 
+@pytest.mark.long
 def test_more_micro_batches_go_on_with_the_same_run(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,6 +497,7 @@ def test_more_micro_batches_go_on_with_the_same_run(
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_killed_without_warning_goes_on_bit_for_bit(configure: Configure, tmp_path: Path) -> None:
     train(configure(out="whole"), progress=False)
     config = configure(out="parts")
@@ -513,6 +523,7 @@ def test_a_run_killed_without_warning_goes_on_bit_for_bit(configure: Configure, 
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.long
 def test_a_run_that_never_saved_starts_again(configure: Configure, tmp_path: Path) -> None:
     train(configure(out="whole"), progress=False)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
@@ -522,6 +533,7 @@ def test_a_run_that_never_saved_starts_again(configure: Configure, tmp_path: Pat
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.long
 def test_a_run_killed_before_its_summary_only_finishes(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,6 +604,7 @@ def test_other_data_than_the_run_began_with_is_refused(configure: Configure, tmp
     assert json.loads((tmp_path / "run" / "data.json").read_text()) == record
 
 
+@pytest.mark.long
 def test_peak_memory_is_of_all_sessions(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnres.training.environment.peak_memory", lambda _: 2_000)
     with monkeypatch.context() as patch:
@@ -638,6 +651,7 @@ def test_the_end_is_measured_on_more_windows_and_over_three_validations(configur
 # ------------------------------------------------------------------ when it goes wrong
 
 
+@pytest.mark.quick("nan")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_stops_the_run(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
@@ -684,6 +698,7 @@ def test_plain_lines_where_there_is_no_terminal(configure: Configure, capsys: py
     assert "block-seed0  step 8/8  loss" in output and "tokens/s" in output and "\x1b" not in output
 
 
+@pytest.mark.long
 def test_a_run_in_bf16_that_is_emulated_says_so(
     configure: Configure, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -716,6 +731,7 @@ def keep_state(trunk: Path, config: TrainConfig) -> None:
     write_json(checkpoint.kept(trunk, 6) / "state.json", {"format": checkpoint.FORMAT, **state})
 
 
+@pytest.mark.long
 def test_a_branch_ends_as_the_whole_run_does(configure: Configure, tmp_path: Path) -> None:
     train(configure("trunk", **wsd(16, keep_at=(6,))), progress=False)
     whole, short = configure("whole", **wsd(8)), prepare_run(configure("short", **wsd(8, resume=True))).config

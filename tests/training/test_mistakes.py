@@ -121,6 +121,7 @@ def test_settings_that_prepared_data_does_not_have(
     refused(capsys, message, *flags("--tokenizer", str(tmp_path / "tokenizer.json")))
 
 
+@pytest.mark.quick("values[0-46-8]-*")
 @pytest.mark.parametrize(
     ("values", "message"),
     [
