@@ -130,7 +130,9 @@ def test_a_size_that_diverged_decides_nothing_about_scaling():
     assert all("nan" not in cell for table in result.tables for row in table.rows for cell in row)
     measured = simulated(design, setting, lambda arm, label, seed: loss(arm, label, seed, ("standard",)))
     sentences = design.analyse(setting, measured).answer.split(". ")
-    assert all("includes 1" in one for one in sentences), sentences
+    ratios = [float(one.partition(": ")[2].partition(" ")[0]) for one in sentences]
+    # Losses are alike and reads cost compute: a multiplier below 1 is true, one above is not.
+    assert all("includes 1" in one or ratio < 1 for one, ratio in zip(sentences, ratios, strict=True)), sentences
 
 
 @pytest.mark.long
