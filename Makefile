@@ -8,7 +8,7 @@
 # make docs    the documentation site, into build/site
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
 # make integrations    depth reads inside other people's code: what a registry has into build/integrations, the rest from the
-#              checkouts in PEERS_PATH; writes the table of docs/integrations.md
+#              checkouts in PEERS_PATH; writes the table of docs/how-to/integrations.md
 # make gpu     BUDGET=540 seconds of a CUDA device: tests, steps, kernels, peers and training runs in order of worth, rows
 #              into benchmarks/results/gpu.jsonl; again goes on. Needs PyTorch and Transformers alone beside build/gpu-pack
 # make gpu-pack    what a machine without a network lacks for that, into build/gpu-pack; TEXT=SOURCE packs a text to train on
@@ -17,7 +17,7 @@
 # make soak        KILLS=200 of processes of runs in two, of which each must go on bit for bit (an hour)
 # make test-oldest the tests of what a compiler sees and of training, on the oldest PyTorch that is allowed (needs a network)
 # make fuzz    MINUTES=10 of kills, full disks, damaged files, hostile flags and requests; again goes on
-# make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/licences.md
+# make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/project/licences.md
 # make lock    the hashes of the locked versions anew (needs a network)
 # make clean   remove the environment (runs/ stays)
 #
@@ -149,11 +149,11 @@ soak: .venv/ready
 
 MINUTES ?= 10
 fuzz: .venv/ready
-	$(BIN)/python -m fuzz --minutes $(MINUTES) --out fuzz/results/campaign.json --page docs/reliability.md
+	$(BIN)/python -m fuzz --minutes $(MINUTES) --out fuzz/results/campaign.json --page docs/explanation/reliability.md
 
 audit: .venv/ready
 	$(PIP) $(PIP_ARGS) --target build/audit pip-audit==2.10.1
-	$(BIN)/python fuzz/licences.py docs/licences.md
+	$(BIN)/python fuzz/licences.py docs/project/licences.md
 	PYTHONPATH=build/audit $(BIN)/python fuzz/audit.py constraints.txt
 
 # Written anew after a change of pyproject.toml or constraints.txt. A CPU build of torch keeps CUDA's libraries out;

@@ -33,6 +33,7 @@ HOMES = {
     "TrainConfig": "attnres.training.config",
     "train": "attnres.training.loop",
     "compare": "attnres.comparison.compare",
+    "explore": "attnres.app",
     "inspect_model": "attnres.inspect.inspector",
     "intervene": "attnres.inspect",
     "record": "attnres.inspect",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres import evals as evals
     from attnres import figures as figures
     from attnres import report as report
+    from attnres.app import explore
     from attnres.comparison.compare import compare
     from attnres.errors import Interrupted, UserError
     from attnres.evals.generate import generate
@@ -81,6 +83,7 @@ __all__ = [
     "depth_read_reference",
     "detach",
     "disabled",
+    "explore",
     "generate",
     "inspect_model",
     "intervene",

@@ -34,7 +34,7 @@ ORDER = """
     cli
     __main__
 """
-"""From bottom to top, as in docs/architecture.md: a line may import itself and the lines above it here.
+"""From bottom to top, as in docs/explanation/architecture.md: a line may import itself and the lines above it here.
 
 Modules with a line of their own are what a command does: they lie above the rest of their package.
 """

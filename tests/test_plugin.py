@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from attnres import UserError, cli
 from attnres.app.explorer import Opened
 from attnres.app.page import Page
-from attnres.app.state import View
+from attnres.app.state import Cut, View
 from attnres.inspect import Ablate, Inspection, attribute, effect, intervene, prune_report, record
 from attnres.inspect.edits import Reweigh
 from attnres.models import build, export_model, load
@@ -384,8 +384,8 @@ def test_inspection_figures_and_text(place, runs, name, capsys, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_explorer_shows_it(runs, name):
     page = Page([Opened(runs[name])])
-    shown = page.show(page.actions.click(View("stream read"), {"place": 0, "model": 0, "read": 3, "source": 1}))
-    assert "without 1 edge" in shown.panes[0] and name in shown.panes[0]
+    shown = page.show(View("stream read", cuts=(Cut(0, 3, 1),)))["panes"][0]
+    assert shown["loss_cut"] != shown["loss"] and name in shown["title"]
 
 
 def test_a_models_folder_runs_no_file_unasked(tmp_path, registered):

@@ -80,7 +80,8 @@ def _subject(options: Doctor) -> "tuple[nn.Module, Any, Any]":
 
 
 def _from_file(entry: str) -> "tuple[nn.Module, Any, Any]":
-    """Return what the function of FILE.py:FUNCTION returns, None for what it leaves out."""
+    """Call the function of FILE.py:FUNCTION and return its model, optimizer and example, None for those it leaves
+    out."""
     from torch import nn
 
     file, _, name = entry.rpartition(":")

@@ -39,7 +39,7 @@ TRAINING = {
 
 
 @dataclass(frozen=True)
-class Variant:
+class VariantSpec:
     """One column of a comparison. `lr` None: that of the base configuration; `training` holds names in `TRAINING`,
     `file` the FILE.py:CLASS of a mechanism of a user's own."""
 
@@ -61,7 +61,7 @@ def label_of(variant: str) -> str:
     return parse_variant(variant).label
 
 
-def parse_variant(text: str) -> Variant:
+def parse_variant(text: str) -> VariantSpec:
     """Read one variant.
 
     >>> parse_variant("block:num_blocks=6@lr=0.003").label
@@ -81,7 +81,7 @@ def parse_variant(text: str) -> Variant:
     training = _pairs(text, match["training"], "NAME", "name after '@'", ("lr", *TRAINING))
     lr = training.pop("lr", None)
     rate = None if lr is None else _rate(lr, f"variant '{text}'")
-    return Variant(residual, settings, rate, training, source_file(residual))
+    return VariantSpec(residual, settings, rate, training, source_file(residual))
 
 
 def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterable[str]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterabl
     return values
 
 
-def parse_variants(texts: Sequence[str], lrs: Sequence[float] = ()) -> list[Variant]:
+def parse_variants(texts: Sequence[str], lrs: Sequence[float] = ()) -> list[VariantSpec]:
     """Read several; those without a learning rate of their own are taken at each of `lrs`, if there are any.
 
     Raises:
@@ -150,20 +150,20 @@ def setting_value(text: str) -> int | float | bool | str:
 class CompareConfig:
     """What is compared: every variant with every seed, everything else as in `base`."""
 
-    variants: list[str] = field(default_factory=lambda: ["standard", "rescaled", "block", "full"])
+    variants: list[str] = field(default_factory=lambda: ["standard", "block", "full", "rescaled"])
     seeds: list[int] = field(default_factory=lambda: [0])
     lrs: list[float] = field(default_factory=list)
     base: TrainConfig = field(default_factory=TrainConfig)
     out: str = "runs/compare"
     jobs: int | None = None
-    timing_s: float = 20.0
+    timing_s: float = 10.0
 
 
 @dataclass(frozen=True)
 class ComparisonPlan:
     """The runs that a configuration asks for, by name (`LABEL-seedK`), and the label the others are held against."""
 
-    variants: dict[str, Variant]
+    variants: dict[str, VariantSpec]
     runs: dict[str, TrainConfig]
     baseline: str
     notes: tuple[str, ...] = ()
@@ -238,8 +238,8 @@ def make_plan(config: CompareConfig, here: bool = True) -> ComparisonPlan:
     return ComparisonPlan(variants, runs, baseline, notes, start)
 
 
-def _training(variant: Variant) -> dict[str, dict[str, Any]]:
-    """Return what a variant trains in a way of its own, as values to lay over the base configuration."""
+def _training(variant: VariantSpec) -> dict[str, dict[str, Any]]:
+    """Return a variant's own training settings, as values to lay over the base configuration."""
     values: dict[str, dict[str, Any]] = {}
     for name, value in variant.training.items():
         values.setdefault(TRAINING[name], {})[name] = value
@@ -247,7 +247,8 @@ def _training(variant: Variant) -> dict[str, dict[str, Any]]:
 
 
 def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
-    """`optim` at another peak learning rate: Muon's, and the residual's own where one is given, by the same factor."""
+    """Return `optim` at another peak learning rate: Muon's, and the residual's own where one is given, by the same
+    factor."""
     if lr is None:
         return optim
     if optim.lr <= 0:  # no rate to scale: the check of the run refuses it

@@ -54,7 +54,7 @@ class TokenDepth:
     blocks: list[tuple[str, Source, float]]
 
     def line(self) -> str:
-        """One line: the token, the largest sources of the output, and each block's largest source."""
+        """Return one line: the token, the largest sources of the output, and each block's largest source."""
         output = ", ".join(f"{source} {part:.2f}" for source, part in self.output[:TOP])
         blocks = "  ".join(f"{name} {source.short} {part:.2f}" for name, source, part in self.blocks)
         return f"{self.text!r:16} output: {output} | {blocks}"
@@ -108,7 +108,7 @@ class DepthReader(Observer):
         self.contributions.write(_last(output))
 
     def read(self, token: int) -> TokenDepth:
-        """What the pass that predicted `token` did; call it before the next pass."""
+        """Return what the pass that predicted `token` did; call it before the next pass."""
         sublayers = self.residual.num_sublayers
         rows = {index: parts[0].tolist() for index, parts in self.contributions.tokens.items()}
         names = [source.name for source in self.sources[-1]]
@@ -133,7 +133,7 @@ class DepthReader(Observer):
 
 
 def _last(values: Tensor) -> Tensor:
-    """(1, ...): the last position of the pass, which is the one that predicts."""
+    """Return (1, ...): the last position of the pass, which is the one that predicts."""
     return values.flatten(0, -2)[-1:]
 
 
@@ -191,7 +191,7 @@ def generate(
     on_token: Callable[[TokenDepth], None] | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """The text with which a model goes on from `prompt`.
+    """Return the text with which a model goes on from `prompt`.
 
     >>> attnres.generate("runs/mine", "def main():")  # doctest: +SKIP
 
@@ -278,7 +278,8 @@ def _run(
 
 
 def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> GenerationConfig:
-    """What was asked for; where nothing was, the model's own; never Transformers' default of 50 for top_k."""
+    """Return the sampling settings that were asked for, else the model's own; never Transformers' default of 50 for
+    top_k."""
     defaults: Any = model.generation_config
     end = defaults.eos_token_id
     pad = defaults.pad_token_id if defaults.pad_token_id is not None else (end[0] if isinstance(end, list) else end)

@@ -152,7 +152,7 @@ def score(
 
 
 def cost(model_vocabulary: int, requests: Sequence[Request], *, context: int, batch_tokens: int) -> int:
-    """Tokens, padding included, that `score` will run."""
+    """Return the tokens, padding included, that `score` will run."""
     batches = _batches(_rows(requests, context), batch_tokens, model_vocabulary)
     return sum(len(batch) * len(batch[0].ids) for batch in batches)
 
@@ -191,7 +191,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Scored]:
-    """logits (kept, V): those that predict the last `kept` tokens of the continuations, which end together."""
+    """Return logits (kept, V): those that predict the last `kept` tokens of the continuations, which end together."""
     scores = torch.empty(len(continuations), len(logits), dtype=torch.float32)
     greedy = torch.zeros(len(continuations), len(logits), dtype=torch.bool)
     targets = torch.full((len(continuations), len(logits)), -1)
@@ -247,7 +247,7 @@ NO_ITEMS = "no values per item"
 
 
 @dataclass(frozen=True)
-class Measure:
+class TaskMeasure:
     """One figure of one model on one task.
 
     Attributes:
@@ -281,7 +281,7 @@ class Measure:
         return int(np.isfinite(self.above).sum())
 
     def estimate(self) -> tuple[float, float | None]:
-        """(figure, standard error); no error for a single item."""
+        """Return (figure, standard error); no error for a single item."""
         if self.fixed is not None:
             return self.fixed
         mean, error, *_ = ratio(self.above, self.below)
@@ -290,7 +290,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """Second model minus first: in the unit of m, or why there is none."""
 
     value: float | None
@@ -300,21 +300,22 @@ class Difference:
     reason: str = ""
 
 
-def difference(first: Measure, second: Measure) -> Difference:
-    """The paired difference; of bits per byte over different tokens, the plain one; of nothing else over those."""
+def difference(first: TaskMeasure, second: TaskMeasure) -> PairedDifference:
+    """Return the paired difference; of bits per byte over different tokens, the plain one; of nothing else over
+    those."""
     if first.fixed is not None or second.fixed is not None:
-        return Difference(None, reason=NO_ITEMS)
+        return PairedDifference(None, reason=NO_ITEMS)
     if first.tokens == second.tokens:
         change = ratio(second.above - first.above, first.below)
-        return Difference(change.mean, or_none(change.error), change.items)
+        return PairedDifference(change.mean, or_none(change.error), change.items)
     if first.universal and (first.cut or second.cut):
-        return Difference(None, reason=OTHER_PLACES)
+        return PairedDifference(None, reason=OTHER_PLACES)
     if not first.universal:
-        return Difference(None, reason=OTHER_TOKENS)
+        return PairedDifference(None, reason=OTHER_TOKENS)
     (before, first_error), (after, second_error) = first.estimate(), second.estimate()
     known = first_error is not None and second_error is not None
     error = math.hypot(first_error or 0.0, second_error or 0.0) if known else None
-    return Difference(after - before, error, min(first.count, second.count), paired=False)
+    return PairedDifference(after - before, error, min(first.count, second.count), paired=False)
 
 
 def tokens_digest(requests: Sequence[Request]) -> str:

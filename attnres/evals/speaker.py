@@ -80,7 +80,7 @@ class Speeds:
     device: str
 
     def line(self) -> str:
-        """All of it in one sentence."""
+        """Return all of it in one sentence."""
         (first, second), (low, high) = self.medians, self.quartiles
         return (
             f"{self.names[0]} {first:,.1f} tokens/s, {self.names[1]} {second:,.1f}: ratio {self.ratio:.3f} (quartiles "
@@ -89,7 +89,7 @@ class Speeds:
 
 
 def fitting(speakers: Sequence[Speaker], prompt: str, tokens: int) -> tuple[list[Tensor], int]:
-    """A prompt's ids (1, T) in each model's tokens, and how many of `tokens` fit into all of them after it.
+    """Return a prompt's ids (1, T) in each model's tokens, and how many of `tokens` fit into all of them after it.
 
     Raises:
         UserError: see `Speaker.encode`; fewer than two fit.
@@ -137,7 +137,8 @@ class _Clock(BaseStreamer):
 
 
 def decode_rate(model: PreTrainedModel, ids: Tensor, tokens: int) -> float:
-    """Tokens per second of greedy decoding with a KV cache, from the first new token after `ids` (1, T) to the last."""
+    """Return tokens per second of greedy decoding with a KV cache, from the first new token after `ids` (1, T) to the
+    last."""
     clock = _Clock()
     settings = GenerationConfig(
         max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, num_beams=1, pad_token_id=0, use_cache=True

@@ -99,7 +99,8 @@ def _logits(model: Any) -> Tensor:
 
 
 def built(subject: Subject) -> str:
-    """A model has the weights that it has with the standard residual, and the mechanism's start values, in fp32."""
+    """Return a model has the weights that it has with the standard residual, and the mechanism's start values, in
+    fp32."""
     model = _model(subject, stirred=False)
     size = {**_SIZE, "num_hidden_layers": model.config.num_hidden_layers}
     plain = build(size, "standard", vocab_size=_VOCABULARY, max_positions=_LENGTH)
@@ -115,8 +116,8 @@ def built(subject: Subject) -> str:
 
 
 def _start_values(subject: Subject, model: DepthMixin) -> Callable[[str, Tensor], bool]:
-    """Return what says whether a parameter of the model's residual, by name, has its start value: a new one's, or,
-    where two new ones differ because they draw it, a draw of their size."""
+    """Return a function that tells whether a parameter of the model's residual has its start value, by name. A
+    parameter that two new models draw differently has it if its size fits the draw."""
     fresh: list[Residual] = []
     for seed in (1, 2):
         with torch.random.fork_rng(devices=[]):
@@ -133,7 +134,7 @@ def _start_values(subject: Subject, model: DepthMixin) -> Callable[[str, Tensor]
 
 
 def training(subject: Subject) -> str:
-    """A training step in bf16 autocast has finite gradients, with activation checkpointing the same ones."""
+    """Return a training step in bf16 autocast has finite gradients, with activation checkpointing the same ones."""
     model = _model(subject).train()
 
     def gradients() -> tuple[float, list[Tensor]]:
@@ -183,7 +184,8 @@ def decoding(subject: Subject) -> str:
 
 
 def saving(subject: Subject) -> str:
-    """A saved model computes the same when it is loaded; what a file lacks of the residual gets its start values."""
+    """Return a saved model computes the same when it is loaded; what a file lacks of the residual gets its start
+    values."""
     model = _model(subject)
     model.residual("set_progress", 1.0)
     with TemporaryDirectory() as temporary:
@@ -226,7 +228,7 @@ def _check_lacking(
 
 
 def copying(subject: Subject) -> str:
-    """A deep copy of a model computes the same, with parameters of its own."""
+    """Return a deep copy of a model computes the same, with parameters of its own."""
     model = _model(subject)
     with evaluating(model):
         twin = copy.deepcopy(model)

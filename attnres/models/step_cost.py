@@ -8,7 +8,7 @@ and the recurrence of linear attention do not count: MFU is of the plain model's
 Bytes are those between a device's memory and its cores, counted vector by vector: one vector of width d per token, in
 the stream's dtype. Scalars per token (logits, maxima, 1/rms) and the one read of the output are left out. A Triton or C
 kernel moves what is counted here; plain torch moves more. `benchmarks/traffic.py` counts other implementations with the
-same unit, docs/kernels.md compares both with measured times.
+same unit, docs/explanation/kernels.md compares both with measured times.
 """
 
 from collections.abc import Sequence
@@ -111,7 +111,8 @@ def read_sealed(n: float, reads: int) -> float:
 
 
 def read_sealed_backward(n: float, reads: int, carried: float) -> float:
-    """Sources, outputs' gradients and what later reads left for the sources in; the sources' gradients out."""
+    """Return the sources, outputs' gradients and what later reads left for the sources in; the sources' gradients
+    out."""
     return n + reads + carried + n
 
 
@@ -126,7 +127,8 @@ def merge(opens: int, *, added: bool, sealed: bool = True, norm: bool = True, ke
 
 
 def merge_backward(opens: int, *, carried: int, sealed: bool = True) -> float:
-    """The gradient, h, the open sources and their carried gradients in; gradients of these and of the output out."""
+    """Return the gradient, h, the open sources and their carried gradients in; gradients of these and of the output
+    out."""
     return 2 + opens + carried + opens + sealed
 
 

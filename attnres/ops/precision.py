@@ -17,15 +17,6 @@ def rounded_sum(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.to(torch.promote_types(x.dtype, dtype)) + y).to(dtype)
 
 
-def is_read_rounded(like: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a read is rounded to `dtype` before its norm, and kept so for backward.
-
-    Not fp16 on a CPU, which plain torch computes: the gradient of a weight is a small difference of products with the
-    read, so that a rounded read makes it two to four times as inexact as rounding the gradient does.
-    """
-    return like.device.type != "cpu" or dtype != torch.float16
-
-
 def full_precision(reference: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off: depth mixing is a softmax or a sum of many terms, which bf16 loses. On meta there is none."""
     if not torch.amp.is_autocast_available(reference.device.type):

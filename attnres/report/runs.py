@@ -270,7 +270,7 @@ def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _read_inspection(folder: Path, residual: str) -> tuple[Inspection | None, str]:
-    """Return what was measured of the run's model, and why it cannot be read: a report can do without."""
+    """Return a run's inspection, or None and the reason if it cannot be read: a report can do without."""
     try:
         if (folder / "inspection.json").is_file():
             return Inspection.load(folder / "inspection.json"), ""

@@ -28,7 +28,7 @@ from attnres.models import DepthMixin
 from attnres.models.bases import checkpoint_activations
 from attnres.ops import cpu
 from attnres.progress import quiet_transformers
-from attnres.scale.cut import Cut, layers_of
+from attnres.scale.cut import PipelineCut, layers_of
 
 FUSED = "attnres_counted"
 
@@ -180,7 +180,7 @@ class Activations:
             inside = count(tokens=COUNTED)
             self.remade = max(kept_of(inside, layer, layer + 1) for layer in range(len(model.depth_layers))) * times
 
-    def of(self, cut: Cut, stage: int, tp: int, copies: bool) -> float:
+    def of(self, cut: PipelineCut, stage: int, tp: int, copies: bool) -> float:
         """Return the bytes of one micro-batch in a stage, and of bf16 copies of its matrices.
 
         In slices what goes into a layer's attention and MLP is of all tokens, everything else of a share.

@@ -122,7 +122,7 @@ class PlacedModel:
         return total
 
     def tokens_here(self, targets: Tensor) -> Tensor:
-        """Return what of (B, T) a pass of this process gives losses of."""
+        """Return the part of (B, T) whose losses a pass of this process gives."""
         return targets
 
     @contextlib.contextmanager
@@ -334,7 +334,7 @@ def _groups(mesh: DeviceMesh, names: tuple[str, str]) -> Any:
 
 
 def _rebuilder(model: Any) -> Callable[[dict[str, Tensor] | None], Any]:
-    """Return what makes the model anew on one process from its tensors; None of None."""
+    """Return a function that builds the model on one process from its tensors; None of None."""
     device = next(model.parameters()).device
     cls, config, generation = type(model), copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
 

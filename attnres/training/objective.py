@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from attnres.errors import UserError
 from attnres.head import (
     Head,
+    LossSums,
     Soft,
-    Sums,
     body_of,
     called_losses,
     head_of,
@@ -45,7 +45,7 @@ class Teacher:
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL( softmax(teacher / T) || softmax(logits / T) ) in nats: (..., vocabulary) twice -> (...), fp32."""
+    """Return T^2 KL( softmax(teacher / T) || softmax(logits / T) ) in nats: (..., vocabulary) twice -> (...), fp32."""
     ours = F.log_softmax(logits.float() / temperature, dim=-1)
     theirs = F.log_softmax(teacher.float() / temperature, dim=-1)
     return temperature**2 * F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
@@ -56,12 +56,12 @@ Cast = Callable[[], AbstractContextManager[Any]]
 
 
 def precision(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
-    """What a forward pass runs in: nothing for "fp32", autocast over fp32 parameters for "bf16"."""
+    """Return the context of a forward pass: none for "fp32", autocast over fp32 parameters for "bf16"."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if dtype == "bf16" else nullcontext()
 
 
 def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = None) -> str:
-    """How the loss of a micro-batch of so many tokens is made: "whole" or "chunked".
+    """Return how the loss of a micro-batch of so many tokens is made: "whole" or "chunked".
 
     Args:
         choice: one of these, or "auto": not whole where it would be made in more than two parts and the model's head
@@ -117,10 +117,10 @@ class Objective(nn.Module):
                 return sums_in_parts(cast(Head, head_of(self.model)), output.last_hidden_state, y, soft)
         entropy = token_losses(output.logits, y).sum()
         if self.teacher is None or theirs is None:
-            return Sums(entropy, entropy.detach(), torch.zeros_like(entropy))
+            return LossSums(entropy, entropy.detach(), torch.zeros_like(entropy))
         apart = divergence(output.logits, theirs, self.teacher.temperature).sum()
         weight = self.teacher.weight
-        return Sums((1 - weight) * entropy + weight * apart, entropy.detach(), apart.detach())
+        return LossSums((1 - weight) * entropy + weight * apart, entropy.detach(), apart.detach())
 
     @torch.no_grad()
     def _teach(self, teacher: Teacher, x: Tensor) -> Tensor:
@@ -133,6 +133,7 @@ class Objective(nn.Module):
 
 @torch.no_grad()
 def held_out_losses(model: Any, x: Tensor, y: Tensor, cast_to: Cast, kind: str) -> Tensor:
-    """Cross-entropy in nats of every token: x, y (B, T) int64 -> (B, T) fp32, whatever the dtype of the forward."""
+    """Return the cross-entropy in nats of every token: x, y (B, T) int64 -> (B, T) fp32, whatever the dtype of the
+    forward."""
     with cast_to():
         return called_losses(model, {"input_ids": x}, y, kind)

@@ -361,7 +361,7 @@ def _refuse_layout(config: TrainConfig) -> None:
 
 
 def idle(config: TrainConfig, defaults: TrainConfig | None = None) -> dict[str, str]:
-    """The settings that are given (are not `defaults`) and change nothing, with what each of them is for."""
+    """Return the settings that are given (are not `defaults`) and change nothing, with what each of them is for."""
     values, known = (dict(leaves(to_dict(one))) for one in (config, defaults or TrainConfig()))
     return {name: what for name, what in unused(values).items() if values[name] != known[name]}
 
@@ -374,7 +374,7 @@ def refuse_idle(config: TrainConfig, defaults: TrainConfig | None = None) -> Non
 
 
 def without_idle(config: TrainConfig, kept: Container[str] = ()) -> TrainConfig:
-    """A copy in which settings that change nothing, but for those `kept`, are the defaults."""
+    """Return a copy in which settings that change nothing, but for those `kept`, are the defaults."""
     defaults, changes = to_dict(TrainConfig()), dict[str, dict[str, Any]]()
     for part, _, name in (idle_name.partition(".") for idle_name in idle(config) if idle_name not in kept):
         changes.setdefault(part, {})[name] = defaults[part][name]

@@ -178,7 +178,7 @@ class Run:
             self.bars.say(f"{self.config.name}: --cuda-graphs: steps are {path}")
 
     def cast(self) -> AbstractContextManager[Any]:
-        """The precision of a forward pass."""
+        """Return the precision of a forward pass."""
         return precision(self.config.dtype, self.who.device)
 
     # -------------------------------------------------------------- what is written
@@ -299,18 +299,19 @@ class Run:
         return self.placed.window_losses(windows, self.layout.rows)
 
     def _snapshot(self) -> None:
-        """What the residual has learned, to residual/STEP.safetensors."""
+        """Write the residual's parameters to residual/STEP.safetensors."""
         tensors = collected(tensors_of(self.model.residual("itself")), self.who)
         if tensors:
             write_snapshot(self.output.folder, self.run_state.step, tensors)
 
     def _saved_state(self, here: Path) -> dict[str, Any] | None:
-        """The state of the checkpoint, if there is one; refuses a folder of a run on other data."""
+        """Return the state of the checkpoint, if there is one; refuses a folder of a run on other data."""
         same_data(self.output.folder, self.record)
         return checkpoint.read_state(here, to_dict(self.config), self.data)
 
     def _recorded(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        """What the checkpoint was computed with; with another layout the loss of a pass of another size is no part."""
+        """Return the arithmetic that the checkpoint was computed with; with another layout without how the loss is
+        computed, for passes are of another size."""
         if state is None:
             return {}
         recorded, ours = dict(state.get("arithmetic") or {}), to_dict(self.config)
@@ -320,15 +321,15 @@ class Run:
         return recorded
 
     def files_beside(self) -> dict[str, Path]:
-        """The files that go beside the model, as far as they are still there."""
+        """Return the files that go beside the model, as far as they are still there."""
         return {name: file for name, file in self.extra_files.items() if file.is_file()}
 
     def peak_memory(self) -> int:
-        """The most that any process took, in this session or an earlier one."""
+        """Return the most that any process took, in this session or an earlier one."""
         return max(self.run_state.peak_memory_bytes, *self.who.gather(environment.peak_memory(self.who.device)))
 
     def taken_away(self) -> UserError:
-        """What is said of a run whose folder was taken away."""
+        """Return the error for a run whose folder was taken away."""
         folder = self.output.folder
         return UserError(
             f"{self.output.gone} was removed or renamed, or files in it, while the run was going on: what it had up to "
@@ -336,7 +337,7 @@ class Run:
         )
 
     def _records(self) -> dict[str, dict[str, Any]]:
-        """What the run begins with, by file."""
+        """Return the records that the run begins with, by file."""
         if self.start is None:
             return {"data.json": self.record}
         return {"data.json": self.record, "start.json": {**self.start, "trainable": self.trainable}}
@@ -345,7 +346,7 @@ class Run:
         self.output.write(kind, self.run_state.step, **values)
 
     def _diverged(self, step: int, loss: float, norm: float) -> UserError:
-        """What is said of a loss or gradient that is not finite; the folder says at which step that was."""
+        """Return the error for a loss or gradient that is not finite, and write its step to the folder."""
         if self.who.first:
             write_json(self.output.folder / DIVERGED, {"step": step})
         kept = f"the checkpoint of step {self.saved} is kept" if self.saved else "no checkpoint was made yet"

@@ -160,7 +160,7 @@ def first_model(
 
 
 def weights_crc32(model: Any) -> int:
-    """Of the names and bytes of the parameters, as in a checkpoint."""
+    """Return the checksum of the names and bytes of the parameters, as in a checkpoint."""
     from attnres.training.checkpoint import checksum
 
     return checksum(model.named_parameters())

@@ -50,8 +50,8 @@ def shared_out(
     batch: int,
     place: tuple[int, int],
 ) -> np.ndarray:
-    """The same with `of_tokens`, which passes through `model`: x, y (B, T) int64 -> losses (B, T), or those of some of
-    the tokens, where other processes give the others.
+    """Return the same with `of_tokens`, which passes through `model`: x, y (B, T) int64 -> losses (B, T), or those of
+    some of the tokens, where other processes give the others.
 
     Args:
         tokens_here: returns of (B, T) the part of those tokens whose losses `of_tokens` gives.
@@ -93,7 +93,7 @@ def save_windows(folder: str | Path, step: int | None, losses: np.ndarray) -> No
 
 
 def read_windows(path: Path) -> np.ndarray:
-    """What `save_windows` wrote: (windows,) float64. Raises UserError."""
+    """Read the file of `save_windows`: (windows,) float64. Raises UserError."""
     refuse_special(path)
     with foreign(f"{path} is damaged", ADVICE):  # NumPy's header is a Python literal
         losses = np.load(path, allow_pickle=False)
@@ -105,13 +105,13 @@ def read_windows(path: Path) -> np.ndarray:
 
 
 def windows_files(folder: str | Path) -> dict[int, Path]:
-    """The files that `save_windows` wrote into RUN/val, by step."""
+    """Return the files that `save_windows` wrote into RUN/val, by step."""
     files = sorted((Path(folder) / "val").glob("*.npy"))
     return {int(path.stem): path for path in files if re.fullmatch("[0-9]{1,18}", path.stem) and path.is_file()}
 
 
 def windows_path(folder: str | Path, step: int | None) -> Path:
-    """RUN/val/STEP.npy, the step in six digits or more; without a step RUN/val/final.npy."""
+    """Return RUN/val/STEP.npy, the step in six digits or more; without a step RUN/val/final.npy."""
     return Path(folder) / "val" / ("final.npy" if step is None else f"{step:06d}.npy")
 
 

@@ -5,7 +5,7 @@ from attnres.figures.plot import LOSS
 from attnres.stats import ALPHA
 from attnres.text import number
 from lab.contrast import contrast
-from lab.design import Arm, Design, Measured, Result, Setting
+from lab.design import Arm, Design, Measured, Setting, StudyResult
 
 
 def sizes(setting: Setting) -> list[int]:
@@ -20,13 +20,13 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return [setting.arm("sizes", variants, of=setting.config())]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report the loss by block size, and whether the interval of the two furthest apart excludes 0."""
     one = contrast(measured, "sizes", "standard")
     rows = {other.label: other for other in one.others}
     points = [(size, rows[f"block-block_size{size}"]) for size in sizes(setting) if f"block-block_size{size}" in rows]
     if not points:
-        return Result("Nothing has finished yet.")
+        return StudyResult("Nothing has finished yet.")
     means = [other.mean for _, other in points]
     best, worst = points[means.index(min(means))], points[means.index(max(means))]
     assert one.recipe is not None
@@ -45,7 +45,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     lines = [Line("block", x, means, low, high), Line("standard", [x[0], x[-1]], [one.base] * 2, dashed=True)]
     caption = "Held-out loss by sublayers in a block (1 is Full); band: two standard errors of a mean."
     chart = Curves("block-size", "Block size", caption, "S, sublayers", LOSS, {"": lines}, log_x=True)
-    return Result(answer, [one.table("Loss by block size")], [chart], {"sizes": one.values(), "best": best[0]})
+    return StudyResult(answer, [one.table("Loss by block size")], [chart], {"sizes": one.values(), "best": best[0]})
 
 
 STUDY = Design(

@@ -9,7 +9,7 @@ from attnres.savings import LossCurve
 from attnres.stats import or_none
 from attnres.text import number
 from lab.contrast import NO_NOISE, noise_note
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 LENGTHS = (0.25, 0.5, 1.0, 2.0)
 """Of the recipe's steps."""
@@ -26,7 +26,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return [setting.arm(name, ["standard"], of=setting.config(steps=steps)) for name, steps in lengths(setting).items()]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report the curve, and what a hundredth of a nat is worth at the recipe's length."""
     curve = {}
     for name, steps in lengths(setting).items():
@@ -37,9 +37,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     known = {steps: recipe for steps, recipe in fits.items() if recipe is not None and recipe.degrees}
     notes = [f"At {steps:,} steps: {noise_note(recipe)}" for steps, recipe in sorted(known.items())]
     head = ["steps", "loss"]
-    table = Table("Loss of the standard model by the length of its run", head, rows, notes or [NO_NOISE])
+    table = ResultTable("Loss of the standard model by the length of its run", head, rows, notes or [NO_NOISE])
     if len(curve) < 2:
-        return Result("Too few lengths have finished.", [table], [], {"curve": {}})
+        return StudyResult("Too few lengths have finished.", [table], [], {"curve": {}})
     rate, steps, worth, far = LossCurve(curve.items()), setting.preset.steps, math.nan, False
     if steps in curve:
         reached, far = rate.tokens(curve[steps] - 0.01)
@@ -55,7 +55,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         "curve": {str(n): loss for n, loss in curve.items()},
         "worth_of_0.01": or_none(worth),
     }
-    return Result(answer, [table], [chart], values)
+    return StudyResult(answer, [table], [chart], values)
 
 
 STUDY = Design(

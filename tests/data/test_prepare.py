@@ -15,7 +15,7 @@ from launch import PATIENCE_S
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnres.data import Prepared, build, load_tokenizer, open_tokens, prepare
-from attnres.data.encode import Encoder
+from attnres.data.encode import DocumentEncoder
 from attnres.data.shards import SplitWriter
 from attnres.data.sources import open_source
 from attnres.errors import UserError
@@ -176,7 +176,7 @@ def test_interruption_leaves_nothing_behind(corpus: Path, tmp_path: Path, monkey
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Encoder, "encode", interrupt)
+    monkeypatch.setattr(DocumentEncoder, "encode", interrupt)
     with pytest.raises(KeyboardInterrupt):
         prepare(str(corpus), "bpe:300", out=tmp_path / "out" / "new", progress=False)
     assert leftovers(tmp_path / "out") == []

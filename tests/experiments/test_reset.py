@@ -29,6 +29,7 @@ def test_queries_begin_again_and_all_else_goes_on(run: Path, tmp_path: Path, rea
     assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 def test_with_nothing_set_back_the_run_is_the_same(run: Path, tmp_path: Path) -> None:
     reset.main(run, step=4, out=tmp_path / "on", reads=())
     one, two = (load_file(folder / "model" / "model.safetensors") for folder in (run, tmp_path / "on"))

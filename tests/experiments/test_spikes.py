@@ -189,6 +189,7 @@ def test_kinds_of_a_window_are_those_of_the_document(study):
     assert len(firsts) and (firsts != KINDS["code"].index("statement start")).any()
 
 
+@pytest.mark.long
 def test_the_command_writes_a_folder_for_each_comparison_and_one_picture(study, tmp_path, monkeypatch, capsys):
     folder, _ = study
     line = ["findings.py", str(folder), "--out", str(tmp_path), "--documents", "4", "--windows", "1", "--device", "cpu"]

@@ -130,6 +130,7 @@ def test_a_full_disk_is_a_sentence_and_costs_nothing(material: Material):
     assert tally.failures() == [] and tally.record["areas"]["full disks"]["refused"] > 2
 
 
+@pytest.mark.long
 def test_the_full_disk_fails_from_its_write_on(tmp_path: Path):
     code = (
         "import sys, pathlib; from fuzz.disk import FullDisk; root = pathlib.Path(sys.argv[1])\n"

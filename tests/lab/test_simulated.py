@@ -10,8 +10,8 @@ import pytest
 
 from attnres.files import write_json
 from attnres.stats import ALPHA
-from lab.design import KnownNoise, Measured, Result, Row
-from lab.outcome import Outcome, at_sizes, study_page, survey
+from lab.design import KnownNoise, Measured, MeasuredRow, StudyResult
+from lab.outcome import StudyOutcome, at_sizes, study_page, survey
 from lab.studies import STUDIES
 from lab.studies.depth_tasks import documents_for
 from tests.lab.simulated import at, chance, draw, simulated
@@ -344,7 +344,7 @@ def test_a_control_outside_the_noise_is_said_wherever_that_noise_is_used(tmp_pat
     write_json(setting.folder("noise") / "result.json", {"source": None, "column": None, "values": values})
     measured = survey(STUDIES["ablations"], setting)[1]
     assert "OUTSIDE" in measured.noises[2000].remark
-    page = study_page(Outcome(STUDIES["ablations"], setting, measured, Result("")))
+    page = study_page(StudyOutcome(STUDIES["ablations"], setting, measured, StudyResult("")))
     assert "its control, the same function, lies OUTSIDE it" in page
 
 
@@ -353,7 +353,7 @@ def test_two_presets_of_one_model_are_one_size():
         low, high = difference - 0.01, difference + 0.01
         variants = {"block": {"difference": difference, "low": low, "high": high, "runs": 3, "excludes_0": True}}
         values = {"recipe": {"standard": {"baseline": "standard", "base": 3.0, "variants": variants}}}
-        return Outcome(STUDIES["ablations"], at(preset), Measured(), Result("", values=values))
+        return StudyOutcome(STUDIES["ablations"], at(preset), Measured(), StudyResult("", values=values))
 
     assert at_sizes([outcome("demo", -0.2), outcome("nano", -0.06)]) == []
     (table,) = at_sizes([outcome("demo", -0.2), outcome("nano", -0.06), outcome("micro", -0.04)])
@@ -377,11 +377,11 @@ def test_outputs_that_stay_are_told_from_outputs_that_grow():
     for arm, label, seed in {(row.arm, row.label, row.seed) for row in rows}:
         luck = 0.001 * draw(arm, label, seed).standard_normal()
         rows += [
-            Row(arm, label, seed, 10, 0, 0.0, f"output_rms/{place}", math.exp((rate[label] + luck) * place))
+            MeasuredRow(arm, label, seed, 10, 0, 0.0, f"output_rms/{place}", math.exp((rate[label] + luck) * place))
             for place in range(1, 24)
         ]
         first = 0.05 if label in ("standard", "rescaled") else 1.0
-        rows.append(Row(arm, label, seed, 10, 0, 0.0, "output_rms/0", first))
+        rows.append(MeasuredRow(arm, label, seed, 10, 0, 0.0, "output_rms/0", first))
     result = design.analyse(setting, dataclasses.replace(measured, rows=rows))
     for arm in ("recipe", "deep"):
         assert result.values[f"{arm}/standard/output_rms"]["ratio"] == pytest.approx(4 ** (18 / 24), rel=0.1)

@@ -30,10 +30,10 @@ from attnres.training.records import TIMES
 from lab import __main__ as laboratory
 from lab.conduct import ExecutionOptions, conduct, left_of
 from lab.contrast import contrast
-from lab.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours, on_gpu
-from lab.design import Design, KnownNoise, Measured, Result, Row, Setting
+from lab.cost import CALL, Cost, Mechanism, StepKind, costs_of, flops_a_token, hours, on_gpu
+from lab.design import Design, KnownNoise, Measured, MeasuredRow, Setting, StudyResult
 from lab.measures import Computation, compute, function, to_csv
-from lab.outcome import Outcome, at_sizes, command, names_of, outcome_in, report_page, survey
+from lab.outcome import StudyOutcome, at_sizes, command, names_of, outcome_in, report_page, survey
 from lab.presets import PRESETS, shape
 from lab.slurm import Slurm
 from lab.store import (
@@ -174,7 +174,7 @@ def test_noise_is_known_to_the_studies_after_it_on_the_same_text_alone(setting, 
     assert arms[0].name == "x4"
 
 
-@pytest.mark.quick("end1")
+@pytest.mark.long
 @pytest.mark.parametrize("end", [Interrupted("stopped", 130), UserError("the disk is full")])
 def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tmp_path, end):
     other = dataclasses.replace(setting, out=tmp_path)
@@ -192,6 +192,7 @@ def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tm
     assert conduct(STUDIES["noise"], other, ExecutionOptions(QUIET, jobs=1, run=Here(most=0))).counts == outcome.counts
 
 
+@pytest.mark.long
 def test_runs_that_are_named_run_alone(setting, noise, tmp_path):
     other, first = dataclasses.replace(setting, out=tmp_path), Here()
     with pytest.raises(UserError, match=r"no run of the study rates is called 'best.*' by now: expected ARM.* own, "):
@@ -335,7 +336,7 @@ def test_a_run_that_two_arms_ask_for_is_trained_once(setting, noise, tmp_path):
     def arms(setting, measured):
         return [setting.arm("a", ["standard"], [0], of=run), setting.arm("b", ["standard", "block"], [0], of=run)]
 
-    design = dataclasses.replace(STUDIES["exchange"], arms=arms, analyse=lambda s, m: Result("done"))
+    design = dataclasses.replace(STUDIES["exchange"], arms=arms, analyse=lambda s, m: StudyResult("done"))
     assert [len(left) for _, left in left_of(design, other, ExecutionOptions(QUIET))] == [1, 1]
     outcome = conduct(design, other, ExecutionOptions(QUIET, jobs=1, run=runner))
     assert sorted(runner.names) == ["a/standard-seed0", "b/block-seed0"] and outcome.counts == (3, 3)
@@ -489,7 +490,7 @@ def test_a_claim_needs_the_same_sign_at_two_sizes(setting):
         }
         values = {"recipe": {"standard": {"baseline": "standard", "base": 3.0, "variants": variants}}}
         at = dataclasses.replace(setting, name=preset)
-        return Outcome(STUDIES["ablations"], at, Measured(), Result("", values=values))
+        return StudyOutcome(STUDIES["ablations"], at, Measured(), StudyResult("", values=values))
 
     (table,) = at_sizes(
         [
@@ -680,7 +681,7 @@ def test_flops_are_six_for_each_weight_and_attention():
     assert hours([], 1.0) == 0
     assert hours([Cost("arm", 1, 0.0, 3600.0, calls=3600 / CALL)], 1.0) == pytest.approx(2)
     run = from_dict(PRESETS["nano"].train)
-    block = Step.of(run, run, Mechanism.of("block", {"num_blocks": 4}))
+    block = StepKind.of(run, run, Mechanism.of("block", {"num_blocks": 4}))
     assert hours([Cost("arm", 1, 0.0, 3600.0), Cost("arm", 1, 0.0, 3600.0, 0, block)], 1.0, {block: 0.5}) == 3
 
 
@@ -718,7 +719,9 @@ def test_the_recipe_of_issue_ten_is_expressed(tmp_path):
 
 def rows_of(losses):
     return [
-        Row("arm", label, seed, 10, 0, 0.0, "loss", value) for label, many in losses.items() for seed, value in many
+        MeasuredRow("arm", label, seed, 10, 0, 0.0, "loss", value)
+        for label, many in losses.items()
+        for seed, value in many
     ]
 
 
@@ -779,7 +782,7 @@ def test_when_a_seeds_luck_falls(setting):
     draw = np.random.default_rng(0)
     luck, early = draw.normal(0, 0.01, 200), draw.normal(0, 0.03, 200)
     rows = [
-        Row("recipe", "standard", seed, step, 0, 0.0, "loss", 3.0 + gap)
+        MeasuredRow("recipe", "standard", seed, step, 0, 0.0, "loss", 3.0 + gap)
         for step, gaps in ((10, early), (20, luck), (40, 2 * luck))
         for seed, gap in enumerate(gaps)
     ]
@@ -847,7 +850,8 @@ def test_tokens_and_compute_saved_are_read_off_the_runs_curves_where_no_lengths_
 
     def rows(label, speed, flops):
         return [
-            Row("arm", label, 0, n, n, flops * n, "loss", 2 + 30 * (speed * n) ** -0.4) for n in (100, 200, 400, 800)
+            MeasuredRow("arm", label, 0, n, n, flops * n, "loss", 2 + 30 * (speed * n) ** -0.4)
+            for n in (100, 200, 400, 800)
         ]
 
     measured = Measured(rows=[*rows("standard", 1, 1.0), *rows("fast", 2, 1.25)])
@@ -881,7 +885,7 @@ def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
         return [setting.arm("rates", ["standard", "block", "standard@lr=1e30"], of=wild, timed=True)]
 
     wild = setting.config(optim={"optimizer": "adamw", "clip": 0.0, "warmup": 0.0})
-    design = Design("noise", "", "", "", arms, lambda s, m: Result(contrast(m, "rates", "standard").sentence()))
+    design = Design("noise", "", "", "", arms, lambda s, m: StudyResult(contrast(m, "rates", "standard").sentence()))
     other = dataclasses.replace(setting, out=tmp_path)
     with pytest.raises(Interrupted):
         conduct(design, other, ExecutionOptions(QUIET, jobs=1, run=Here(most=2)))

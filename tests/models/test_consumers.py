@@ -1,4 +1,4 @@
-"""Models in the hands of those who never heard of this package: rows of the table in docs/models.md.
+"""Models in the hands of those who never heard of this package: rows of the table in docs/how-to/convert.md.
 
 Each for a family that is listed, one that is probed, an encoder and a vision model. With zero queries a model computes
 what the plain one computes, so what a consumer makes of both is compared; else what it makes of a model with other

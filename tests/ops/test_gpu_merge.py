@@ -136,6 +136,7 @@ def check(case):
 NORMS = ("none", "bare", "rms", "rms_bias", "layer", "layer_bare")
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     k=st.integers(0, 4),

@@ -240,7 +240,7 @@ def errors(residual, reads):
     return torch.tensor(distances).square().mean(0).sqrt()
 
 
-@pytest.mark.quick("block-*")
+@pytest.mark.long
 @pytest.mark.usefixtures("bf16_of_a_gpu")
 @pytest.mark.parametrize(("name", "settings"), [("block", {"block_size": 3}), ("full", {"group": 3})])
 def test_gradients_under_autocast_are_as_near_fp64_as_plain_torch_s_of_the_same_sources(

@@ -108,6 +108,7 @@ DTYPES = {
 }
 
 
+@pytest.mark.long
 @settings(max_examples=16 if not ON_GPU else 200, deadline=None)
 @given(
     n=st.integers(1, 7),

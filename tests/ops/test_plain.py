@@ -205,7 +205,7 @@ def one_read(count, opens, norm, recompute):
     return run
 
 
-@pytest.mark.quick("5-*")
+@pytest.mark.quick("5-0-*")
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by Dynamo itself
 @pytest.mark.parametrize(
     ("count", "opens", "recompute", "norm", "shape"),

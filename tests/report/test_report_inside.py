@@ -122,6 +122,7 @@ def test_what_is_a_mean_over_seeds_says_so(inspected: Path) -> None:
     assert len(tops) == 1  # one scale for all variants
 
 
+@pytest.mark.long
 def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None:
     (plot,) = next(section for section in drawn(inspected) if section.title.startswith("What each output")).plots
     svg = style.to_svg(plot.figure, plot.name, "mixing", 1.0)

@@ -72,7 +72,7 @@ def test_two_seeds_that_disagree_decide_nothing(tmp_path):
 
 def test_what_was_asked_beforehand_is_at_5_percent_and_the_rest_together(tmp_path):
     study, table = both(write_study(tmp_path, ("standard", "block", "full", "rescaled"), seeds=3, noise=0.0001))
-    assert verdict(study, table).startswith("full beats standard by")
+    assert verdict(study, table).startswith("full is below standard by")
     recipe = Recipe((run.label, run.seed, run.windows[1000].mean()) for run in study.runs)
     assert recipe.degrees == 6, "four variants of three seeds"
     planned = {"block": True, "rescaled": True, "full": False}
@@ -364,7 +364,7 @@ def test_a_variant_worse_than_the_control_is_called_that(tmp_path):
     text = verdict(study, table)
     assert "Worse than completep, the control: full by 0." in text and "Worse than rescaled" not in text
     assert table.row("completep").decided and not table.row("rescaled").decided, "chance is never decided"
-    assert "nothing beyond the error" not in text
+    assert "Over completep" not in text
 
 
 def test_a_seed_that_only_one_of_two_has_shows_the_noise_and_decides_nothing(tmp_path):
@@ -372,7 +372,7 @@ def test_a_seed_that_only_one_of_two_has_shows_the_noise_and_decides_nothing(tmp
         write_run(tmp_path, residual, gain=gain)
     write_run(tmp_path, "full", 1, gain=-1.0)
     text = verdict(*both(tmp_path))
-    assert "is ahead of" not in text and "beats" not in text
+    assert "full is below" not in text and "block is below" not in text
 
 
 def test_an_interval_has_the_digits_of_its_error(tmp_path):
@@ -381,7 +381,7 @@ def test_an_interval_has_the_digits_of_its_error(tmp_path):
         path = tmp_path / f"{residual}-seed0" / "val" / "001000.npy"
         np.save(path, np.load(path) - np.load(path).mean() + 4 + gain)
     text = verdict(*both(tmp_path))
-    assert text.startswith("block (0.0000; 95 %: −0.00") and "is within its error of standard" in text
+    assert text.startswith("block (0.0000; 95 %: −0.00") and "the interval includes 0" in text
 
 
 def test_a_single_window_decides_nothing(tmp_path):

@@ -168,6 +168,7 @@ def test_a_dtype_that_is_not_the_embeddings():
     assert failures(Broken)["dtypes"] == "a float64 embedding gives a torch.float32 output"
 
 
+@pytest.mark.long
 def test_a_gradient_that_is_dropped_or_nobodys():
     class Dropped(Scaled):
         """h = a h."""
@@ -268,6 +269,7 @@ def test_a_state_beside_the_state():
     assert failures(Numbered)["states"] == "the state before read holds a int: expected tensors in tuples"
 
 
+@pytest.mark.long
 def test_a_pack_that_forgets_something():
     class Forgets(DenseFormer):
         """y = a x."""
@@ -523,6 +525,7 @@ def test_what_starts_otherwise_by_its_values_alone_is_not_looked_at(name):
     assert outcome.passed and "value_residual is layer" in outcome.detail
 
 
+@pytest.mark.long
 def test_a_logit_beyond_its_bound():
     class Broken(Full):
         """h = sum a v."""

@@ -36,6 +36,7 @@ def test_every_layout_uses_all_gpus_and_the_fastest_that_fits_is_first():
     )
 
 
+@pytest.mark.long
 def test_bytes_between_stages_are_those_of_the_runtime():
     model, load = shapes(), Load(8, context=1024, batch=2, microbatches=8)
     (row,) = plan(model, load, pp=4, shard=2, schedule="interleaved")

@@ -232,6 +232,7 @@ def test_the_tokenizer_of_a_model_of_the_hub_is_recorded_by_its_name(
     assert "finetune.init_from" in differences(to_dict(config), earlier)
 
 
+@pytest.mark.long
 def test_a_converted_model_in_16_bits_is_trained_in_32(tune: Configure, plain: Path, tmp_path: Path) -> None:
     convert(str(plain), "full", out=tmp_path / "converted")
     config = tune(finetune={"init_from": str(tmp_path / "converted")})

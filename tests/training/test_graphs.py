@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tapes import Tape
 
 from attnres.comparison.speed import step_times, training_steps
-from attnres.head import Sums
+from attnres.head import LossSums
 from attnres.ops import cpu
 from attnres.residuals.mechanisms.standard import Standard
 from attnres.training import TrainConfig, graphs, train
@@ -134,7 +134,7 @@ def test_on_a_cpu_steps_are_eager_and_the_run_says_why(
     assert path_of(tmp_path / "asked") in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.quick("error0-*")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -173,7 +173,7 @@ def test_a_step_that_asks_for_a_number_is_no_captured_step(
 ) -> None:
     forward = Objective.forward
 
-    def asking(self: Objective, *batch: Any, **how: Any) -> Sums:
+    def asking(self: Objective, *batch: Any, **how: Any) -> LossSums:
         sums = forward(self, *batch, **how)
         if not how.get("held_out"):
             sums.cross_entropy.item()

@@ -62,7 +62,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.quick("boundary")
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_tool_takes_every_layout(
     name: str, layout: Callable[..., TrainConfig], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

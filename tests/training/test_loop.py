@@ -29,14 +29,13 @@ from attnres.data import Batches, held_out_windows, open_tokens
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.flags import config_file
-from attnres.head import Sums
+from attnres.head import LossSums
 from attnres.models import build, load
 from attnres.models.model_files import snapshots
 from attnres.residuals import Residual
 from attnres.residuals.check.interface import TAKEN
 from attnres.scale.shard import shard
 from attnres.training import TrainConfig, checkpoint, environment, from_dict, loop, to_dict, train, validate
-from attnres.training.branch import branch, branch_step
 from attnres.training.data import prepare_from
 from attnres.training.inspection import magnitudes
 from attnres.training.interrupt import Signals
@@ -45,6 +44,8 @@ from attnres.training.parallel import Processes
 from attnres.training.prepare import prepare_run
 from attnres.training.records import Metrics, read_metrics
 from attnres.training.run import Run
+from lab.branch import branch
+from lab.design import branch_step
 
 Configure = Callable[..., TrainConfig]
 
@@ -69,7 +70,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Send this process a signal during the given step."""
     forward, count = Objective.forward, 0
 
-    def with_signal(self: Objective, *batch: Any, **how: Any) -> Sums:
+    def with_signal(self: Objective, *batch: Any, **how: Any) -> LossSums:
         nonlocal count
         count += 1
         if count == step:
@@ -83,10 +84,10 @@ def spoil(monkeypatch: pytest.MonkeyPatch, value: float, step: int) -> None:
     """Make the loss of a step something else."""
     forward, count = Objective.forward, 0
 
-    def broken(self: Objective, *batch: Any, **how: Any) -> Sums:
+    def broken(self: Objective, *batch: Any, **how: Any) -> LossSums:
         nonlocal count
         count += 1
-        return Sums(*(one * (value if count == step else 1) for one in forward(self, *batch, **how)))
+        return LossSums(*(one * (value if count == step else 1) for one in forward(self, *batch, **how)))
 
     monkeypatch.setattr(Objective, "forward", broken)
 
@@ -263,6 +264,7 @@ def test_a_large_vocabulary_gets_its_losses_in_parts(
     assert said == ["whole", "chunked"]
 
 
+@pytest.mark.long
 def test_a_stream_in_bf16_is_in_bf16_from_the_embedding_on(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,6 +468,7 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.long
 def test_a_finished_run_that_is_interrupted_while_it_writes_its_model_stops_at_once(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,7 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.long
 def test_folders(
     capsys: pytest.CaptureFixture[str],
     configure: Configure,

@@ -52,7 +52,7 @@ def moved(model: Any, optim: OptimConfig, steps: int = 4) -> float:
         return float((model(input_ids=x, use_cache=False).logits - first).square().mean().sqrt())
 
 
-@pytest.mark.quick("True-*")
+@pytest.mark.quick("True-adamw")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_does_as_much_at_every_width(optimizer: Any, tied: bool) -> None:

@@ -22,7 +22,7 @@ _STUDY = """
 MOVED: dict[str, str] = (
     {f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY}
     | {
-        f"attnres.inspect.{name}": "one line of Reweigh, in docs/inspect.md"
+        f"attnres.inspect.{name}": "one line of Reweigh, in docs/how-to/inspect.md"
         for name in ("AddLogit", "Pin", "Recency", "Swap", "Uniform", "pin_from")
     }
     | {

@@ -20,7 +20,7 @@ TOKEN_WARPS = 16  # of token_kernels' backward on each multiprocessor, all its p
 
 # (fp32?, backward?) -> the most reads and the most values of a thread, of a program that holds a token's sources in
 # registers: each read is a sum over all of them, and some of so many are spilled. Backward the values are those of
-# sources, of their gradients and of the queries'. By measurements on an H200 (docs/kernels.md).
+# sources, of their gradients and of the queries'. By measurements on an H200 (docs/results/speed_gpu.md).
 HELD = {(True, False): (8, 256), (False, False): (8, 128), (True, True): (8, 88), (False, True): (4, 0)}
 
 
@@ -70,8 +70,9 @@ def _tokens(n: int, padded: int, most_rows: int, most_columns: int) -> int:
 
 
 def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: bool) -> tuple[dict[str, int], int]:
-    """Sizes of the tile of a program, and its warps. In bf16 the fastest of a sweep on an H100 (docs/kernels.md); else,
-    and for many sources, what keeps the accumulators in registers (benchmarks/sm90.py).
+    """Sizes of the tile of a program, and its warps. In bf16 the fastest of a sweep on an H100
+    (docs/results/speed_gpu.md); else, and for many sources, what keeps the accumulators in registers
+    (benchmarks/sm90.py).
 
     Rows are (token, source) pairs and columns (token, read) pairs: as many tokens as fit, at least one.
     """
