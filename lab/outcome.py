@@ -263,8 +263,6 @@ def report_page(outcomes: Sequence[StudyOutcome]) -> str:
     rows = [[one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.answer] for one in outcomes]
     head = ["study", "preset", "runs", "answer"]
     table = _table(ResultTable("", head, rows), "worded", [_anchor(one) for one in outcomes])
-        ResultTable("", ["study", "preset", "runs", "answer"], rows), "worded", [_anchor(one) for one in outcomes]
-    )
     parts = [f"<section>\n<h2>All studies</h2>\n{table}</section>"]
     parts += map(_section, at_sizes(outcomes))
     for one in outcomes:

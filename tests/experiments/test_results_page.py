@@ -51,7 +51,7 @@ def test_each_study_has_a_page_of_its_files():
 
 def test_no_page_of_results_has_a_word_for_a_verdict():
     """An interval excludes 0 or does not."""
-    for path in study_pages.PAGES.glob("*.md"):
+    for path in [study_pages.PAGES / f"{name}.md" for name in (*results_page.PAGES, "index", "claims")]:
         words = set(re.findall(r"[a-z]+", path.read_text("utf-8").lower()))
         assert not words & {"decided", "undecided", "decides", "reproduced", "verdict", "verdicts"}, path.name
 
