@@ -24,9 +24,9 @@ from attnres.errors import (
     first_line,
     is_out_of_memory,
     is_panic,
-    mechanism_fault,
     refusal,
     unknown,
+    user_file_fault,
 )
 from attnres.text import listed, one_line
 
@@ -128,7 +128,7 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
                 "--accumulation, with --gradient-checkpointing layer or with a smaller --batch-size",
                 2,
             )
-        if fault := mechanism_fault(error):
+        if fault := user_file_fault(error):
             _fail(f"error: {one_line(str(fault))}", 2)
         if refused := refusal(error):
             _fail(f"error: {one_line(refused)}", 2)

@@ -13,8 +13,8 @@ DEBUG = "ATTNRES_DEBUG"
 """Environment variable that --debug sets: errors come with their traceback, libraries say what they report."""
 ERROR_FILE = "ATTNRES_ERROR_FILE"
 """Environment variable: where `attnres` writes the sentence of an error instead of printing it."""
-MECHANISM_FILE = "attnres_plugin_"
-"""How the name of the module begins that a user's FILE.py with a mechanism becomes (`residuals.registry`)."""
+USER_FILE = "attnres_plugin_"
+"""How the name of the module begins that a user's FILE.py becomes (`imports.from_file`)."""
 
 
 class UserError(ValueError):
@@ -118,19 +118,19 @@ def refusal(error: BaseException) -> str | None:
     return f"cannot {what} ({error.strerror}): {advice}"
 
 
-def mechanism_fault(error: BaseException) -> UserError | None:
-    """Return the error as one of a user's own mechanism, if it came out of that file."""
+def user_file_fault(error: BaseException) -> UserError | None:
+    """Return the error as one of a user's own FILE.py, if it came out of that file."""
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).startswith(MECHANISM_FILE)
+        if str(frame.f_globals.get("__name__")).startswith(USER_FILE)
     ]
     if not lines:
         return None
     file, line = lines[-1]
     return UserError(
         f"{file} fails in line {line} ({type(error).__name__}: {first_line(error)}): mend it; attnres check "
-        "FILE.py:CLASS says whether it does all that a mechanism has to"
+        "FILE.py:CLASS says whether a mechanism does all that it has to"
     )
 
 
@@ -156,7 +156,7 @@ def foreign(what: str, advice: str) -> Generator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise (mechanism_fault(error) or UserError(f"{what} ({first_line(error)}): {advice}")) from error
+        raise (user_file_fault(error) or UserError(f"{what} ({first_line(error)}): {advice}")) from error
 
 
 def install(extra: str) -> str:

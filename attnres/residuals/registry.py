@@ -1,19 +1,16 @@
 """Residual mechanisms by name: those that ship with the package, and those of a user's own file."""
 
-import hashlib
-import importlib.util
 import inspect
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from attnres.errors import MECHANISM_FILE, UserError, unknown
-from attnres.files import user_path
+from attnres.errors import UserError, unknown
+from attnres.imports import from_file
 from attnres.ops import compute_dtype
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import Traits
@@ -158,31 +155,9 @@ def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
 
 
 def _from_file(entry: str) -> type[Residual]:
-    file, _, label = entry.rpartition(":")
-    path = user_path(file).resolve()
-    if not path.is_file():
-        raise UserError(f"residual '{entry}': there is no file {path}; expected FILE.py:CLASS")
-    # A name of its own for each file and content, so that a class is made once and can be pickled in this process.
-    content = path.read_bytes()
-    digest = hashlib.sha256(bytes(path) + content).hexdigest()[:12]
-    module_name = f"{MECHANISM_FILE}{path.stem}_{digest}"
-    module = sys.modules.get(module_name)
-    if module is None:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        try:
-            # Not by the spec's loader: it takes the bytecode of a file for that of one changed within a second.
-            exec(compile(content, path, "exec", dont_inherit=True), vars(module))
-        except (Exception, SystemExit) as error:
-            del sys.modules[module_name]
-            raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error
-    mechanism = getattr(module, label, None)
-    if mechanism is None:
-        raise unknown(f"class in {path}", label, [name for name, value in vars(module).items() if _is_mechanism(value)])
+    mechanism, file, content = from_file(entry, "class", _is_mechanism)
     register(mechanism)
-    _FILES[mechanism.name] = f"{path}:{label}", hashlib.sha256(content).hexdigest()
+    _FILES[mechanism.name] = file, content
     return mechanism
 
 

@@ -36,7 +36,7 @@ from attnres.files import copy_files, recover_folder, replaced_folder, user_path
 from attnres.folders import refuse_other
 from attnres.progress import quiet_transformers
 from attnres.reading import read_json
-from attnres.residuals import settings_in_full
+from attnres.residuals import changed_settings
 from attnres.training import finetune
 from attnres.training.config import same_configuration, same_text
 from attnres.training.optim import empty_state, entry_of, load_state_tensors, state_tensors
@@ -341,11 +341,11 @@ def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
     """Refuse the config of a model in `path` that has another residual than the run of `state`: UserError."""
     ours = state["config"]["model"]
     residual, settings = (getattr(config, name, None) for name in ("residual", "residual_settings"))
-    same = residual == ours["residual"]
-    if not same or settings_in_full(ours["residual"], settings) != settings_in_full(ours["residual"], ours["settings"]):
+    wanted = changed_settings(ours["residual"], ours["settings"])
+    if residual != ours["residual"] or changed_settings(residual, settings) != wanted:
         raise UserError(
-            f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} "
-            f"{ours['settings']}: {DAMAGED}"
+            f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} {wanted}: "
+            f"{DAMAGED}"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from attnres.errors import UserError
 from attnres.typed import leaves, overlay
 
-Setting = int | float | bool | str
+Setting = int | float | bool | str | None
 
 
 @dataclass
@@ -226,7 +226,7 @@ def merged_settings(model: ModelConfig) -> dict[str, Setting]:
         value = getattr(model, name)
         if value is None:
             continue
-        if settings.get(name, value) != value:
+        if settings.get(name) not in (None, value):
             raise UserError(
                 f"model.{name} is {value} but model.settings gives {name} = {settings[name]}: give one of the two"
             )
@@ -305,11 +305,22 @@ was an earlier version's `gradient_checkpointing` reads."""
 _CONTENT = "model.residual_sha256"
 
 
+def with_all_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `to_dict` form with every setting of its residual: an earlier version wrote those that were given."""
+    from attnres.residuals.registry import is_known, settings_in_full
+
+    model = values.get("model", {})
+    name = model.get("residual", ModelConfig.residual)
+    if not is_known(name):
+        return dict(values)
+    return {**values, "model": {**model, "settings": settings_in_full(name, model.get("settings"))}}
+
+
 def deciding(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `to_dict` form that decide what a run computes, by dotted name; what an earlier version
     did not have it did as by default."""
     gone = {name: default for name, (default, _) in GONE.items()}
-    fields = {**gone, **dict(leaves(to_dict(TrainConfig()))), **dict(leaves(values))}
+    fields = {**gone, **dict(leaves(to_dict(TrainConfig()))), **dict(leaves(with_all_settings(values)))}
     return {name: value for name, value in fields.items() if name not in FREE and not name.startswith("parallel.")}
 
 

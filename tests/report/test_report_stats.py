@@ -16,9 +16,10 @@ from attnres.errors import UserError
 from attnres.report import load_study
 from attnres.report.columns import COLUMNS, curves_csv, plain_cells, print_table, shown, to_csv
 from attnres.report.page import write_report
-from attnres.report.stats import is_planned, paired, paired_curve, strongest_baseline
+from attnres.report.stats import is_planned, kind, paired, paired_curve, strongest_baseline
 from attnres.report.table import build_table
 from attnres.report.verdict import verdict
+from attnres.residuals import settings_of
 from attnres.savings import LossCurve, saving
 from attnres.stats import Recipe, standard_error, t_quantile
 
@@ -332,6 +333,14 @@ def test_the_planned_baseline_stays_where_another_setting_is_better(tmp_path):
     study, table = both(tmp_path)
     assert table.baseline == "block-num_blocks2"
     assert verdict(study, table).startswith("block-num_blocks6 ends below block-num_blocks2 by 0.")
+
+
+def test_a_run_that_wrote_the_settings_it_was_given_and_one_that_wrote_all_are_of_one_kind(tmp_path):
+    written = ({}, settings_of("block"), {"num_blocks": 6})
+    for seed, settings in enumerate(written):
+        change(write_run(tmp_path, "block", seed=seed) / "config.json", "model.settings", settings)
+    given, full, other = map(kind, both(tmp_path)[0].of("block"))
+    assert given == full != other
 
 
 def test_in_a_sweep_each_setting_is_a_variant_of_its_own(tmp_path):

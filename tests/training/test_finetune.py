@@ -23,6 +23,7 @@ from attnres.errors import UserError
 from attnres.flags import config_file
 from attnres.models import build, convert, load
 from attnres.report.stats import equal_conditions
+from attnres.residuals import settings_of
 from attnres.training import TrainConfig, finetune, from_dict, to_dict, train
 from attnres.training.config import FinetuneConfig, OptimConfig, differences
 from attnres.training.layout import PlacedModel
@@ -166,7 +167,7 @@ def test_a_standard_run_gets_depth_reads_and_a_run_with_them_goes_on(configure: 
     losses = [line["loss"] for line in read_metrics(tmp_path / "third" / "metrics.jsonl") if line["kind"] == "val"]
     assert losses[0] == vals[-1]  # queries and all
     written = json.loads((tmp_path / "third" / "config.json").read_text())["model"]
-    assert written["settings"] == {"num_blocks": 2, "read_scale": "sum"}
+    assert written["settings"] == {**settings_of("block"), "num_blocks": 2, "read_scale": "sum"}
     assert json.loads((tmp_path / "third" / "start.json").read_text())["logits"] is None
 
 

@@ -32,7 +32,7 @@ from attnres.flags import config_file
 from attnres.head import LossSums
 from attnres.models import build, load
 from attnres.models.model_files import snapshots
-from attnres.residuals import Residual
+from attnres.residuals import Residual, settings_of
 from attnres.residuals.check.interface import TAKEN
 from attnres.scale.shard import shard
 from attnres.training import TrainConfig, checkpoint, environment, from_dict, loop, to_dict, train, validate
@@ -120,7 +120,10 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     assert val_line["loss"] == losses.mean() and val_line["se"] == pytest.approx(losses.std(ddof=1) / math.sqrt(6))
 
     written = json.loads((run / "config.json").read_text())
-    assert written["model"]["residual"] == "block" and written["model"]["settings"] == {"num_blocks": 2}
+    assert written["model"]["residual"] == "block" and written["model"]["settings"] == {
+        **settings_of("block"),
+        "num_blocks": 2,
+    }
     assert (written["seed"], written["name"], written["dtype"]) == (0, "block-seed0", "fp32")
     environment = json.loads((run / "environment.json").read_text())
     assert {"python", "torch", "transformers", "attnres", "device", "cpu", "threads", "dtype", "date"} <= set(
