@@ -61,7 +61,7 @@ setup: .venv/ready
 	@touch $@
 
 demo: .venv/demo
-	$(BIN)/attnres compare --out runs/demo
+	$(BIN)/attnres compare --steps 60 --val-every 20 --depth-every 20 --out runs/demo
 	@echo "open runs/demo/report.html in a browser"
 
 ARGS ?= --list

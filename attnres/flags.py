@@ -204,7 +204,7 @@ def _sentence(box: str) -> str:
 
 def config_file(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the values of `--config FILE`, and the other arguments."""
-    rest, path = [], None
+    others, path = [], None
     remaining = iter(arguments)
     for argument in remaining:
         if argument.split("=")[0] == "--config" and path is not None:
@@ -218,5 +218,5 @@ def config_file(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         elif argument.startswith("--config="):
             path = argument.removeprefix("--config=")
         else:
-            rest.append(argument)
-    return ({} if path is None else read_config(user_path(path))), rest
+            others.append(argument)
+    return ({} if path is None else read_config(user_path(path))), others

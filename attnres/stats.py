@@ -314,10 +314,10 @@ class Recipe:
         self.seed_sd = math.sqrt(share) * self.sigma
         self.means = dict(zip(self.names, (self._covariance @ m.T @ whitened @ y).tolist(), strict=True))
         self._own: dict[str, tuple[float, float]] = {}  # variance of a run and its degrees of freedom
-        rest = whitened - whitened @ m @ self._covariance @ m.T @ whitened
-        freed = np.array([total - groups - share * float(np.trace(z.T @ rest @ z)), total - groups])
+        projection = whitened - whitened @ m @ self._covariance @ m.T @ whitened
+        freed = np.array([total - groups - share * float(np.trace(z.T @ projection @ z)), total - groups])
         if self.degrees and freed.all():
-            adjusted = y - share * z @ z.T @ rest @ y  # less each seed's luck
+            adjusted = y - share * z @ z.T @ projection @ y  # less each seed's luck
             for index, name in enumerate(self.names):
                 of_it = adjusted[m[:, index] > 0]
                 if len(of_it) > 1:
@@ -396,12 +396,12 @@ def judged(effects: Sequence[Effect], planned: Sequence[bool], comparisons: int 
 
     `comparisons`: how many others were to be made, finished or not; those that are missing count as not rejected.
     """
-    found = list(effects)
-    rest = [index for index, beforehand in enumerate(planned) if not beforehand]
-    missing = max(0, comparisons - len(rest))
-    for index, level in zip(rest, holm([*(found[index].p for index in rest), *[math.nan] * missing])):
-        found[index] = found[index]._replace(level=level)
-    return found
+    leveled = list(effects)
+    unplanned = [index for index, beforehand in enumerate(planned) if not beforehand]
+    missing = max(0, comparisons - len(unplanned))
+    for index, level in zip(unplanned, holm([*(leveled[index].p for index in unplanned), *[math.nan] * missing])):
+        leveled[index] = leveled[index]._replace(level=level)
+    return leveled
 
 
 def pooled(estimates: Iterable[tuple[float, float]]) -> tuple[float, float]:

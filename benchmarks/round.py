@@ -71,8 +71,8 @@ class Steps:
     optimizer: str = "adamw"
 
     NEXT: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "graphs": ("graphs", "graphs of passes", "reduce-overhead"),
-        "compile+graphs": ("compile+graphs", "reduce-overhead"),
+        "graphs": ("graphs", "graphs of passes", "graphs of layers", "reduce-overhead"),
+        "compile+graphs": ("compile+graphs", "reduce-overhead", "graphs of layers"),
     }
     """What is tried in turn until a step is captured."""
 

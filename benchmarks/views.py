@@ -1,9 +1,9 @@
 """Pictures of the explorer for the documents, in headless Chromium: what a reader of the docs sees is what there is.
 
-    python benchmarks/views.py RUN                     # explorer.png and explorer_views.png of docs/images
+    python benchmarks/views.py RUN                     # explorer_views.png of docs/images
 
-`explorer.png` is the page as it opens. `explorer_views.png` has it with an edge cut, patched from another text, with an
-earlier step of the run beside it where the run kept one (`--keep-at`), dark, and at 400 pixels.
+It has the page with an edge cut, patched from another text, with an earlier step of the run beside it where the run
+kept one (`--keep-at`), dark, and at 400 pixels.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main() -> None:
     options = parser.parse_args()
     with opened([options.model]) as (page, _):
         page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
-        picture(page).save(options.out / "explorer.png")
+        until(page, SETTLED)
         sheet(list(views(page))).save(options.out / "explorer_views.png")
 
 

@@ -74,7 +74,7 @@ def api(package: str) -> str:
     exported = [node.value for node in assigned if ast.unparse(node.targets[0]) == "__all__"]
     names = [name for name in ast.literal_eval(exported[0]) if not name.startswith("__")] if exported else []
     names.sort(key=lambda name: (name.isupper(), name[0].isupper()))
-    members = f"    options:\n      members: {names}\n" if names else ""
+    members = f"    options:\n      group_by_category: false\n      members: {names}\n" if names else ""
     return f"# {package}\n\n::: {package}\n{members}"
 
 

@@ -221,8 +221,8 @@ def make_plan(config: CompareConfig, here: bool = True) -> ComparisonPlan:
             resume=True,
         )
         # What the base configuration has for other variants is no setting of this one.
-        own = [f"{TRAINING[setting]}.{setting}" for setting in variant.training]
-        run = without_idle(from_dict(_training(variant), run), kept=own)
+        training_fields = [f"{TRAINING[setting]}.{setting}" for setting in variant.training]
+        run = without_idle(from_dict(_training(variant), run), kept=training_fields)
         prepared[label] = prepare_run(run, start=start)
     used_by_none = set(idle(base)).intersection(*(idle(from_dict(_training(one), base)) for one in variants.values()))
     refuse_idle(without_idle(base, kept={name for name in used_by_none if name.startswith("finetune.")}))

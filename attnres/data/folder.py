@@ -91,9 +91,9 @@ def matching(pattern: Path) -> Choice:
     Raises:
         UserError: there are none.
     """
-    found = [Path(path) for path in sorted(glob.glob(str(pattern), recursive=True)) if not os.path.isdir(path)]
-    choice = Choice(found)
-    choice.leave("not of a kind that is read", [path for path in found if suffix_of(path) not in SUFFIXES])
+    matches = [Path(path) for path in sorted(glob.glob(str(pattern), recursive=True)) if not os.path.isdir(path)]
+    choice = Choice(matches)
+    choice.leave("not of a kind that is read", [path for path in matches if suffix_of(path) not in SUFFIXES])
     if not choice.read:
         raise UserError(f"no file that matches {pattern} is {KINDS}")
     return choice

@@ -138,7 +138,7 @@ def _unlimited(spec: str, column: str) -> TextSource:
 
 
 def _in_memory(rows: Rows, column: str, limit: int | None) -> TextSource:
-    """Yield rows that a program has, known by what they hold up to the limit."""
+    """Return the source of rows that a program has, known by what they hold up to the limit."""
     kind = type(rows).__name__
     if isinstance(rows, Mapping):
         raise UserError(
@@ -300,7 +300,7 @@ _TITLE = re.compile(r"^ = [^=].*[^=] = \n?$")
 
 
 def resolve_hub(spec: str) -> tuple[str, str | None, str]:
-    """Return `hub:NAME[:CONFIG[:SPLIT]]` -> (repository, configuration or None, split). NAME may be a key of `HUB`.
+    """Split `hub:NAME[:CONFIG[:SPLIT]]` into (repository, configuration or None, split). NAME may be a key of `HUB`.
 
     The repositories of `HUB` have the configuration given there unless another is named.
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from attnres.errors import UserError, foreign
+from attnres.evals import replays
 from attnres.evals.config import GenerateConfig
 from attnres.evals.speaker import Speaker, beside, fitting, open_speaker
 from attnres.head import evaluating
@@ -269,10 +271,17 @@ def _run(
     model = speaker.model
     devices = [model.device] if model.device.type == "cuda" else []
     broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and its config.json as it was made?")
-    with broken, evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode():
+    more: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for context in (broken, evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode()):
+            stack.enter_context(context)
+        if replays.why_not(model) is None:
+            settings.disable_compile = True  # which Transformers does for static caches
+            length = ids.shape[1] + int(settings.max_new_tokens or 0)
+            more["past_key_values"] = stack.enter_context(speaker.replays.of(model, length))
         torch.manual_seed(seed)
         out = model.generate(  # ty: ignore[not-callable]
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=_Several(streamers)
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=_Several(streamers), **more
         )
     return str(speaker.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 

@@ -74,17 +74,19 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, 
     requests = []
     for (context, kept), (_, after) in zip(parts, pairs):
         before = ids[kept] if context else []
-        rest = ids[context + after][len(before) :]
-        if not before or not rest:
+        continuation = ids[context + after][len(before) :]
+        if not before or not continuation:
             after = context[len(kept) :] + after
-            rest = _encode(tokenizer, {after}, special=False)[after]
+            continuation = _encode(tokenizer, {after}, special=False)[after]
         if not before:
             if prefix is None:
                 raise UserError("a context is empty and the tokenizer has no token for the beginning or end of a text")
-            before, rest = ([prefix], rest) if rest[:1] != [prefix] else (rest[:1], rest[1:])
-        if not rest:
+            before, continuation = (
+                ([prefix], continuation) if continuation[:1] != [prefix] else (continuation[:1], continuation[1:])
+            )
+        if not continuation:
             raise UserError(f"the continuation {after!r} has no token: expected some text")
-        requests.append(Request(before, rest))
+        requests.append(Request(before, continuation))
     return requests
 
 
@@ -152,7 +154,7 @@ def score(
 
 
 def cost(model_vocabulary: int, requests: Sequence[Request], *, context: int, batch_tokens: int) -> int:
-    """Return the tokens, padding included, that `score` will run."""
+    """Return the number of tokens, padding included, that `score` will run."""
     batches = _batches(_rows(requests, context), batch_tokens, model_vocabulary)
     return sum(len(batch) * len(batch[0].ids) for batch in batches)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -14,18 +14,20 @@ from transformers.generation.streamers import BaseStreamer
 from attnres.device import device_name, in_turn, pick_device, spread
 from attnres.errors import UserError
 from attnres.evals.config import Dtype
+from attnres.evals.replays import Replays
 from attnres.models.encoding import encode_prompt, rows_of
 from attnres.models.open import open_checkpoint
 
 
 @dataclass(frozen=True)
 class Speaker:
-    """A loaded model with its tokenizer."""
+    """A loaded model with its tokenizer, and its passes as CUDA graphs."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     context: int
+    replays: Replays = field(default_factory=Replays, compare=False, repr=False)
 
     def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
         """Token ids (1, T) of a prompt, or of a user's turn in the model's chat template.

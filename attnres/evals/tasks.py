@@ -135,11 +135,12 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
     if name in OF_LM_EVAL:
         raise UserError(f"task {name} is lm-eval's: name it {LM_EVAL}{name} ({install('eval')})")
     path = user_path(name)
-    own = path.name if path.stem in TASKS else path.stem  # a file is read as it is, and is no task of that name
+    # A file is read as it is, and is no task of that name.
+    name_of_file = path.name if path.stem in TASKS else path.stem
     if path.suffix == ".jsonl":
-        return _task(own, str(path), _lines(path), limit)
+        return _task(name_of_file, str(path), _lines(path), limit)
     if path.suffix in PROSE:
-        return Task(own, "text", str(path), text=_some(read_text(path), str(path)))
+        return Task(name_of_file, "text", str(path), text=_some(read_text(path), str(path)))
     raise unknown("task", name, [*TASKS, f"{LM_EVAL}NAME", "FILE.jsonl", "FILE.txt"])
 
 

@@ -99,8 +99,7 @@ def _logits(model: Any) -> Tensor:
 
 
 def built(subject: Subject) -> str:
-    """Return a model has the weights that it has with the standard residual, and the mechanism's start values, in
-    fp32."""
+    """A model has the weights that it has with the standard residual, and the mechanism's start values, in fp32."""
     model = _model(subject, stirred=False)
     size = {**_SIZE, "num_hidden_layers": model.config.num_hidden_layers}
     plain = build(size, "standard", vocab_size=_VOCABULARY, max_positions=_LENGTH)
@@ -134,7 +133,7 @@ def _start_values(subject: Subject, model: DepthMixin) -> Callable[[str, Tensor]
 
 
 def training(subject: Subject) -> str:
-    """Return a training step in bf16 autocast has finite gradients, with activation checkpointing the same ones."""
+    """A training step in bf16 autocast has finite gradients, with activation checkpointing the same ones."""
     model = _model(subject).train()
 
     def gradients() -> tuple[float, list[Tensor]]:
@@ -184,8 +183,7 @@ def decoding(subject: Subject) -> str:
 
 
 def saving(subject: Subject) -> str:
-    """Return a saved model computes the same when it is loaded; what a file lacks of the residual gets its start
-    values."""
+    """A saved model computes the same when it is loaded; what a file lacks of the residual gets its start values."""
     model = _model(subject)
     model.residual("set_progress", 1.0)
     with TemporaryDirectory() as temporary:
@@ -228,7 +226,7 @@ def _check_lacking(
 
 
 def copying(subject: Subject) -> str:
-    """Return a deep copy of a model computes the same, with parameters of its own."""
+    """A deep copy of a model computes the same, with parameters of its own."""
     model = _model(subject)
     with evaluating(model):
         twin = copy.deepcopy(model)

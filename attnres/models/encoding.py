@@ -82,8 +82,8 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
     """
     ids, spans = tokenise(tokenizer, text)
     front = token_in_front(tokenizer)
-    own = len(front) if tuple(ids[: len(front)]) == front else 0
-    return ids[own:], spans[own:]
+    in_front = len(front) if tuple(ids[: len(front)]) == front else 0
+    return ids[in_front:], spans[in_front:]
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
@@ -205,9 +205,9 @@ def characters(
             end = max(end, offsets[last][1])
             last += 1
         count = last - first
-        whole = text[start:end] if end > start else piece(tokenizer, ids[first])
-        shown += [whole, *[""] * (count - 1)]
-        names += [whole] if count == 1 else [f"{whole} ({place + 1} of {count})" for place in range(count)]
+        character = text[start:end] if end > start else piece(tokenizer, ids[first])
+        shown += [character, *[""] * (count - 1)]
+        names += [character] if count == 1 else [f"{character} ({place + 1} of {count})" for place in range(count)]
         first = last
     return shown, names
 

@@ -111,8 +111,8 @@ def read_sealed(n: float, reads: int) -> float:
 
 
 def read_sealed_backward(n: float, reads: int, carried: float) -> float:
-    """Return the sources, outputs' gradients and what later reads left for the sources in; the sources' gradients
-    out."""
+    """Return the vectors moved: the sources, outputs' gradients and what later reads left for the sources in; the
+    sources' gradients out."""
     return n + reads + carried + n
 
 
@@ -127,8 +127,8 @@ def merge(opens: int, *, added: bool, sealed: bool = True, norm: bool = True, ke
 
 
 def merge_backward(opens: int, *, carried: int, sealed: bool = True) -> float:
-    """Return the gradient, h, the open sources and their carried gradients in; gradients of these and of the output
-    out."""
+    """Return the vectors moved: the gradient, h, the open sources and their carried gradients in; gradients of these
+    and of the output out."""
     return 2 + opens + carried + opens + sealed
 
 

@@ -250,6 +250,7 @@ class Kernels(NamedTuple):
         version: of the build, which decides the last bits. switched: gives a context with or without the kernels.
         torch_norm: PyTorch's own RMSNorm, forward and backward, is one kernel of the device and less work for the host
             than a call of ours: it makes norms that no read is fused with.
+        traced: the backend is made of torch operations and launches that a compiler's graph can hold.
     """
 
     device: str
@@ -264,6 +265,7 @@ class Kernels(NamedTuple):
     few_compiled: dict[int, int] = {}  # noqa: RUF012
     most_open: int | None = None
     torch_norm: bool = False
+    traced: bool = False
     bank: Any = None
     host: bool = False
     devices: Callable[[], list[torch.device]] = list

@@ -192,13 +192,15 @@ def _load_folder(folder: Path) -> Study:
     planned = [label for label in plan.get("labels", []) if label in labels]
     # Without a plan: standard first, its control next, the rest by name.
     first = {run.label: run for run in reversed(runs)}
-    rest = sorted((label for label in labels if label not in planned), key=lambda label: _label_order(first[label]))
+    unplanned = sorted(
+        (label for label in labels if label not in planned), key=lambda label: _label_order(first[label])
+    )
     here = {(run.label, run.seed) for run in runs}
     return Study(
         title=folder.resolve().name,
-        labels=planned + rest,
+        labels=planned + unplanned,
         runs=runs,
-        baseline=_baseline(runs, planned + rest, plan.get("baseline")),
+        baseline=_baseline(runs, planned + unplanned, plan.get("baseline")),
         speed=_read(folder / TIMES, Timing) or None,
         missing=[
             run_name(label, seed)

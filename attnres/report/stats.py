@@ -195,13 +195,17 @@ def against(study: Study, other: str) -> dict[str, Paired]:
 
     Questions written down beforehand are answered at 5 %, all others together by Holm.
     """
-    found: dict[str, Paired] = {}
+    differences: dict[str, Paired] = {}
     for label in study.labels:
         matched = pairs(study.of(label), study.of(other)) if label != other else []
         if steps := common_steps(matched):
-            found[label] = paired_at(matched, steps[-1], study=study)
-    effects = judged([one.effect for one in found.values()], [is_planned(study, label, other) for label in found])
-    return {label: replace(one, effect=effect) for (label, one), effect in zip(found.items(), effects, strict=True)}
+            differences[label] = paired_at(matched, steps[-1], study=study)
+    effects = judged(
+        [one.effect for one in differences.values()], [is_planned(study, label, other) for label in differences]
+    )
+    return {
+        label: replace(one, effect=effect) for (label, one), effect in zip(differences.items(), effects, strict=True)
+    }
 
 
 def paired(study: Study, label: str, other: str) -> Paired | None:

@@ -67,7 +67,7 @@ def kept_bytes(
         layer.register_forward_pre_hook(lambda *_, index=index: place.move(index), prepend=True)
     model.depth_layers[-1].register_forward_hook(lambda *_: place.move(len(model.depth_layers)))
     in_layers = {id(parameter) for parameter in model.depth_layers.parameters()} if itemsize == 2 else set()
-    whole = _Called(model, losses)
+    called = _Called(model, losses)
     kept: Kept = Counter()
     with FakeTensorMode(), cpu.switched(on=False), torch.autocast("cpu", dtype, enabled=itemsize == 2):
         state = {
@@ -77,7 +77,7 @@ def kept_bytes(
                 device="cpu",
                 requires_grad=tensor.requires_grad,
             )
-            for name, tensor in itertools.chain(whole.named_parameters(), whole.named_buffers())
+            for name, tensor in itertools.chain(called.named_parameters(), called.named_buffers())
         }
         ids = torch.zeros(batch, tokens, dtype=torch.long)
         first: dict[int, int] = {}
@@ -88,7 +88,7 @@ def kept_bytes(
 
         try:
             with place, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                result = functional_call(whole, state, (ids, ids))
+                result = functional_call(called, state, (ids, ids))
         except Exception as error:  # whatever a layer does with numbers
             raise UserError(f"layers of {type(model).__name__} do not run on shapes alone: {error}") from error
         gc.collect()

@@ -236,7 +236,7 @@ def _planned(
         return None
     laid = _LaidOut(model, load, layout, plan_cut(model, layout.pp, layout.schedule, layout.virtual, costs=costs))
     memory, traffic = laid.memory(kept), laid.traffic()
-    rest: dict[str, Any] = {
+    fields: dict[str, Any] = {
         **(layout._asdict() if layout.pp > 1 else layout._replace(schedule="none")._asdict()),
         **memory,
         **traffic,
@@ -250,7 +250,7 @@ def _planned(
         vectors=vectors(laid.table),
         vectors_naive=vectors(crossings(model.residual.itself(), laid.cut, cached=False)),
         kept=max(most_kept(laid.table, laid.cut).values()),
-        **rest,
+        **fields,
     )
 
 

@@ -39,6 +39,7 @@ class Layout:
         batch_size, accumulation: sequences of a step over all processes, micro-batches of a step.
         seq_len: tokens of a sequence.
         dtype: "bf16" for autocast over fp32 parameters, or "fp32".
+        compile: a model that is sharded or cut into stages is compiled by parts (`compile_parts`).
     """
 
     who: Processes
@@ -47,6 +48,7 @@ class Layout:
     accumulation: int = 1
     seq_len: int = 1
     dtype: str = "fp32"
+    compile: bool = False
 
     @property
     def shares(self) -> int:
@@ -73,6 +75,15 @@ def parallelize(objective: Objective, layout: Layout) -> "PlacedModel":
     if max(layout.parallel.shard, layout.parallel.tp, layout.parallel.cp) > 1:
         return ShardedModel(objective, layout)
     return PlacedModel(objective, layout)
+
+
+def compile_parts(model: Any) -> None:
+    """Let the attention and the MLP of every layer be compiled apart: one graph a kind. A whole layer would have
+    another graph for each number of sources that its reads have, and past eight of them none."""
+    for layer in model.depth_layers:
+        for part in layer.children():
+            if any(parameter.ndim > 1 for parameter in part.parameters()):
+                part.compile()
 
 
 class PlacedModel:
@@ -189,6 +200,8 @@ class ShardedModel(PlacedModel):
                 raise UserError(
                     f"data.seq_len is {self.layout.seq_len}: too few tokens for {self.summed} processes (tp, cp)"
                 )
+        if self.layout.compile:
+            compile_parts(self.model)
         if self.layout.parallel.shard > 1:
             shard(self.model, self.plain, self._sharing, dtype=self._products)
 
@@ -245,6 +258,8 @@ class PipelinedModel(ShardedModel):
         self.rebuild = _rebuilder(model)
 
         def prepare(stage: Any) -> None:
+            if layout.compile:
+                compile_parts(stage.model)
             if parallel.shard > 1:
                 shard(stage.model, stage, self._sharing, reshard=False, dtype=self._products)
 
@@ -302,6 +317,7 @@ class PipelinedModel(ShardedModel):
         share = torch.arange(len(windows))[self.rank :: self.shares]
         size = rows * self.layout.accumulation
         with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             for stage in self.pipeline.stages:
                 stack.enter_context(evaluating(stage))
             for start in range(0, math.ceil(len(windows) / self.shares), size):
@@ -338,12 +354,12 @@ def _rebuilder(model: Any) -> Callable[[dict[str, Tensor] | None], Any]:
         if tensors is None:
             return None
         with torch.random.fork_rng(devices=[]):
-            whole = cls(config)
-        places = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+            model = cls(config)
+        places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, tensor in tensors.items():
             places[name].data = tensor
-        whole.generation_config = generation
-        return whole.to(device).train()
+        model.generation_config = generation
+        return model.to(device).train()
 
     return rebuild
 
@@ -356,7 +372,7 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
     names = who.gather(list(tensors))
     owners = {name: rank for rank in reversed(range(who.world_size)) for name in names[rank]}
     shapes = {name: value for part in who.gather(_forms(tensors)) for name, value in part.items()}
-    whole: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}
     for name, owner in owners.items():
         tensor = tensors.get(name)
         if isinstance(tensor, DTensor):
@@ -370,8 +386,8 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
             torch.distributed.recv(tensor, owner)
         if who.first:
             assert tensor is not None
-            whole[name] = tensor.detach().cpu().clone()
-    return whole if who.first else None
+            gathered[name] = tensor.detach().cpu().clone()
+    return gathered if who.first else None
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:

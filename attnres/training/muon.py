@@ -159,8 +159,10 @@ class OwnedMuon(StackedMuon):
             mesh, places = parameter.device_mesh, parameter.placements
             update = self._momenta([parameter], group)[0]
             form = {"shape": parameter.shape, "stride": parameter.stride()}
-            whole = DTensor.from_local(update, mesh, places, run_check=False, **form).full_tensor()
-            delta = DTensor.from_local(_orthogonal(whole, group), mesh, [Replicate()] * mesh.ndim, run_check=False)
+            full_update = DTensor.from_local(update, mesh, places, run_check=False, **form).full_tensor()
+            delta = DTensor.from_local(
+                _orthogonal(full_update, group), mesh, [Replicate()] * mesh.ndim, run_check=False
+            )
             _add(parameter, delta.redistribute(mesh, places).to_local(), group)
 
 

@@ -98,15 +98,19 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.kind, self.cast, self.teacher = model, kind, cast, teacher
         run = model if kind == "whole" else body_of(model)
-        self._runs = {"eager": run, "compiled": torch.compile(run) if compiled else run}  # no further submodules
+        self._run = (torch.compile(run) if compiled else run,)  # a tuple, so that it is no further submodule
 
     def forward(self, x: Tensor, y: Tensor, *, eager: bool = False, held_out: bool = False) -> Any:
-        """Return the sums over a batch: x, y (B, T) int64; `eager` leaves the compiled form aside. `held_out`: return
-        the losses of its tokens instead."""
-        if held_out:
-            return held_out_losses(self.model, x, y, self.cast, self.kind)
+        """Return the sums over a batch: x, y (B, T) int64; `eager` leaves what is compiled aside. `held_out`: return
+        the losses of its tokens instead, without it too."""
+        with torch.compiler.set_stance("force_eager") if eager or held_out else nullcontext():
+            if held_out:
+                return held_out_losses(self.model, x, y, self.cast, self.kind)
+            return self._sums(x, y)
+
+    def _sums(self, x: Tensor, y: Tensor) -> LossSums:
         theirs = None if self.teacher is None else self._teach(self.teacher, x)
-        run = self._runs["eager" if eager else "compiled"]
+        (run,) = self._run
         with self.cast(), whole_sequences():
             output = run(input_ids=x, use_cache=False)
             if self.kind == "chunked":

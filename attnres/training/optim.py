@@ -83,8 +83,8 @@ class Transfer:
         query_lr = next((part.query_lr for part in model.modules() if isinstance(part, Queried)), 1.0)
         if base_width is None:
             return cls(query_lr=query_lr)
-        own = {id(parameter) for parameter in _final_norm(model).parameters()}
-        final = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in own)
+        final_norm_ids = {id(parameter) for parameter in _final_norm(model).parameters()}
+        final = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in final_norm_ids)
         return cls(model.residual("itself").width / base_width, final, query_lr)
 
     def divisor(self, kind: str, name: str, *, muon: bool = False) -> float:

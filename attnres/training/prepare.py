@@ -341,10 +341,8 @@ def _refuse_layout(config: TrainConfig) -> None:
         raise UserError(
             f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp alone"
         )
-    if config.compile:
-        raise UserError(
-            f"compile is on and parallel.{table} above 1: compiled layers in shares or stages are not worked out"
-        )
+    if config.compile and table in ("tp", "cp"):
+        raise UserError(f"compile is on and parallel.{table} above 1: compile takes shard and pp alone")
     if table != "shard" and finetune.distill_weight:
         raise UserError(
             f"distill_weight is given and parallel.{table} above 1: a teacher cannot be cut along, use dp and shard"
@@ -356,10 +354,15 @@ def _refuse_layout(config: TrainConfig) -> None:
             "stages, or all tokens of a sequence in slices; give --depth-every 0"
         )
     if parallel.pp > 1:
-        from attnres.scale.pipeline import check_schedule, stages_each
+        from attnres.scale.pipeline import check_schedule, schedule_named, stages_each
 
         virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
         check_schedule(parallel.pp_schedule, parallel.pp, virtual, config.accumulation)
+        if config.compile and schedule_named(parallel.pp_schedule).apart:
+            raise UserError(
+                f"compile is on and parallel.pp_schedule is {parallel.pp_schedule}, which makes gradients of inputs "
+                "and of weights apart: what is compiled makes them at once. Choose 1f1b, interleaved or gpipe"
+            )
 
 
 def idle(config: TrainConfig, defaults: TrainConfig | None = None) -> dict[str, str]:

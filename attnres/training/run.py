@@ -57,7 +57,8 @@ class Run:
         self.start_model = prepared.start
         self.who, self.output = who, Output(config, who, in_place)
         self.layout = Layout(
-            who, config.parallel, config.batch_size, config.accumulation, config.data.seq_len, config.dtype
+            *(who, config.parallel, config.batch_size, config.accumulation, config.data.seq_len, config.dtype),
+            compile=config.compile and max(config.parallel.shard, config.parallel.pp) > 1,
         )
         self.run_state = RunState()
         self.saved: int | None = None  # step of the last checkpoint
@@ -80,7 +81,9 @@ class Run:
         self.peak = None if peak is None else peak * who.world_size  # a second
         groups = kinds(self.model)  # of the whole model: a stage has no embedding beside its head to tell by
         transfer = Transfer.of(self.model, config.optim.base_width)
-        objective = Objective(self.model, self.kind, self.cast, self.teacher, compiled=config.compile)
+        objective = Objective(
+            self.model, self.kind, self.cast, self.teacher, compiled=config.compile and not self.layout.compile
+        )
         with who.alike():
             self.placed = parallelize(objective, self.layout)
         self.model = self.placed.model

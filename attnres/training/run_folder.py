@@ -28,7 +28,7 @@ def ended(folder: Path) -> bool:
 
 
 def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[str, Any] | None:
-    """Return whether a run of `config` may be (re)started in `folder`; returns the summary if it is finished already.
+    """Return the summary of a finished run of `config` in `folder`; None if it may be started or continued there.
 
     Raises UserError for a folder that holds something else, a run of another configuration, or a run and no `resume`.
     Changes nothing, for another process may be working there: see `attnres.files.locked`.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnres.ops import eager
 from attnres.ops.backend import ReadGradInputs, ReadInputs
-from attnres.ops.gpu import sealed
+from attnres.ops.gpu import launch, sealed
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("bf16_of_a_gpu")
 
 def hold(patch, most):
     """Let programs of up to eight reads hold so many values a thread in registers, in every dtype, both ways."""
+    launch._REPLAYS.clear()
     for key in sealed.HELD:
         patch.setitem(sealed.HELD, key, (8, most))
 
@@ -153,7 +154,7 @@ def test_gradients_of_queries_are_summed_over_many_tiles(reads, tiles, monkeypat
     """Programs walk over several tiles, and add their sums to what they have, or leave them to a second kernel."""
     monkeypatch.setattr(sealed, "multiprocessors", lambda device: 2)
     case = Case(3, reads, 90 if reads == 2 else 20, 40)
-    launches, _, _ = sealed.plan_backward(
+    launches, _ = sealed.plan_backward(
         ReadGradInputs(
             case.queries,
             case.sources,
@@ -175,7 +176,7 @@ def test_gradients_of_queries_are_summed_over_the_tokens_of_a_program(monkeypatc
     monkeypatch.setattr(sealed, "TOKEN_WARPS", 4)
     case = Case(3, 3, 30, 40)
     kept = sealed.read_sealed(ReadInputs(case.queries, case.sources, EPS, FP32))
-    launches, _, _ = sealed.plan_backward(
+    launches, _ = sealed.plan_backward(
         ReadGradInputs(case.queries, case.sources, kept.inv_rms, kept.logits, case.grads, case.dtop, case.carried)
     )
     assert [launch.programs for launch in launches] == [4]

@@ -5,11 +5,13 @@ FOLDER/jobs.json holds {"cases": [...], "shares": [residual, ...], "slices": [..
 "single" is in fp64. Results go to FOLDER/results.json.
 """
 
+import functools
 import json
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -257,6 +259,17 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
         start.first_model, Run.step, KERNELS["cpu"] = first, step, kernels
 
 
+def compiled(values: dict[str, Any]) -> int:
+    """Make a run with what it compiles traced alone; give the largest number of graphs that a process had made."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        train_run(values)
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return max(counts)
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     join_processes("cpu")
@@ -272,6 +285,7 @@ def main(folder: Path) -> None:
     results["counted"] = {name: counted(values) for name, values in jobs.get("counted", [])}
     results["resumed"] = {name: resume(values) for name, values in jobs.get("resumed", [])}
     results["runs"] = {name: train_run(values, until) for name, values, until in jobs["runs"]}
+    results["compiled"] = {name: compiled(values) for name, values in jobs.get("compiled", [])}
     single = jobs.get("single", [])
     results["single"] = {name: train_run(values, until, torch.float32) for name, values, until in single}
     if dist.get_rank() == 0:

@@ -63,6 +63,7 @@ KERNELS = Kernels(
     narrow=True,  # reads move memory: half the bytes, and phase 1 multiplies bf16 instead of TF32
     few_compiled={2: 1 << 24},  # the host is behind the GPU for so long; phase 1 of any size is an operator
     torch_norm=True,
+    traced=True,
     devices=devices,
     missing=missing,
     bf16=lambda _: torch.cuda.is_bf16_supported(including_emulation=False),

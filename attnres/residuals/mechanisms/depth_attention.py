@@ -247,17 +247,18 @@ class DepthAttention(Queried):
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
         embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
+        stream = self._stream_dtype(state.sealed)
         places = None if self.window is None else self._places(count)
         count = count if places is None else len(places)
         if count == 1:  # one source: itself, and exactly no gradient for the query
-            h = embedding if isinstance(norm, Norm) else embedding.to(self._stream_dtype(state.sealed))
+            h = embedding if isinstance(norm, Norm) else embedding.to(stream)
             return self.normed(h, index, norm, values=[h]), state
         if self.special is not None or self.editor is not None:
             return self._read_plainly(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
             eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
-            fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or self._stream_dtype(state.sealed))
+            fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or stream)
         phase1, opens = None, state.open
         if state.outputs:
             place = state.logits[0].shape[-1] - len(state.outputs)
@@ -272,7 +273,7 @@ class DepthAttention(Queried):
             state.queries[index - self._groups[index][0]] if opens else None,
             fused,
             eps=self.key_norm_eps,
-            dtype=self._stream_dtype(state.sealed),
+            dtype=stream,
             recompute=self.recompute_reads,
             watched=self.observer is not None,
         )
@@ -298,7 +299,7 @@ class DepthAttention(Queried):
             h = merged.h.view_as(embedding)
             h = h * count if self.read_scale == "sum" else h  # the fused norm does without the factor
             self.observer.on_read(index, h, weights, values)
-        x = merged.x.view(embedding.shape)
+        x = merged.x
         if fused is None:
             assert not isinstance(norm, Norm)
             x = norm(x * count if self.read_scale == "sum" else x)
