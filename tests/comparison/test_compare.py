@@ -204,6 +204,7 @@ def test_runs_on_other_data_are_not_mixed(own):
         compare(config)
 
 
+@pytest.mark.long
 def test_the_report_is_there_before_a_run_has_ended(own, monkeypatch, capfd):
     config, folder = own
     (folder / "report.html").unlink()
