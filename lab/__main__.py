@@ -218,7 +218,7 @@ def _conduct(designs: "list[Design]", setting: "Setting", execution: "ExecutionO
         outcome = conduct(design, setting, execution, adopted=adopted)
         _print(outcome.result.tables, out)
         done, planned = outcome.counts
-        say(out, outcome.result.verdict)
+        say(out, outcome.result.answer)
         if done < planned:
             say(out, f"{done} of {planned} runs are finished: the same command continues")
         say(out, str(outcome.folder / "study.html"))

@@ -331,7 +331,7 @@ def print_estimate(
     counted = {design.name for design, *_ in costs}
     for design in designs:
         if design.name not in counted:
-            say(out, f"{design.name}: {design.analyse(setting, Measured()).verdict}")
+            say(out, f"{design.name}: {design.analyse(setting, Measured()).answer}")
     unit = "one GPU" if on_gpu(recipe) else "one core"
     if speeds:
         say(out, f"{total:.1f} hours of {unit}, by a few steps of each model here.")

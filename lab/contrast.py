@@ -111,7 +111,7 @@ class Contrast:
             return f"Nothing can be compared{f'; diverged: {listed(seeds)}' if seeds else ' yet'}."
         if not self.recipe.degrees:
             return (
-                f"Nothing is decided: with one seed each and no study of noise, no difference to {self.baseline} "
+                f"No interval is known: with one seed each and no study of noise, no difference to {self.baseline} "
                 f"can be told from chance{f'; diverged: {listed(seeds)}' if seeds else ''}."
             )
         parts = []

@@ -203,11 +203,11 @@ class StudyResult:
     """What came of a study.
 
     Attributes:
-        verdict: one or a few sentences, which claim nothing beyond the noise.
+        answer: one or a few sentences, which claim nothing beyond the noise.
         values: numbers for other programs, plain JSON.
     """
 
-    verdict: str
+    answer: str
     tables: Sequence[ResultTable] = ()
     charts: "Sequence[Chart]" = ()
     values: dict[str, Any] = field(default_factory=dict)

@@ -8,6 +8,7 @@ import importlib
 import math
 import os
 import signal
+import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -75,6 +76,8 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[MeasuredRow]:
             values = {"loss": float(line["loss"])}
             if step == run.last_step:
                 values |= {"parameters": summary["parameters"], "own_parameters": summary["extra_parameters"]}
+                values["last_three"] = statistics.fmean(float(one["loss"]) for one in run.val[-3:])
+                values |= {name: summary[name] for name in ("final_loss", "in_context") if name in summary}
             for quantity, value in values.items():
                 rows.append(
                     MeasuredRow(arm.name, run.label, run.seed, step, tokens, each * tokens, quantity, float(value))

@@ -137,7 +137,7 @@ def write_result(outcome: StudyOutcome) -> None:
         **asked(outcome.design, outcome.setting),
         "finished": done,
         "planned": planned,
-        "verdict": outcome.result.verdict,
+        "answer": outcome.result.answer,
         "values": plain(outcome.result.values, digits=9),
         "tables": [dataclasses.asdict(table) for table in outcome.result.tables],
     }
@@ -255,21 +255,18 @@ def _values(setting: Setting, study: str) -> Values:
 def study_page(outcome: StudyOutcome) -> str:
     """Return the page of one study, as HTML."""
     title = f"{outcome.design.title} ({outcome.setting.name})"
-    return framed(title, _kicker(outcome), outcome.result.verdict, _sections(outcome), FOOTER)
+    return framed(title, _kicker(outcome), outcome.result.answer, _sections(outcome), FOOTER)
 
 
 def report_page(outcomes: Sequence[StudyOutcome]) -> str:
     """Return the page of several studies: a table of them, what holds at several sizes, then each."""
-    rows = [
-        [one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.verdict] for one in outcomes
-    ]
-    table = _table(
-        ResultTable("", ["study", "preset", "runs", "verdict"], rows), "worded", [_anchor(one) for one in outcomes]
-    )
+    rows = [[one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.answer] for one in outcomes]
+    head = ["study", "preset", "runs", "answer"]
+    table = _table(ResultTable("", head, rows), "worded", [_anchor(one) for one in outcomes])
     parts = [f"<section>\n<h2>All studies</h2>\n{table}</section>"]
     parts += map(_section, at_sizes(outcomes))
     for one in outcomes:
-        body = f'<p class="lead">{escape(one.result.verdict)}</p>' + "\n".join(_sections(one))
+        body = f'<p class="lead">{escape(one.result.answer)}</p>' + "\n".join(_sections(one))
         title = f"{escape(one.design.title)} · {escape(one.setting.name)}"
         parts.append(f'<section id="{_anchor(one)}">\n<h2>{title}</h2>\n{body}\n</section>')
     finished = sum(one.counts[0] == one.counts[1] for one in outcomes)

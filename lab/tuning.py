@@ -74,7 +74,7 @@ def tuned_study(
             "Block; everything else that a mechanism has of its own at the whole rate, matrices too."
         )
         best = chosen_rates(setting, measured, variants)
-        values, sentence = {RECIPE: plain.values, "rates": best}, f"At the recipe's rates: {plain.verdict}"
+        values, sentence = {RECIPE: plain.values, "rates": best}, f"At the recipe's rates: {plain.answer}"
         ended = [one for one in variants if _all_finished(measured, candidates(setting, one))]
         searched = [_search_table(setting, measured, ended)] if best else []
         judged = {variant: way for variant, way in best.items() if _is_judged(setting, measured, way)}
@@ -96,7 +96,7 @@ def tuned_study(
                 f"Best at an end of the rates that were tried, and maybe better beyond: {listed(edge)}."
             )
         lost = [variant for variant in ended if variant not in best]
-        sentence = f"At their own best rates: {own.verdict} {sentence}"
+        sentence = f"At their own best rates: {own.answer} {sentence}"
         sentence += f" Diverged at every rate: {listed(lost)}." if lost else ""
         chart = own.contrasts[0].chart(name, best_title)
         return StudyResult(sentence, [*own.tables, *searched, *plain.tables], [chart], values | {BEST: own.values})
@@ -117,7 +117,7 @@ class _Beside:
     comparisons: int
 
     @property
-    def verdict(self) -> str:
+    def answer(self) -> str:
         return " ".join(one.sentence() for one in self.contrasts)
 
     @property

@@ -26,7 +26,7 @@ IN_HELP = (
     "the whole rate",
     "without it",
 )
-IN_HELP += ("docs/results.md", "knock-out and")
+IN_HELP += ("docs/results/index.md", "knock-out and")
 """Of the options' descriptions, which give no findings either."""
 
 

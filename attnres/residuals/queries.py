@@ -10,7 +10,8 @@ from attnres.residuals.base import Residual
 from attnres.residuals.settings import positive
 
 QUERY_LR = 0.1
-"""Learning rate of queries and gains, relative to the model's. At 1.0 a model loses for good (docs/results.md)."""
+"""Learning rate of queries and gains, relative to the model's. At 1.0 a model loses for good
+(docs/results/lasting.md)."""
 
 
 class Queried(Residual):

@@ -149,7 +149,7 @@ class PlacedModel:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
-        """Return the mean loss of each held-out window, `rows` in a pass, on every process."""
+        """Return mean loss and in-context score of each held-out window (count, 2), on every process."""
         return validate.window_losses(self.model, windows, self.who, self.plain.cast, rows, self.plain.kind)
 
     def gathered(self) -> Any:
@@ -218,7 +218,9 @@ class ShardedModel(PlacedModel):
         def losses(x: Tensor, y: Tensor) -> Tensor:  # by the module whose call gathers what no layer has
             return self.plain(x, self.tokens_here(y), held_out=True)
 
-        return validate.shared_out(losses, self.plain, windows, self.who, rows, (self.rank, self.shares))
+        return validate.shared_out(
+            losses, self.tokens_here, self.plain, windows, self.who, rows, (self.rank, self.shares)
+        )
 
     def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
         from attnres.scale.shard import mean_gradients, sum_gradients
@@ -313,7 +315,8 @@ class PipelinedModel(ShardedModel):
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
         from attnres.scale.shard import let_go
 
-        losses = torch.zeros(len(windows), dtype=torch.float64, device=self.who.device)
+        losses = torch.zeros(len(windows), 2, dtype=torch.float64, device=self.who.device)
+        weights = validate.token_weights(windows.shape[1] - 1).to(self.who.device)
         share = torch.arange(len(windows))[self.rank :: self.shares]
         size = rows * self.layout.accumulation
         with contextlib.ExitStack() as stack:
@@ -325,7 +328,8 @@ class PipelinedModel(ShardedModel):
                 filled = torch.zeros(size, dtype=torch.long)  # a pipeline takes whole batches: window 0 again
                 filled[: len(part)] = part
                 tokens = windows[filled].to(self.who.device)
-                values = self.pipeline.evaluate(tokens[:, :-1], tokens[:, 1:]).double().mean(1)
+                values = self.pipeline.evaluate(tokens[:, :-1], tokens[:, 1:]).double()
+                values = (values[:, None] * weights).sum(-1)
                 losses[part.to(self.who.device)] = values[: len(part)]
         for stage in self.pipeline.stages:
             let_go(stage)

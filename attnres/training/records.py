@@ -81,6 +81,11 @@ class Summary(TypedDict, total=False):
     val_loss: float | None
     val_se: float | None
     perplexity: float
+    last_three: float
+    final_loss: float
+    final_se: float | None
+    final_windows: Count
+    in_context: float
     train_loss: float | None
     tokens_per_s: Positive
     step_s: Positive
@@ -130,6 +135,7 @@ class ValLine(MetricsLine):
     loss: float
     windows: NotRequired[Count]
     se: NotRequired[float | None]
+    in_context: NotRequired[float]
 
 
 Numbers = list[float | None]

@@ -29,7 +29,7 @@ from attnres.stats import or_none, standard_error
 from attnres.training import checkpoint, environment, finetune, start, validate
 from attnres.training.checkpoint import random_state, set_random_state
 from attnres.training.config import TrainConfig, to_dict
-from attnres.training.data import data_record, open_data
+from attnres.training.data import data_record, held_out, open_data
 from attnres.training.environment import tune
 from attnres.training.feed import Feed
 from attnres.training.interrupt import Signals
@@ -286,13 +286,20 @@ class Run:
     def _validate(self) -> None:
         """The held-out loss, to metrics.jsonl and val/STEP.npy."""
         run_state = self.run_state
-        losses = self.placed.window_losses(self.windows, self.layout.rows)
+        losses, in_context = self.placed.window_losses(self.windows, self.layout.rows).T
         run_state.val_loss = float(losses.mean())
         if not math.isfinite(run_state.val_loss):
             raise self.who.same(self._diverged(run_state.step, run_state.val_loss, self.steps.norm))
         if self.who.first:
             validate.save_windows(self.output.folder, run_state.step, losses)
-        self._write("val", loss=run_state.val_loss, windows=len(losses), se=or_none(standard_error(losses)))
+        known = {"loss": run_state.val_loss, "windows": len(losses), "se": or_none(standard_error(losses))}
+        self._write("val", **known, in_context=float(in_context.mean()))
+
+    def losses_at_end(self) -> np.ndarray:
+        """Return the held-out losses of the last step on `AT_THE_END` times the windows, or as many as there are."""
+        count = validate.AT_THE_END * self.config.data.val_windows
+        windows = held_out(self.prepared, dataclasses.replace(self.config.data, val_windows=count))
+        return self.placed.window_losses(windows, self.layout.rows)
 
     def _snapshot(self) -> None:
         """Write the residual's parameters to residual/STEP.safetensors."""

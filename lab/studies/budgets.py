@@ -106,15 +106,15 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
     )
     if len(rows) < 2:
         return StudyResult("Too few budgets have finished.", [table])
-    answer = {
+    courses = {
         "shrinks": "The gap shrinks as training goes on",
         "grows": "The gap grows as training goes on",
         "changes its sign": "The gap changes its sign as training goes on",
-        "includes 0": "Whether the gap changes as training goes on is not told: the interval includes 0",
+        "includes 0": "Of the gap's change as training goes on the interval includes 0",
     }
     margin = f"95 %: {interval(result.slope)}" if result.slope.degrees else "its noise is not known"
-    verdict = (
-        f"{answer[result.answer]}: a doubling of the budget adds {number(result.slope.difference, 4, signed=True)} "
+    answer = (
+        f"{courses[result.answer]}: a doubling of the budget adds {number(result.slope.difference, 4, signed=True)} "
         f"({margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the longest."
     )
     x = [budget * unit(setting) * tokens_a_step for budget in result.gaps]
@@ -128,7 +128,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         "slope": or_none(result.slope.difference),
         "answer": result.answer,
     }
-    return StudyResult(verdict, [table], [chart], values)
+    return StudyResult(answer, [table], [chart], values)
 
 
 STUDY = Design(

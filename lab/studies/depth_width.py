@@ -70,7 +70,9 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         apart = other.high < base.low or other.low > base.high
         shift = "to deeper models" if other.at < base.at else "to shallower models"
         sentences.append(
-            f"The optimum moves {shift}." if apart else "Whether the optimum moves is not told: the intervals overlap."
+            f"The intervals do not overlap: the optimum moves {shift}."
+            if apart
+            else "The intervals of the two optima overlap."
         )
     columns = [f"{ratio:.1f}" for ratio in ratios]
     grid = np.array([panels[label] for label in VARIANTS])

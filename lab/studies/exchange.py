@@ -47,7 +47,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
     worth_text = "not known yet" if math.isnan(worth) else f"worth {number(100 * worth, 1)} % of the steps"
     if not math.isnan(worth) and far:
         worth_text += f", by a fit: no run was long enough for it, the longest had {max(curve):,}"
-    verdict = f"At {steps:,} steps a loss lower by 0.01 is {worth_text}."
+    answer = f"At {steps:,} steps a loss lower by 0.01 is {worth_text}."
     line = Line("standard", rate.at.tolist(), rate.losses.tolist())
     caption = "Held-out loss at the end of runs of different lengths, each with a whole schedule; mean over seeds."
     chart = Curves("exchange", "Loss by length", caption, "steps", LOSS, {"": [line]}, log_x=True)
@@ -55,7 +55,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         "curve": {str(n): loss for n, loss in curve.items()},
         "worth_of_0.01": or_none(worth),
     }
-    return StudyResult(verdict, [table], [chart], values)
+    return StudyResult(answer, [table], [chart], values)
 
 
 STUDY = Design(

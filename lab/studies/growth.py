@@ -167,10 +167,10 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
             f"Zero queries {'are' if exact else 'are not'} the standard model: Full and Block start {max(zero):.0e} "
             "from it."
         )
-    verdict = " ".join(sentences) or "Too few variants have run."
+    answer = " ".join(sentences) or "Too few variants have run."
     caption = "RMS of the stream after each sublayer of a network of random weights; mean over seeds."
     chart = Curves("growth", "Growth of the stream", caption, "sublayer", "RMS", {"": lines}, log_y=True)
-    return StudyResult(verdict, [table], [chart], {"variants": values, "zero_start_exact": exact})
+    return StudyResult(answer, [table], [chart], {"variants": values, "zero_start_exact": exact})
 
 
 STUDY = Design(

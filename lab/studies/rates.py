@@ -82,8 +82,8 @@ class RateSearch:
         sigma, degrees = (math.nan, 0) if recipe is None else (recipe.sigma, recipe.degrees)
         effects = [Effect(gap, sigma * math.sqrt(2), degrees) for gap in gaps if math.isfinite(gap)]
         if all(one.excludes() for one in effects):
-            return "and lower and higher ones are worse beyond the noise"
-        return "and lower and higher ones are worse, not both beyond the noise"
+            return "and the intervals of a lower and a higher one exclude 0"
+        return "and the interval of a lower or a higher one includes 0"
 
 
 def at_rate(setting: Setting, factor: float, residual: str = "standard") -> str:

@@ -125,7 +125,7 @@ def test_a_study_runs_from_end_to_end(setting, noise, name, tmp_path):
     done, planned = outcome.counts
     assert done == planned > 0
     result = json.loads((outcome.folder / "result.json").read_text())
-    assert result["verdict"] and result["tables"] and result["values"]
+    assert result["answer"] and result["tables"] and result["values"]
     page = (outcome.folder / "study.html").read_text()
     assert page.count("<svg") == len(outcome.result.charts) > 0
     assert "http" not in page.replace("http://www.w3.org", "")
@@ -409,7 +409,7 @@ def test_a_run_that_others_branch_off_is_taken_with_its_checkpoints_first(settin
 def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     outcome = conduct(STUDIES["exchange"], other, ExecutionOptions(QUIET, jobs=1, until=time.monotonic() - 1))
-    assert outcome.counts == (0, 4) and outcome.result.verdict == "Too few lengths have finished."
+    assert outcome.counts == (0, 4) and outcome.result.answer == "Too few lengths have finished."
 
 
 @pytest.mark.long
@@ -419,7 +419,7 @@ def test_a_search_of_rates_that_is_stopped_has_every_mechanism_at_the_recipes(se
     with pytest.raises(Interrupted):
         conduct(STUDIES["ablations"], other, ExecutionOptions(QUIET, jobs=1, run=Here(most=count + 1)))
     result = outcome_in(other.folder("ablations")).result
-    assert result.verdict.startswith("At the recipe's rates: ")
+    assert result.answer.startswith("At the recipe's rates: ")
     assert result.tables[0].notes[-1] == "No mechanism has been given a rate of its own with all seeds yet."
     (table,) = result.tables
     assert {label_of(variant) for variant in other.some(list(PUBLISHED))} == {row[0] for row in table.rows}
@@ -428,7 +428,7 @@ def test_a_search_of_rates_that_is_stopped_has_every_mechanism_at_the_recipes(se
 def test_one_page_of_all_studies(setting, noise):
     page = report_page([outcome_in(noise.folder), outcome_in(noise.folder)])
     assert page.count("How far do runs of one function fall apart?") >= 2
-    assert noise.result.verdict.replace("'", "&#x27;") in page
+    assert noise.result.answer.replace("'", "&#x27;") in page
     broken = json.loads((noise.folder / "study.json").read_text())
     folder = setting.out / "copy" / "noise"
     folder.mkdir(parents=True)
@@ -477,7 +477,7 @@ def test_what_the_repository_says_of_its_studies_is_what_their_runs_give():
     assert paths
     for path in paths:
         again, record = outcome_in(path.parent), read_json(path.parent / "result.json")
-        assert again.result.verdict == record["verdict"]
+        assert again.result.answer == record["answer"]
         assert plain(again.result.values, digits=9) == record["values"]
         assert to_csv(again.measured.rows) == (path.parent / "runs.csv").read_text()
 
@@ -755,7 +755,7 @@ def test_a_contrast_says_no_more_than_the_noise_allows():
     assert [row[5] for row in one.table("t").rows] == ["baseline", "excludes 0", "includes 0", "excludes 0"]
     alone = contrast(measured_of({label: many[:1] for label, many in losses.items()}), "arm", "standard")
     assert not any(clear(alone).values())
-    assert alone.sentence().startswith("Nothing is decided: with one seed each")
+    assert alone.sentence().startswith("No interval is known: with one seed each")
     assert alone.values()["variants"]["good"]["low"] is None
     known = contrast(measured_of({"standard": [3.0], "good": [2.9]}, known_noise(0.005)), "arm", "standard")
     assert clear(known) == {"good": True}

@@ -41,7 +41,7 @@ def test_a_variant_of_a_mechanism_is_held_beside_the_standard_model_and_beside_t
     assert [row[0] for row in beside_full.rows] == ["full", "full-window8"]
     assert result.values[RECIPE]["full"]["variants"]["full-window8"]["difference"] == pytest.approx(0.19)
     assert result.values[RECIPE]["full"]["variants"]["full-window8"]["excludes_0"]
-    assert "Above full: full-window8 (by 0.1900)" in result.verdict
+    assert "Above full: full-window8 (by 0.1900)" in result.answer
     assert "of 26 comparisons" in beside_full.notes[0]
     block = result.values[RECIPE]["standard"]["variants"]["block"]
     assert block["published"] == pytest.approx(1.746 - 1.766) and block["excludes_published"]

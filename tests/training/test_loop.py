@@ -21,10 +21,11 @@ import torch
 from lines import CLOCK, lines
 from safetensors.torch import load_file
 from tiny import NARROW
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnres import head
-from attnres.data import Batches, open_tokens
+from attnres.data import Batches, held_out_windows, open_tokens
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.flags import config_file
@@ -35,6 +36,7 @@ from attnres.residuals import Residual, settings_of
 from attnres.residuals.check.interface import TAKEN
 from attnres.scale.shard import shard
 from attnres.training import TrainConfig, checkpoint, environment, from_dict, loop, to_dict, train, validate
+from attnres.training.data import prepare_from
 from attnres.training.inspection import magnitudes
 from attnres.training.interrupt import Signals
 from attnres.training.objective import Objective, loss_kind
@@ -100,7 +102,7 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     assert json.loads((run / "summary.json").read_text()) == summary
     assert set(summary) == {
         *("step", "tokens", "val_loss", "val_se", "perplexity", "train_loss", "tokens_per_s", "step_s"),
-        *("flops_per_token", "peak_flops"),
+        *("flops_per_token", "peak_flops", "last_three", "final_loss", "final_se", "final_windows", "in_context"),
         *("peak_memory_bytes", "parameters", "extra_parameters", "wall_s", "windows", "traits"),
     }
     assert (summary["step"], summary["tokens"], summary["windows"]) == (8, 8 * 4 * 16, 6)
@@ -631,7 +633,25 @@ def test_more_processes_than_held_out_windows(monkeypatch: pytest.MonkeyPatch) -
     for rank, measured in ((1, 1), (2, 0), (3, 0)):
         who = Processes(rank, 4, torch.device("cpu"))
         losses = validate.window_losses(model, windows, who, nullcontext, batch=4)
-        assert losses.shape == (2,) and np.count_nonzero(losses) == measured
+        assert losses.shape == (2, 2) and np.count_nonzero(losses.any(1)) == measured
+
+
+def test_the_end_is_measured_on_more_windows_and_over_three_validations(configure: Configure, tmp_path: Path) -> None:
+    """The summary's figures against the model's own losses, token by token."""
+    config = configure(steps=8, val_every=2, data={"val_windows": 3})
+    summary = train(config, progress=False)
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "val"]
+    assert len(losses) == 4 and summary["last_three"] == pytest.approx(np.mean(losses[1:]))
+    windows = held_out_windows(prepare_from(config.data, progress=False).tokens("val"), config.data.seq_len, 12)
+    stored = validate.read_windows(tmp_path / "run" / "val" / "final.npy")
+    assert len(stored) == summary["final_windows"] == len(windows) > 3
+    model = load(tmp_path / "run" / "model")
+    with torch.no_grad():
+        logits = model.eval()(input_ids=windows[:, :-1]).logits.double()
+    tokens = F.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none").numpy()
+    np.testing.assert_allclose(stored, tokens.mean(1), rtol=1e-4)
+    late, early = 250 * tokens.shape[1] // 256, 50 * tokens.shape[1] // 256
+    assert summary["in_context"] == pytest.approx(tokens[:, late].mean() - tokens[:, early].mean(), abs=1e-3)
 
 
 # ------------------------------------------------------------------ when it goes wrong
