@@ -96,7 +96,7 @@ def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterabl
             raise unknown(kind, name, valid)
         if not re.fullmatch(r"[\w.+:=-]+", value):  # it becomes part of a folder's name
             raise UserError(
-                f"variant '{text}': the value '{value}' of {name} has characters besides letters, digits and _.+:=-"
+                f"variant '{text}': the value '{value}' of {name} has other characters than letters, digits and _.+:=-"
             )
         values[name] = setting_value(value)
     return values

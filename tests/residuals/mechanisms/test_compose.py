@@ -5,6 +5,7 @@ import torch
 from formula import SHAPES, check_formula
 
 from attnres import UserError, compose, make_residual
+from attnres.comparison.plan import parse_variant
 from attnres.residuals import RESIDUALS
 from attnres.residuals.check import CHECKS, outcomes
 from attnres.residuals.check.subject import Subject
@@ -141,6 +142,12 @@ def test_a_word_chooses_layers():
 def test_impossible_layers_are_refused_with_a_sentence(name, settings, message):
     with pytest.raises(UserError, match=message):
         make_residual(name, 8, 16, **settings)
+
+
+def test_layers_are_a_setting_of_a_variant_and_its_folder_has_no_colon():
+    variant = parse_variant("muddformer:layers=-2:")
+    assert variant.settings == {"layers": "-2:"} and variant.label == "muddformer-layers-2_"
+    assert parse_variant("compose:rules=block=0:2+full=-1@lr=0.1").settings == {"rules": "block=0:2+full=-1"}
 
 
 @pytest.mark.parametrize("words", [("block",), ({"heads": 2},), ("block", "1:", {}, {}), ("block", {})])
