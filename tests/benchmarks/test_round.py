@@ -115,7 +115,7 @@ def test_layers_are_captured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_run_is_trained_and_a_rule_that_is_not_there_passed_over(run: Run) -> None:
     trained, over = run("train rates standard muon x1.0"), run("train table rms_block seed 0")
-    assert trained[0]["val_loss"] == pytest.approx(trained[0]["val"][-1][1]) and len(trained[0]["windows"]) == 4
+    assert trained[0]["val_loss"] == pytest.approx(trained[0]["val"][-1][1]) and len(trained[0]["windows"]) == 16
     assert trained[0]["how"].startswith("eager: ") and trained[-1]["ended"] == "done"
     assert "rms_block" in over[0]["passed_over"] and over[-1]["ended"] == "done"
 
