@@ -282,7 +282,8 @@ def _training_pass(residual: Residual, flagged: tuple[nn.Module, ...], call: Cal
     inside = {id(part): part for module in flagged for part in module.modules() if not list(part.children())}
     breaks, uncompiled = _compiler_counts()
     residual.start = begun
-    hooks = [part.register_forward_hook(counted) for part in inside.values()]
+    # Before the call: torch stops a recomputation as soon as it has what backward needs, within a module's forward.
+    hooks = [part.register_forward_pre_hook(counted) for part in inside.values()]
     try:
         loss = sum(value.float().square().mean() for value in _floats(call()))
         forward, calls[0] = calls[0], 0

@@ -214,7 +214,8 @@ def test_checkpointing_that_recomputes_nothing_or_is_reentrant(
     make: Callable[[], tuple[nn.Module, torch.Tensor]],
 ) -> None:
     model, example = make()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
     asked = {"input_ids": example, "use_cache": False}
     flagged = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
     assert not names(model, None, asked) & {"no-recompute", "reentrant"}
