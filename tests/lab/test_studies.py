@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from attnres.commands import figures
+from attnres.commands import short
 from attnres.comparison.children import Child
 from attnres.comparison.plan import CompareConfig, make_plan
 from attnres.errors import Interrupted, UserError
@@ -463,7 +463,7 @@ def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, nois
     (kept / ARCHIVE).write_text("")
     laboratory.run(["growth", *drawing, str(tmp_path / "alone")])  # and its neighbours are left alone
     with pytest.raises(UserError, match="growth is a study: draw it in a clone of the repository with python -m lab"):
-        figures.run([str(other), str(tmp_path / "none")])
+        short.run("figures", [str(other), str(tmp_path / "none")])
     with pytest.raises(UserError, match="is empty: expected a run a line"):
         laboratory.run(["--report", "--out", str(tmp_path)])
 
