@@ -244,7 +244,7 @@ def settings() -> list[str]:
     ]
     rules = ("inkling2", "hyper_connections", "mhc_lite", "mhc", "dca", "denseformer")
     asked += [(f"`{name}`, beside the standard residual", name, "standard") for name in rules]
-    effects = judged([recipe.effect(*pair) for _, *pair in asked], [False] * len(asked))
+    effects = judged([recipe.effect(name, other) for _, name, other in asked], [False] * len(asked))
     lines = [f"| {row[0]} | {cell(effect)} | {words(effect)} |" for row, effect in zip(asked, effects, strict=True)]
     return ["| beside | difference | the interval |", "|---|---|---|", *lines]
 

@@ -342,7 +342,7 @@ def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
     ours = state["config"]["model"]
     residual, settings = (getattr(config, name, None) for name in ("residual", "residual_settings"))
     wanted = changed_settings(ours["residual"], ours["settings"])
-    if residual != ours["residual"] or changed_settings(residual, settings) != wanted:
+    if residual != ours["residual"] or changed_settings(ours["residual"], settings) != wanted:
         raise UserError(
             f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} {wanted}: "
             f"{DAMAGED}"

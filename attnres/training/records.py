@@ -109,6 +109,8 @@ class Finished(TypedDict):
     step_s: Positive
     parameters: Count
     extra_parameters: Count
+    final_loss: NotRequired[float]
+    in_context: NotRequired[float]
 
 
 class MetricsLine(TypedDict):
