@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import attnres
 from attnres.inspect import Ablate, examine
+from attnres.residuals.regroup import is_muon
 
 RESIDUALS: dict[str, dict[str, Any]] = {"block": {"num_blocks": 2}, "full": {}}
 
@@ -149,7 +150,9 @@ def groups(optimizer: Any, model: nn.Module) -> str:
     residual = reads(model)
     before = group_of(optimizer, residual.query)
     decay, lr, count = before.get("weight_decay", 0.0), before["lr"], len(list(model.parameters()))
-    assert bool(decay) == ("decayed" in {finding.name for finding in examine(model, optimizer)})
+    found = {finding.name for finding in examine(model, optimizer)}
+    muon = is_muon(optimizer, before)
+    assert ("muon" in found) == muon and ("decayed" in found) == (bool(decay) and not muon)
     attnres.regroup(optimizer, model)
     attnres.regroup(optimizer, model)
     assert not examine(model, optimizer)

@@ -300,12 +300,12 @@ def test_what_held_back_reads_are_made_of_is_recorded(
 
 
 SHARDED = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 import test_models
 
 device, residual, store = sys.argv[2:]

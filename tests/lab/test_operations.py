@@ -16,7 +16,7 @@ READS = 2 * LAYERS + 1
 
 @pytest.mark.parametrize("name", crossed())
 def test_matrix_products_are_those_that_torch_counts(name):
-    """They are a part of the count, elementwise arithmetic the rest: more than the running sum's in all but four."""
+    """They are a part of the count, elementwise arithmetic the rest: more than the running sum's in all but five."""
     residual = make_residual(name, 2 * LAYERS, WIDTH)
     norm, tokens = Norm(torch.ones(WIDTH)), torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
     with plain_torch(), FlopCounterMode(display=False) as counter:
@@ -27,7 +27,7 @@ def test_matrix_products_are_those_that_torch_counts(name):
         residual("finish", state, norm)
     products, ours = counter.get_total_flops() / 5, operations(name, {}, 2 * LAYERS, WIDTH)
     assert products <= ours <= products + 40 * READS**2 * WIDTH
-    assert (ours > 0) == (name not in ("standard", "postnorm", "deepnorm", "hybrid_norm"))
+    assert (ours > 0) == (name not in ("standard", "postnorm", "deepnorm", "hybrid_norm", "compose"))  # without rules
 
 
 def test_full_reads_every_source_with_a_product_and_a_sum():
