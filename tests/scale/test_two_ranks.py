@@ -223,7 +223,7 @@ def test_compiled_parts_are_those_of_one_process(launched, corpus, tmp_path):
         "interleaved": {"parallel": {**STAGES, "pp_schedule": "interleaved"}},
     }
     runs = {name: configuration(corpus, tmp_path / name, compile=True, **layout) for name, layout in layouts.items()}
-    graphs = launched(tmp_path / "jobs", {"compiled": list(runs.items())}, seconds=1800)["compiled"]
+    graphs = launched(tmp_path / "jobs", {"compiled": list(runs.items())})["compiled"]
     train_run({**runs["shares"], "parallel": {}, "compile": False, "out": str(tmp_path / "one")})
 
     def curve(name: str) -> list[Any]:
