@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import numpy as np
+from torch import nn
 
 from attnres.app.explorer import Learned, Opened
 from attnres.app.reading import Reading, Report
@@ -378,7 +379,7 @@ def _divergence(before: Reading, after: Reading | None, token: int) -> float | N
     if after is None:
         return None
     p, q = before.log_probs[token].double(), after.log_probs[token].double()
-    return float((p.exp() * (p - q)).sum().clamp_min(0.0))
+    return float(nn.functional.kl_div(q, p, reduction="sum", log_target=True).clamp_min(0.0))
 
 
 def _single_outputs(reading: Reading) -> dict[str, Any] | None:

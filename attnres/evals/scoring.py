@@ -193,7 +193,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Scored]:
-    """Return logits (kept, V): those that predict the last `kept` tokens of the continuations, which end together."""
+    """Score continuations that end together by logits (kept, V), which predict their last `kept` tokens."""
     scores = torch.empty(len(continuations), len(logits), dtype=torch.float32)
     greedy = torch.zeros(len(continuations), len(logits), dtype=torch.bool)
     targets = torch.full((len(continuations), len(logits)), -1)

@@ -75,7 +75,7 @@ class KnownTask:
 
 
 def wikitext(lines: Sequence[str]) -> str:
-    """Yield WikiText's lines as its hub version has them, blank ones empty and others with their end, joined by blank
+    """Return WikiText's lines as its hub version has them, blank ones empty and others with their end, joined by blank
     lines.
 
     WikiText-2's test split is 287,644 tokens of GPT-2 then, the number that its perplexities are known by.

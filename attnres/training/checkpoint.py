@@ -197,7 +197,7 @@ def load_optimizers(
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Return CRC-32 of the names and bytes of tensors, in order of name."""
+    """Return the CRC-32 of the names and bytes of tensors, in order of name."""
     value = 0
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         value = zlib.crc32(name.encode(), value)

@@ -248,7 +248,7 @@ def tokenizer_or_default(data: DataConfig) -> str:
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """Return nested plain dict, fit for JSON; `from_dict` undoes it."""
+    """Return a nested plain dict, fit for JSON; `from_dict` undoes it."""
     values = dataclasses.asdict(config)
     values["optim"]["betas"], values["keep_at"] = list(values["optim"]["betas"]), list(values["keep_at"])
     return values

@@ -105,7 +105,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return bytes: the most that tensors took on a GPU; on the CPU the largest resident set of the process."""
+    """Return the most bytes that tensors took on a GPU; on the CPU the largest resident set of the process."""
     if not is_host(device):
         return torch.get_device_module(device).max_memory_allocated(device)
     try:

@@ -111,7 +111,7 @@ def need(kind: Format, config: Config, *fields: str) -> None:
 
 
 def plain_reads(kind: Format, residual: Any) -> None:
-    """Return the paper's layout and nothing besides."""
+    """Refuse a residual whose reads are not the paper's, without settings: UserError."""
     if residual.name not in ("block", "full"):
         raise cannot(kind, f"its residual is '{residual.name}', expected 'block' or 'full'")
     special = residual.special or ("window" if residual.window else None)
