@@ -17,8 +17,8 @@ from attnres.cli import COMMANDS
 ROOT = Path(__file__).parents[1]
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LARGEST = 12 * 1024
-LONGER = {"log.md", "results.md", "guide.md"}
-"""Pages above `LARGEST` bytes: the studies' record in the repository, and the advice, which is to be split."""
+LONGER = {"log.md"}
+"""Pages above `LARGEST` bytes: the studies' record in the repository, which is not in the navigation."""
 CUT = """() => {
     const wider = (element) => element.scrollWidth > element.clientWidth + 1
     const name = (element) => element.tagName + ": " + element.textContent.trim().slice(0, 60)
