@@ -2,12 +2,13 @@
 #              Python ships with
 # make study   a study of the laboratory, e.g. ARGS="noise --preset micro"; without ARGS the studies there are
 # make test    set up the rest, then the tests, with lint and types beside them
-# make test-all    the tests that make test leaves out because they take minutes together
+# make test-all    the tests that make test leaves out because they take long: those with the marker long, the other cases of
+#              those with the marker quick, and of make integrations what takes seconds
 # make bench   the speed of a training step, beside the plain model, the standard residual and the naive read
 # make docs    the documentation site, into build/site
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
 # make integrations    depth reads inside other people's code: what a registry has into build/integrations, the rest from the
-#              checkouts in PEERS_PATH; writes the table of docs/integrations.md
+#              checkouts in PEERS_PATH; writes the table of docs/how-to/integrations.md
 # make gpu     BUDGET=540 seconds of a CUDA device: tests, steps, kernels, peers and training runs in order of worth, rows
 #              into benchmarks/results/gpu.jsonl; again goes on. Needs PyTorch and Transformers alone beside build/gpu-pack
 # make gpu-pack    what a machine without a network lacks for that, into build/gpu-pack; TEXT=SOURCE packs a text to train on
@@ -16,7 +17,7 @@
 # make soak        KILLS=200 of processes of runs in two, of which each must go on bit for bit (an hour)
 # make test-oldest the tests of what a compiler sees and of training, on the oldest PyTorch that is allowed (needs a network)
 # make fuzz    MINUTES=10 of kills, full disks, damaged files, hostile flags and requests; again goes on
-# make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/licences.md
+# make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/project/licences.md
 # make lock    the hashes of the locked versions anew (needs a network)
 # make clean   remove the environment (runs/ stays)
 #
@@ -60,7 +61,7 @@ setup: .venv/ready
 	@touch $@
 
 demo: .venv/demo
-	$(BIN)/attnres compare --out runs/demo
+	$(BIN)/attnres compare --steps 60 --val-every 20 --depth-every 20 --out runs/demo
 	@echo "open runs/demo/report.html in a browser"
 
 ARGS ?= --list
@@ -85,7 +86,7 @@ test: .venv/ready
 
 test-all: .venv/ready build/integrations/ready
 	$(PYTEST) -m long
-	$(PYTEST) -m integrations integrations
+	$(PYTEST) -m "integrations and not long" integrations
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -148,11 +149,11 @@ soak: .venv/ready
 
 MINUTES ?= 10
 fuzz: .venv/ready
-	$(BIN)/python -m fuzz --minutes $(MINUTES) --out fuzz/results/campaign.json --page docs/reliability.md
+	$(BIN)/python -m fuzz --minutes $(MINUTES) --out fuzz/results/campaign.json --page docs/explanation/reliability.md
 
 audit: .venv/ready
 	$(PIP) $(PIP_ARGS) --target build/audit pip-audit==2.10.1
-	$(BIN)/python fuzz/licences.py docs/licences.md
+	$(BIN)/python fuzz/licences.py docs/project/licences.md
 	PYTHONPATH=build/audit $(BIN)/python fuzz/audit.py constraints.txt
 
 # Written anew after a change of pyproject.toml or constraints.txt. A CPU build of torch keeps CUDA's libraries out;

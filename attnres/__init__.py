@@ -20,6 +20,7 @@ HOMES = {
     "depth_read_reference": "attnres.ops",
     "RESIDUALS": "attnres.residuals",
     "Residual": "attnres.residuals",
+    "compose": "attnres.residuals",
     "make_residual": "attnres.residuals",
     "register": "attnres.residuals",
     "regroup": "attnres.residuals.regroup",
@@ -33,6 +34,7 @@ HOMES = {
     "TrainConfig": "attnres.training.config",
     "train": "attnres.training.loop",
     "compare": "attnres.comparison.compare",
+    "explore": "attnres.app",
     "inspect_model": "attnres.inspect.inspector",
     "intervene": "attnres.inspect",
     "record": "attnres.inspect",
@@ -46,6 +48,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres import evals as evals
     from attnres import figures as figures
     from attnres import report as report
+    from attnres.app import explore
     from attnres.comparison.compare import compare
     from attnres.errors import Interrupted, UserError
     from attnres.evals.generate import generate
@@ -53,7 +56,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.inspect.inspector import inspect_model
     from attnres.models import build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
-    from attnres.residuals import RESIDUALS, Residual, make_residual, register
+    from attnres.residuals import RESIDUALS, Residual, compose, make_residual, register
     from attnres.residuals.regroup import regroup
     from attnres.streams.attach import attach, detach, disabled, load_plain
     from attnres.streams.depth_reads import DepthReads
@@ -76,11 +79,13 @@ __all__ = [
     "attach",
     "build",
     "compare",
+    "compose",
     "convert",
     "depth_read",
     "depth_read_reference",
     "detach",
     "disabled",
+    "explore",
     "generate",
     "inspect_model",
     "intervene",

@@ -1,8 +1,9 @@
 """The command `attnres`: finds the subcommand and turns errors into exit statuses.
 
-A subcommand is a file of `attnres/commands/` and a row of `COMMANDS`. Nothing heavy is imported before a subcommand has
-understood its flags, so that help and mistakes are quick. A user's mistake is one sentence on stderr and status 2. What
-nobody foresaw is one sentence too, with status 1 and where it happened; --debug shows the traceback of either.
+A subcommand is a row of `COMMANDS`, and a file of `attnres/commands/` or a row of `CALLS` in its `short.py`. Nothing
+heavy is imported before a subcommand has understood its flags, so that help and mistakes are quick. A user's mistake is
+one sentence on stderr and status 2. What nobody foresaw is one sentence too, with status 1 and where it happened;
+--debug shows the traceback of either.
 """
 
 import contextlib
@@ -23,15 +24,15 @@ from attnres.errors import (
     first_line,
     is_out_of_memory,
     is_panic,
-    mechanism_fault,
     refusal,
     unknown,
+    user_file_fault,
 )
 from attnres.text import listed, one_line
 
 COMMANDS = {
     "train": "train one model",
-    "compare": "train variants side by side under equal conditions; without options: the demo",
+    "compare": "train variants side by side under equal conditions, as make demo does",
     "report": "make the table and report.html from run folders",
     "prepare": "tokenise a corpus",
     "convert": "give a pretrained model depth reads, its logits unchanged",
@@ -49,7 +50,10 @@ COMMANDS = {
     "check": "check that a residual mechanism satisfies the interface",
     "env": "print versions, devices, and which backend depth reads use",
 }
-"""Each is carried out by `run` of the module of this name in `attnres.commands`."""
+"""Name and purpose of each subcommand."""
+
+OWN_FILE = ("train", "compare", "convert", "plan", "mechanisms", "doctor", "env")
+"""Subcommands with a module of their own in `attnres.commands`; the others are in `short`."""
 
 _HELP = """\
 usage: attnres [-h] [--version] COMMAND [OPTIONS]
@@ -124,7 +128,7 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
                 "--accumulation, with --gradient-checkpointing layer or with a smaller --batch-size",
                 2,
             )
-        if fault := mechanism_fault(error):
+        if fault := user_file_fault(error):
             _fail(f"error: {one_line(str(fault))}", 2)
         if refused := refusal(error):
             _fail(f"error: {one_line(refused)}", 2)
@@ -149,7 +153,10 @@ def _dispatch(arguments: list[str]) -> None:
 
         print(f"attnres {__version__}")
     elif name in COMMANDS:
-        importlib.import_module(f"attnres.commands.{name}").run(rest)
+        if name in OWN_FILE:
+            importlib.import_module(f"attnres.commands.{name}").run(rest)
+        else:
+            importlib.import_module("attnres.commands.short").run(name, rest)
     elif name == "study":
         raise UserError("studies are in lab/ of the repository, not in the package: run python -m lab in a clone")
     elif name.startswith("-"):
@@ -159,7 +166,8 @@ def _dispatch(arguments: list[str]) -> None:
 
 
 def _unforeseen(error: BaseException, words: Sequence[str]) -> str:
-    """A sentence for what no part of the program foresaw: what it is, where it is from, and what it was about."""
+    """Return a sentence for what no part of the program foresaw: what it is, where it is from, and what it was
+    about."""
     frames, package = traceback.extract_tb(error.__traceback__), Path(__file__).parent
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a library"

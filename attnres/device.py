@@ -13,7 +13,7 @@ from attnres.errors import UserError
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a name: `auto` is CUDA where there is one, else the CPU.
+    """Return the device of a name: `auto` is CUDA where there is one, else the CPU.
 
     Raises:
         UserError: no such device, or CUDA where PyTorch finds none.
@@ -40,7 +40,7 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def cores() -> int:
-    """How many of the processor's cores this process may use."""
+    """Return how many of the processor's cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -88,21 +88,20 @@ def in_turn(
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call, until the device has done it."""
+    """Return seconds of one call, until the device has done it."""
     began = now(device)
     call()
     return now(device) - began
 
 
 def now(device: torch.device) -> float:
-    """The clock's seconds when the device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    """Return the clock's seconds when the device has done all that it was given."""
+    torch.get_device_module(device).synchronize(device)
     return time.perf_counter()
 
 
 def spread(values: Sequence[float], base: Sequence[float] | None = None) -> Spread:
-    """What `in_turn` gave for one label, beside what it gave for another, by default itself."""
+    """Return the median and quartiles of one label's times, and of their ratios to another's (by default its own)."""
     ratios = [one / other for one, other in zip(values, base or values, strict=True)]
     return Spread(statistics.median(values), _quartiles(values), statistics.median(ratios), _quartiles(ratios))
 
@@ -113,5 +112,5 @@ def _quartiles(values: Sequence[float]) -> list[float]:
 
 
 def device_name(device: torch.device) -> str:
-    """What was measured on: the GPU, or the CPU with its threads."""
+    """Return the GPU's name, or the CPU with its threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -13,8 +13,8 @@ DEBUG = "ATTNRES_DEBUG"
 """Environment variable that --debug sets: errors come with their traceback, libraries say what they report."""
 ERROR_FILE = "ATTNRES_ERROR_FILE"
 """Environment variable: where `attnres` writes the sentence of an error instead of printing it."""
-MECHANISM_FILE = "attnres_plugin_"
-"""How the name of the module begins that a user's FILE.py with a mechanism becomes (`residuals.registry`)."""
+USER_FILE = "attnres_plugin_"
+"""How the name of the module begins that a user's FILE.py becomes (`imports.from_file`)."""
 
 
 class UserError(ValueError):
@@ -53,7 +53,7 @@ def shortened(message: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error, to stand inside a sentence; its type where it has no words.
+    """Return the first line of another library's error, to stand inside a sentence; its type where it has no words.
 
     >>> first_line(OSError("no such repository.\\nTraceback ...")), first_line(KeyError())
     ('no such repository', 'KeyError')
@@ -62,12 +62,13 @@ def first_line(error: BaseException) -> str:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust met something that it did not foresee: its exception is no `Exception`."""
+    """Return whether a library written in Rust met something that it did not foresee: its exception is no
+    `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: Python's, a GPU's, or a CPU's tensors', whose error has no class of its own."""
+    """Return whether memory ran out: Python's, a GPU's, or a CPU's tensors', whose error has no class of its own."""
     words = str(error) if isinstance(error, RuntimeError) else ""
     of_cpu = "DefaultCPUAllocator" in words and ("can't allocate memory" in words or "not enough memory" in words)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or of_cpu
@@ -93,7 +94,8 @@ _ADVICE = {
 
 
 def refusal(error: BaseException) -> str | None:
-    """A sentence for what the system refused (files, processes, room, rights, names), or None if it was not that."""
+    """Return a sentence for what the system refused (files, processes, room, rights, names), or None if it was not
+    that."""
     if isinstance(error, UnicodeEncodeError) and error.encoding == sys.getfilesystemencoding():
         return (
             f"the locale's encoding {error.encoding} has no sign for a character of a file's name "
@@ -116,19 +118,19 @@ def refusal(error: BaseException) -> str | None:
     return f"cannot {what} ({error.strerror}): {advice}"
 
 
-def mechanism_fault(error: BaseException) -> UserError | None:
-    """The error as one of a user's own mechanism, if it came out of that file."""
+def user_file_fault(error: BaseException) -> UserError | None:
+    """Return the error as one of a user's own FILE.py, if it came out of that file."""
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).startswith(MECHANISM_FILE)
+        if str(frame.f_globals.get("__name__")).startswith(USER_FILE)
     ]
     if not lines:
         return None
     file, line = lines[-1]
     return UserError(
         f"{file} fails in line {line} ({type(error).__name__}: {first_line(error)}): mend it; attnres check "
-        "FILE.py:CLASS says whether it does all that a mechanism has to"
+        "FILE.py:CLASS says whether a mechanism does all that it has to"
     )
 
 
@@ -154,7 +156,7 @@ def foreign(what: str, advice: str) -> Generator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise (mechanism_fault(error) or UserError(f"{what} ({first_line(error)}): {advice}")) from error
+        raise (user_file_fault(error) or UserError(f"{what} ({first_line(error)}): {advice}")) from error
 
 
 def install(extra: str) -> str:
@@ -167,7 +169,7 @@ def install(extra: str) -> str:
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:
-    """An error for a name that does not exist, with the nearest one that does.
+    """Return an error for a name that does not exist, with the nearest one that does.
 
     >>> str(unknown("residual", "blokc", ["block", "full"]))
     "unknown residual 'blokc': did you mean 'block'? Valid are block, full"

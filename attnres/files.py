@@ -30,7 +30,7 @@ except ImportError:  # Windows
 
 
 def user_path(name: str | Path) -> Path:
-    """The path that a user named, with its `~`.
+    """Return the path that a user named, with its `~`.
 
     Raises:
         UserError: no name, nobody's `~`, or a name that no file can have.
@@ -103,7 +103,7 @@ def lock(path: Path, *, wait: bool) -> Generator[int]:
 
 
 def is_same_file(handle: int, path: Path) -> bool:
-    """Whether an open file is still the one of that name."""
+    """Return whether an open file is still the one of that name."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except OSError:
@@ -119,8 +119,8 @@ _WRITER = re.compile(r"\..+\.(?:(?P<host>[a-z0-9-]+)-)?(?P<process>[0-9]+)\.new"
 
 
 def in_the_way(folder: Path) -> Path | None:
-    """What keeps files from being written into a folder, there or not: the nearest thing that is there and no folder
-    this user may write into; None if nothing does. For finding out before hours are spent on what would be written."""
+    """Return the path that keeps files from being written into a folder, there or not: the nearest existing one, if it
+    is no folder that this user may write into; else None. Asked before hours are spent on the content."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else there
 
@@ -216,13 +216,13 @@ def recover_folder(path: str | Path) -> None:
 
 
 def is_half_written(name: str) -> bool:
-    """Whether this is the name of what some process is writing, or was when it was killed."""
+    """Return whether this is the name of what some process is writing, or was when it was killed."""
     return _WRITER.fullmatch(name) is not None
 
 
 def _is_stray(name: str) -> bool:
-    """Whether what has this name was half-written by a process of this machine that is no more; another machine's that
-    writes to the same folder (a cluster's) may be alive."""
+    """Return whether what has this name was half-written by a process of this machine that is no more; another
+    machine's that writes to the same folder (a cluster's) may be alive."""
     writer = _WRITER.fullmatch(name)
     return writer is not None and writer["host"] in (None, _HOST) and not _alive(int(writer["process"]))
 
@@ -267,7 +267,8 @@ def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
 
 
 def _place(path: str | Path) -> Path:
-    """Where a folder lies that is to be replaced: what a link leads to. Raises UserError for the current folder."""
+    """Return where a folder lies that is to be replaced: what a link leads to. Raises UserError for the current
+    folder."""
     place = Path(path).resolve()
     if place == Path.cwd():
         raise UserError("the current folder was given to be written, and a shell stands in it: give a folder in it")
@@ -292,7 +293,7 @@ def _remove(path: Path) -> None:
 
 
 def _alive(process: int) -> bool:
-    """Whether a process still runs, this one excepted."""
+    """Return whether a process still runs, this one excepted."""
     if process == os.getpid():
         return False
     try:
@@ -316,7 +317,7 @@ def _sync(folder: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """`$ATTNRES_CACHE`, or `attnres` under `$XDG_CACHE_HOME` or `~/.cache`. Not created here.
+    """Return `$ATTNRES_CACHE`, or `attnres` under `$XDG_CACHE_HOME` or `~/.cache`. Not created here.
 
     Raises:
         UserError: nothing says where: a user without a name and a home.

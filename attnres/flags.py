@@ -24,7 +24,7 @@ Hidden = tyro.conf.Suppress
 
 
 def _size_from(words: list[str]) -> str | dict[str, Any]:
-    """A name, or a mapping as YAML."""
+    """Return a name, or a mapping as YAML."""
     if not words[0].startswith("{"):
         return words[0]
     try:
@@ -132,7 +132,7 @@ def _refuse_empty(values: Any) -> None:
 
 
 def fields_of(config: Any, only: Any = None, **changes: Any) -> dict[str, Any]:
-    """The fields of a dataclass (those that `only` has) by name, not copied, with changes."""
+    """Return the fields of a dataclass (those that `only` has) by name, not copied, with changes."""
     names = [item.name for item in dataclasses.fields(only or config)]
     return {name: getattr(config, name) for name in names} | changes
 
@@ -150,13 +150,13 @@ def _unknown_option(option: str, command: str, flags: dict[str, str]) -> UserErr
 
 
 def _short(argument: str, flags: dict[str, str]) -> str:
-    """`--lr` for `--optim.lr`, as which messages and files name it."""
+    """Return `--lr` for `--optim.lr`, as which messages and files name it."""
     name, equals, value = argument.partition("=")
     return flags.get(name.replace("_", "-"), name) + equals + value
 
 
 def _flags(kind: Any, group: str = "") -> dict[str, str]:
-    """The flags of a dataclass and of those nested in it: `--optim.lr` -> `--lr`."""
+    """Return the flags of a dataclass and of those nested in it: `--optim.lr` -> `--lr`."""
     flags = {}
     for item in dataclasses.fields(kind):
         markers = getattr(item.type, "__metadata__", ())
@@ -169,7 +169,7 @@ def _flags(kind: Any, group: str = "") -> dict[str, str]:
 
 
 def _sentence(box: str) -> str:
-    """The message of tyro's error box, as one line: its first part, or its second where the title is a part too.
+    """Return the message of tyro's error box, as one line: its first part, or its second where the title is a part too.
 
     tyro offers the parts of an error in a private module alone, so what it prints is read; pyproject.toml bounds its
     version for that.
@@ -203,8 +203,8 @@ def _sentence(box: str) -> str:
 
 
 def config_file(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The values of `--config FILE`, and the other arguments."""
-    rest, path = [], None
+    """Return the values of `--config FILE`, and the other arguments."""
+    others, path = [], None
     remaining = iter(arguments)
     for argument in remaining:
         if argument.split("=")[0] == "--config" and path is not None:
@@ -218,5 +218,5 @@ def config_file(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
         elif argument.startswith("--config="):
             path = argument.removeprefix("--config=")
         else:
-            rest.append(argument)
-    return ({} if path is None else read_config(user_path(path))), rest
+            others.append(argument)
+    return ({} if path is None else read_config(user_path(path))), others

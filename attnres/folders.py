@@ -37,7 +37,8 @@ _MARKS: dict[str, Kind] = {
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """What a folder holds; None where it is not there or has nothing but a lock, or what is half-written, in it.
+    """Return the kind of content of a folder; None if it does not exist or has nothing but a lock or half-written
+    files.
 
     Raises:
         UserError: a file, or a folder that cannot be looked into.
@@ -60,7 +61,8 @@ def kind_of(folder: Path) -> Kind | None:
 
 
 def refuse_other(folder: str | Path, *kinds: Kind) -> Path:
-    """The folder, if a command that writes one of these kinds may write into it; none is what needs an empty one.
+    """Return the folder, if a command that writes one of these kinds may write into it; none is what needs an empty
+    one.
 
     Raises:
         UserError: it holds something else, or cannot be written to.
@@ -76,7 +78,7 @@ def refuse_other(folder: str | Path, *kinds: Kind) -> Path:
 
 
 def refuse_other_file(path: str | Path, keys: set[str], companion: str | None = None) -> Path:
-    """The path of a JSON file to write, if nothing is there or an earlier file of its kind, which has `keys`.
+    """Return the path of a JSON file to write, if nothing is there or an earlier file of its kind, which has `keys`.
 
     Args:
         companion: the name of a second file, which may be there only together with the first.

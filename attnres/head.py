@@ -59,12 +59,13 @@ def _none_packed(position_ids: Tensor) -> None:
 
 
 def log_probs(logits: Tensor) -> Tensor:
-    """Log-probabilities in nats over the last axis, in fp32 or, of fp64 logits, fp64."""
+    """Return the log-probabilities in nats over the last axis, in fp32 or, of fp64 logits, fp64."""
     return logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """-ln p of every target in nats: logits (B, T, V), targets (B, T) int64 -> (B, T) fp32, fp64 of fp64 logits."""
+    """Return -ln p of every target in nats: logits (B, T, V), targets (B, T) int64 -> (B, T) fp32, fp64 of fp64
+    logits."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     size = targets.shape[1] if logits.requires_grad else max(1, POSITIONS // len(targets))
     losses = [
@@ -75,7 +76,7 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def next_token_losses(model: nn.Module, ids: Tensor) -> Tensor:
-    """-ln p in nats of every token after the first: ids (B, T) -> (B, T - 1), without a cache."""
+    """Return -ln p in nats of every token after the first: ids (B, T) -> (B, T - 1), without a cache."""
     logits = model(input_ids=ids, use_cache=False).logits
     return token_losses(logits[:, :-1], ids[:, 1:].to(logits.device))
 
@@ -127,7 +128,7 @@ class Soft(NamedTuple):
     temperature: float
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Over tokens, in nats, fp32 scalars: what is minimised, the cross-entropy in it, and T^2 KL (0 without a teacher).
     Only the first has a gradient."""
 
@@ -199,21 +200,23 @@ def parts(targets: Tensor, vocabulary: int) -> int:
 
 
 def losses_in_parts(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
-    """-ln p of every target in nats, without gradients: hidden (B, T, d), targets (B, T) -> (B, T) fp32 or fp64."""
+    """Return -ln p of every target in nats, without gradients: hidden (B, T, d), targets (B, T) -> (B, T) fp32 or
+    fp64."""
     count = parts(targets, len(head.weight))
     pairs = zip(hidden.flatten(0, 1).chunk(count), targets.flatten().chunk(count), strict=True)
     with torch.no_grad():
         return torch.cat([F.cross_entropy(head.logits(x), y, reduction="none") for x, y in pairs]).view(targets.shape)
 
 
-def sums_in_parts(head: Head, hidden: Tensor, targets: Tensor, soft: Soft | None = None) -> Sums:
+def sums_in_parts(head: Head, hidden: Tensor, targets: Tensor, soft: Soft | None = None) -> LossSums:
     """Sum the losses of a batch: hidden (B, T, d), targets (B, T) int64. Their gradients are made here and now, once;
     a second backward pass through them is refused."""
-    return Sums(*_InParts.apply(hidden, head.weight, head.bias, targets, head, soft))
+    return LossSums(*_InParts.apply(hidden, head.weight, head.bias, targets, head, soft))
 
 
 def called_losses(model: Any, call: dict[str, Any], y: Tensor, kind: str) -> Tensor:
-    """Cross-entropy in nats of a model called so: with gradients the sum (1,), else of every token (B, T)."""
+    """Return the cross-entropy in nats of a model called so: with gradients the sum (1,), else of every token (B,
+    T)."""
     if kind == "whole":
         losses = token_losses(model(**call, use_cache=False).logits, y)
         return losses.sum().view(1) if torch.is_grad_enabled() else losses

@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether `text` has the form of a name on the hub: NAME or OWNER/NAME.
+    """Return whether `text` has the form of a name on the hub: NAME or OWNER/NAME.
 
     >>> is_hub_name("gpt2"), is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("runs/mine/model"), is_hub_name("./gpt2")
     (True, True, False, False)
@@ -41,7 +41,7 @@ def fetch(name: str, patterns: Iterable[str]) -> Path:
 def dataset_rows(
     what: str, repository: str, config: str | None, split: str, *, otherwise: str = "", **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a data set, by the library `datasets`.
+    """Yield the rows of a data set, by the library `datasets`.
 
     Args:
         what: is read there, for messages; `otherwise` says what else the user can do.
@@ -57,8 +57,8 @@ def dataset_rows(
 def streamed_rows(
     what: str, repository: str, config: str | None, split: str, revision: str | None, place: dict[str, Any] | None
 ) -> tuple[Iterator[dict[str, Any]], Callable[[], dict[str, Any]]]:
-    """The rows of a data set from a place on, of which nothing but what is read is fetched, and a function that says
-    the place after the last row that was given.
+    """Yield the rows of a data set from a place on, of which nothing but what is read is fetched, and a function that
+    says the place after the last row that was given.
 
     Raises:
         UserError: as for `dataset_rows`, here or when a row is read.

@@ -1,14 +1,17 @@
-"""Imports at first use: names of this package (PEP 562), and what is to be done when another library is imported."""
+"""Imports at first use: names of this package (PEP 562), what is to be done when another library is imported, and names
+of a user's own file."""
 
 import functools
+import hashlib
 import importlib
 import importlib.abc
+import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -36,6 +39,58 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         return sorted({*vars(sys.modules[package]), *homes})
 
     return get, names
+
+
+class FromFile(NamedTuple):
+    """What a name in a user's file stands for.
+
+    Attributes:
+        value: the class, function or whatever it is.
+        entry: FILE.py:NAME with the whole path.
+        sha256: of the file's content.
+    """
+
+    value: Any
+    entry: str
+    sha256: str
+
+
+def from_file(entry: str, what: str, fits: Callable[[Any], bool] = callable) -> FromFile:
+    """Return what FILE.py:NAME stands for. A file is run once for each content that it has.
+
+    Args:
+        what: what NAME is expected to be, "class" or "function"; `fits` tells which names are offered instead.
+
+    Raises:
+        UserError: a file that is not there or fails, or without the name.
+    """
+    from attnres.errors import USER_FILE, UserError, unknown  # here: `import attnres` needs neither
+    from attnres.files import user_path
+
+    file, _, name = entry.rpartition(":")
+    path = user_path(file).resolve()
+    if not path.is_file():
+        raise UserError(f"'{entry}': there is no file {path}; expected FILE.py:{what.upper()}")
+    # A name of its own for each file and content, so that a class is made once and can be pickled in this process.
+    content = path.read_bytes()
+    digest = hashlib.sha256(bytes(path) + content).hexdigest()[:12]
+    module_name = f"{USER_FILE}{path.stem}_{digest}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            # Not by the spec's loader: it takes the bytecode of a file for that of one changed within a second.
+            exec(compile(content, path, "exec", dont_inherit=True), vars(module))
+        except (Exception, SystemExit) as error:
+            del sys.modules[module_name]
+            raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error
+    value = getattr(module, name, None)
+    if value is None:
+        raise unknown(f"{what} in {path}", name, [key for key, value in vars(module).items() if fits(value)])
+    return FromFile(value, f"{path}:{name}", hashlib.sha256(content).hexdigest())
 
 
 _waiting: dict[str, list[Callable[[Any], None]]] = {}

@@ -16,7 +16,8 @@ from attnres.text import duration
 
 
 def wide(console: Console | None = None) -> Console:
-    """The console to print on; a file or a pipe has no edge to wrap at. What is in brackets is a token, no markup."""
+    """Return the console to print on; a file or a pipe has no edge to wrap at. What is in brackets is a token, no
+    markup."""
     console = console or Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 400
@@ -29,7 +30,7 @@ def say(console: Console, line: str) -> None:
 
 
 def grid(*left: str, right: tuple[str, ...] = ()) -> Table:
-    """A table without lines: columns that are flush left, then some that are flush right."""
+    """Return a table without lines: columns that are flush left, then some that are flush right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in left:
         table.add_column(title)

@@ -30,7 +30,7 @@ _HEAD = 4096
 
 
 def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
-    """The text of a UTF-8 file of at most `limit` bytes, without a byte order mark. Raises UserError."""
+    """Return the text of a UTF-8 file of at most `limit` bytes, without a byte order mark. Raises UserError."""
     path = Path(path)
     refuse_special(path)
     try:
@@ -55,12 +55,12 @@ def refuse_no_text(path: Path, head: bytes) -> None:
 
 
 def read_json(path: str | Path, *, ours: bool = True) -> Any:
-    """The value in a JSON file. Raises UserError; `ours` as in `parse_json`."""
+    """Return the value in a JSON file. Raises UserError; `ours` as in `parse_json`."""
     return parse_json(read_text(path), str(path), ours=ours)
 
 
 def parse_json(text: str, where: str, *, ours: bool = True) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Args:
         where: it stands, for messages.
@@ -81,7 +81,7 @@ def parse_json(text: str, where: str, *, ours: bool = True) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML 1.2 text without aliases. Raises UserError as `parse_json`."""
+    """Return the value of a YAML 1.2 text without aliases. Raises UserError as `parse_json`."""
     try:
         value = yaml.load(text, _Yaml)
     except RecursionError:
@@ -97,7 +97,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The keys and values of a configuration file: .yaml, .yml, .toml or .json. Raises UserError."""
+    """Return the keys and values of a configuration file: .yaml, .yml, .toml or .json. Raises UserError."""
     where = f"the configuration file {path}"
     if path.suffix not in (".yaml", ".yml", ".json", ".toml"):
         raise UserError(f"{where} must end in .yaml, .yml, .json or .toml")

@@ -17,7 +17,7 @@ EXPONENTS = (0.005, 2.0)
 """The least and the largest that are tried."""
 
 
-class Reading(NamedTuple):
+class CurveReading(NamedTuple):
     """Tokens at which a loss is reached; infinity for one below the fit's floor, NaN for one above the first point."""
 
     tokens: float
@@ -115,25 +115,25 @@ class LossCurve:
     def law(self) -> PowerLaw | None:
         return fit(self.at.tolist(), self.losses.tolist()) if len(self.at) > 2 else None
 
-    def tokens(self, loss: float) -> Reading:
+    def tokens(self, loss: float) -> CurveReading:
         """Return the tokens at which the curve has this loss. NaN where it began below, or beyond its end has no
         fit."""
         n, losses = self.at, self.losses
         if not len(n) or loss > losses[0]:
-            return Reading(math.nan, False)
+            return CurveReading(math.nan, False)
         after = int(np.searchsorted(-losses, -loss))  # the first point that has it
         if after == len(n):
             if self.law is None or not math.isfinite(end := self.law.reached(float(losses[-1]))):
-                return Reading(math.nan, True)
-            return Reading(float(n[-1] * self.law.reached(loss) / end), True)
+                return CurveReading(math.nan, True)
+            return CurveReading(float(n[-1] * self.law.reached(loss) / end), True)
         if losses[after] == loss:
-            return Reading(float(n[after]), False)
+            return CurveReading(float(n[after]), False)
         (high, low), (first, last) = losses[after - 1 : after + 1], n[after - 1 : after + 1]
         share = (high - loss) / (high - low)
         if self.law is not None and math.isfinite(late := self.law.reached(float(low))):
             early, here = self.law.reached(float(high)), self.law.reached(loss)
             share = math.log(here / early) / math.log(late / early)
-        return Reading(float(first * (last / first) ** share), False)
+        return CurveReading(float(first * (last / first) ** share), False)
 
 
 class Saving(NamedTuple):
@@ -162,5 +162,5 @@ def saving(curve: LossCurve, base: LossCurve, loss: float | None = None) -> Savi
         if not len(curve.losses) or not len(base.losses):
             return Saving(math.nan, False, math.nan)
         loss = float(max(curve.losses[-1], base.losses[-1]))
-    own, other = curve.tokens(loss), base.tokens(loss)
-    return Saving(other.tokens / own.tokens, own.extrapolated or other.extrapolated, loss)
+    tokens, other = curve.tokens(loss), base.tokens(loss)
+    return Saving(other.tokens / tokens.tokens, tokens.extrapolated or other.extrapolated, loss)

@@ -83,7 +83,7 @@ def _ratio(items: int, above: Any, below: Any, squares: Any) -> Ratio:
 
 
 def standard_error(values: np.ndarray, axis: int | None = None) -> Any:
-    """s / sqrt(n) along an axis, s over n - 1, of what is not NaN; NaN for fewer than two values."""
+    """Return s / sqrt(n) along an axis, s over n - 1, of what is not NaN; NaN for fewer than two values."""
     values = np.asarray(values, dtype=float)
     count = (~np.isnan(values)).sum(axis, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -94,7 +94,7 @@ def standard_error(values: np.ndarray, axis: int | None = None) -> Any:
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss, as far as a number can hold it.
+    """Return e to the loss, as far as a number can hold it.
 
     >>> perplexity(0.0), perplexity(1e6) < math.inf
     (1.0, True)
@@ -103,7 +103,7 @@ def perplexity(loss: float) -> float:
 
 
 def or_none(value: float | None) -> float | None:
-    """None for NaN and infinity, which JSON does not have, and for what is not known."""
+    """Return None for NaN and infinity, which JSON does not have, and for what is not known."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -138,7 +138,7 @@ def _beta_share(x: float, a: float, b: float) -> float:
 
 
 def t_tail(t: float, degrees: float) -> float:
-    """Student's t: the probability of a value at least as far from 0, on both sides together.
+    """Return, for Student's t, the probability of a value at least as far from 0, on both sides together.
 
     >>> round(t_tail(4.303, 2), 4)
     0.05
@@ -150,7 +150,8 @@ def t_tail(t: float, degrees: float) -> float:
 
 @functools.cache
 def t_quantile(probability: float, degrees: float) -> float:
-    """Student's t: the point below which it lies with a probability from one half to below 1; degrees may be broken.
+    """Return, for Student's t, the point below which it lies with a probability from one half to below 1; degrees may
+    be broken.
 
     >>> round(t_quantile(0.975, 2), 3), round(t_quantile(0.5, 9), 3)
     (4.303, 0.0)
@@ -165,7 +166,7 @@ def t_quantile(probability: float, degrees: float) -> float:
 
 
 def chi2_tail(value: float, degrees: int) -> float:
-    """Chi-squared: the probability of at least this value.
+    """Return, for chi-squared, the probability of at least this value.
 
     From Q(a + 1, x) = Q(a, x) + x^a e^-x / Gamma(a + 1), with Q(1/2, x) = erfc(sqrt(x)) and Q(1, x) = e^-x.
 
@@ -183,7 +184,7 @@ def chi2_tail(value: float, degrees: int) -> float:
 
 
 def bartlett(variances: Sequence[float], degrees: Sequence[float]) -> float:
-    """Bartlett's test: the probability that equal variances, normally distributed, come out so different."""
+    """Return, by Bartlett's test, the probability that equal variances, normally distributed, come out so different."""
     s2, d = np.maximum(np.asarray(variances, dtype=float), 1e-300), np.asarray(degrees, dtype=float)
     if len(s2) < 2:
         return 1.0
@@ -249,7 +250,8 @@ class Effect(NamedTuple):
 
 
 def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
-    """Levels at which Holm's procedure tests comparisons: an interval at 1 - level excludes 0 where it rejects.
+    """Return the levels at which Holm's procedure tests comparisons: an interval at 1 - level excludes 0 where it
+    rejects.
 
     The smallest p is held against alpha / m, the next against alpha / (m - 1), and so on; from the first that is not
     below its level on, nothing is rejected and all have that level. NaN counts as 1.
@@ -312,10 +314,10 @@ class Recipe:
         self.seed_sd = math.sqrt(share) * self.sigma
         self.means = dict(zip(self.names, (self._covariance @ m.T @ whitened @ y).tolist(), strict=True))
         self._own: dict[str, tuple[float, float]] = {}  # variance of a run and its degrees of freedom
-        rest = whitened - whitened @ m @ self._covariance @ m.T @ whitened
-        freed = np.array([total - groups - share * float(np.trace(z.T @ rest @ z)), total - groups])
+        projection = whitened - whitened @ m @ self._covariance @ m.T @ whitened
+        freed = np.array([total - groups - share * float(np.trace(z.T @ projection @ z)), total - groups])
         if self.degrees and freed.all():
-            adjusted = y - share * z @ z.T @ rest @ y  # less each seed's luck
+            adjusted = y - share * z @ z.T @ projection @ y  # less each seed's luck
             for index, name in enumerate(self.names):
                 of_it = adjusted[m[:, index] > 0]
                 if len(of_it) > 1:
@@ -349,7 +351,7 @@ class Recipe:
 
 
 def moderated(variances: Sequence[float], degrees: Sequence[float]) -> list[tuple[float, float]]:
-    """Variances drawn towards the prior that all of them suggest, and their degrees of freedom.
+    """Return the variances drawn towards the prior that all of them suggest, and their degrees of freedom.
 
     The prior is an inverse chi-squared of d0 degrees about s0^2; both come from the mean and variance of log s^2. A
     variance becomes (d0 s0^2 + d s^2) / (d0 + d), of d0 + d degrees (Smyth 2004, Statistical Applications in Genetics
@@ -390,16 +392,16 @@ def _trigamma(x: float) -> float:
 
 
 def judged(effects: Sequence[Effect], planned: Sequence[bool], comparisons: int = 0) -> list[Effect]:
-    """Effects at their levels: those that were planned beforehand at 5 % each, all others together by Holm.
+    """Return the effects at their levels: those that were planned beforehand at 5 % each, all others together by Holm.
 
     `comparisons`: how many others were to be made, finished or not; those that are missing count as not rejected.
     """
-    found = list(effects)
-    rest = [index for index, beforehand in enumerate(planned) if not beforehand]
-    missing = max(0, comparisons - len(rest))
-    for index, level in zip(rest, holm([*(found[index].p for index in rest), *[math.nan] * missing])):
-        found[index] = found[index]._replace(level=level)
-    return found
+    leveled = list(effects)
+    unplanned = [index for index, beforehand in enumerate(planned) if not beforehand]
+    missing = max(0, comparisons - len(unplanned))
+    for index, level in zip(unplanned, holm([*(leveled[index].p for index in unplanned), *[math.nan] * missing])):
+        leveled[index] = leveled[index]._replace(level=level)
+    return leveled
 
 
 def pooled(estimates: Iterable[tuple[float, float]]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ import csv
 import io
 import math
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 UNKNOWN = "–"
@@ -11,7 +12,7 @@ AMOUNTS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 
 
 def whole_characters(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which arguments that are no UTF-8 and JSON's escapes come with.
+    """Return the text with U+FFFD for lone surrogates, which arguments that are no UTF-8 and JSON's escapes come with.
 
     >>> whole_characters("caf\\udce9")
     'caf\ufffd'
@@ -36,7 +37,7 @@ def number(value: float | None, digits: int = 3, *, signed: bool = False) -> str
 
 
 def short(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
-    """`number` without a leading zero, for columns of weights.
+    """Return `number` without a leading zero, for columns of weights.
 
     >>> short(0.412), short(-0.05), short(1.0)
     ('.41', '−.05', '1.00')
@@ -46,7 +47,7 @@ def short(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
 
 
 def tick(value: float) -> str:
-    """A number on an axis in three significant digits, without zeros that say nothing.
+    """Return a number on an axis in three significant digits, without zeros that say nothing.
 
     Amounts are in k, M, B and T; what is larger, or below a ten-thousandth, is a power of ten.
 
@@ -62,8 +63,8 @@ def tick(value: float) -> str:
 
 
 def digits_for(value: float, error: float | None) -> int:
-    """Digits of a number with that standard error: three below 10, two below 1,000, none above; up to six where the
-    error needs them."""
+    """Return the digits of a number with that standard error: three below 10, two below 1,000, none above; up to six
+    where the error needs them."""
     digits = 3 if abs(value) < 10 else 2 if abs(value) < 1000 else 0
     needed = math.ceil(-math.log10(error)) if error and 0 < error < math.inf else 0
     return max(digits, min(6, needed))
@@ -90,14 +91,14 @@ def with_error(
 
 
 def memory(size: float) -> str:
-    """Bytes in GB or MB (powers of ten)."""
+    """Return bytes in GB or MB (powers of ten)."""
     if math.isnan(size):
         return UNKNOWN
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes or seconds, to the precision that an estimate deserves.
+    """Return hours, minutes or seconds, to the precision that an estimate deserves.
 
     >>> duration(42), duration(310), duration(8000)
     ('42 s', '5 min', '2 h 13 min')
@@ -109,7 +110,7 @@ def duration(seconds: float) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text on one line, with what moves the cursor spelt out.
+    """Return text on one line, with what moves the cursor spelt out.
 
     >>> one_line("a\\nb\\tc\\x1b[1m")
     'a b c\\\\x1b[1m'
@@ -119,7 +120,7 @@ def one_line(text: str) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """A number of things.
+    """Return a number of things.
 
     >>> counted(1, "window"), counted(1234, "window")
     ('1 window', '1,234 windows')
@@ -128,7 +129,7 @@ def counted(count: int, what: str) -> str:
 
 
 def settings_text(settings: Mapping[str, object]) -> str:
-    """Settings as a line of text has them.
+    """Return the settings as a line of text has them.
 
     >>> settings_text({"num_blocks": 8, "query_std": 0.02})
     'num_blocks=8, query_std=0.02'
@@ -137,7 +138,7 @@ def settings_text(settings: Mapping[str, object]) -> str:
 
 
 def with_settings(name: str, settings: Mapping[str, object] | None) -> str:
-    """A mechanism's name, and in brackets the settings that are given.
+    """Return a mechanism's name, and in brackets the settings that are given.
 
     >>> with_settings("block", {"num_blocks": 8}), with_settings("full", None)
     ('block (num_blocks=8)', 'full')
@@ -146,7 +147,7 @@ def with_settings(name: str, settings: Mapping[str, object] | None) -> str:
 
 
 def first_of(names: Sequence[str], what: str) -> str:
-    """The first of several, and how many more there are.
+    """Return the first of several, and how many more there are.
 
     >>> first_of(["a", "b", "c"], "other tensor"), first_of(["a"], "other tensor")
     ("'a' and 2 other tensors", "'a'")
@@ -155,7 +156,7 @@ def first_of(names: Sequence[str], what: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in a sentence.
+    """Return names in a sentence.
 
     >>> listed(["a", "b", "c"])
     'a, b and c'
@@ -164,7 +165,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def csv_text(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table as CSV, one line of text for the head and each row.
+    """Return a table as CSV, one line of text for the head and each row.
 
     >>> csv_text(["name", "loss"], [["block, 4", 4.39]])
     'name,loss\\n"block, 4",4.39\\n'
@@ -196,3 +197,28 @@ def label_and_seed(name: str) -> tuple[str, int] | None:
     """
     match = _NAME.fullmatch(name)
     return (match["label"], int(match["seed"])) if match else None
+
+
+RIGHT_TO_LEFT = ("R", "AL", "AN")
+UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")
+
+
+def visible(piece: str) -> str:
+    """Return a token's text with what cannot be seen made visible: spaces at its ends, line ends, tabs, characters of
+    control and form and other spaces by their codes. What is written from right to left is kept apart from the words
+    around."""
+    words = piece.strip(" ")
+    front = len(piece) - len(piece.lstrip(" "))
+    shown = "␣" * front + words + "␣" * (len(piece) - front - len(words))
+    shown = shown.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥")
+    shown = "".join(map(_seen, shown)) or "∅"
+    return f"\u2068{shown}\u2069" if any(unicodedata.bidirectional(c) in RIGHT_TO_LEFT for c in shown) else shown
+
+
+def _seen(letter: str) -> str:
+    code = ord(letter)
+    if code < 32:
+        return chr(0x2400 + code)
+    if code == 127:
+        return "␡"
+    return f"\\u{code:04x}" if letter != " " and unicodedata.category(letter) in UNSEEN else letter

@@ -52,20 +52,20 @@ class Misfit(Exception):
         self.value, self.expected, self.names = value, expected, []
 
     def sentence(self, prefix: str) -> str:
-        """What is wrong; `prefix` is the name of the whole."""
+        """Return what is wrong as a sentence; `prefix` is the name of the whole."""
         name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.names)
         shown = repr(self.value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         return f"{prefix}{name} is {shown}: expected {self.expected}".lstrip(". ")
 
     def below(self, name: str | int) -> "Misfit":
-        """The same, said of what holds the value under `name`."""
+        """Return the same, said of what holds the value under `name`."""
         self.names.insert(0, name)
         return self
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of nested values under their dotted names."""
+    """Yield the fields of nested values under their dotted names."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{name}.")
@@ -74,7 +74,7 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """A copy of a dataclass with nested `values` laid over it; `prefix` is where they stand, for messages.
+    """Return a copy of a dataclass with nested `values` laid over it; `prefix` is where they stand, for messages.
 
     Raises:
         UserError: an unknown key, with the nearest valid one; a value of a wrong type, with what was expected.
@@ -103,7 +103,7 @@ def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def checked(value: Any, kind: type[T], path: Any, advice: str) -> T:
-    """A value that a file holds, as `kind`.
+    """Return a value that a file holds, as `kind`.
 
     Args:
         kind: a TypedDict, or a dataclass, whose fields the value must have; a TypedDict keeps others that it has too.
@@ -119,7 +119,8 @@ def checked(value: Any, kind: type[T], path: Any, advice: str) -> T:
 
 
 def fit(value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`, converted as files need it (whole numbers to floats, lists to tuples), or Misfit."""
+    """Return `value` as the type `hint`, converted as files need it (whole numbers to floats, lists to tuples), or
+    Misfit."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         value, bound = fit(value, options[0]), options[1]
@@ -195,7 +196,7 @@ def _is_required(field: dataclasses.Field) -> bool:
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be written as UTF-8: JSON's escapes can spell half a character."""
+    """Return whether it can be written as UTF-8: JSON's escapes can spell half a character."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -26,8 +26,10 @@ from unittest.mock import patch
 import harness
 import torch
 from step import SIZES, VARIANTS, Size
+from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from attnres.comparison.speed import TrainingStep, training_steps
 from attnres.device import in_turn, seconds_of, spread
@@ -39,9 +41,10 @@ from attnres.training.environment import peak_memory, reset_peak_memory
 
 PROFILED = 2
 """Steps of a profile."""
-MODES = ("eager", "graphs", "compile", "compile+graphs", "graphs of passes", "reduce-overhead")
-"""How a step is taken: without graphs or compiler, with either or both; with graphs, but optimizers without; compiled
-in PyTorch's mode that captures by itself. Where a step cannot be captured its row says why."""
+MODES = ("eager", "graphs", "compile", "compile+graphs", "graphs of passes", "graphs of layers", "reduce-overhead")
+"""How a step is taken: without graphs or compiler, with either or both; with graphs, but optimizers without; with
+graphs of each layer's attention and MLP; compiled in PyTorch's mode that captures by itself. Where a step cannot be
+captured its row says why."""
 
 
 def host_seconds(step: Callable[[], Any], on: torch.device) -> float:
@@ -69,6 +72,60 @@ def kernels_of(step: Callable[[], Any]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["ms"])
 
 
+class _Part(nn.Module):
+    """A module that is called with tensors alone, in the order in which they are among the arguments of a call, and
+    returns the tensors among its results."""
+
+    def __init__(self, part: nn.Module, arguments: Any) -> None:
+        super().__init__()
+        self.part, self.run = part, part.forward
+        leaves, self.arguments = tree_flatten(arguments)
+        self.others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self.sample = tuple(leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in self._tensors(leaves))
+
+    def _tensors(self, leaves: Sequence[Any]) -> list[Tensor]:
+        return [leaves[place] for place in self.places]
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = self.others.copy()
+        for place, tensor in zip(self.places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self.arguments)
+        leaves, self.results = tree_flatten(self.run(*args, **kwargs))
+        self.returned = [isinstance(leaf, Tensor) for leaf in leaves]
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def called(self, *args: Any, **kwargs: Any) -> Any:
+        """Take the part's own arguments and return its own results."""
+        tensors = iter(self(*self._tensors(tree_flatten((args, kwargs))[0])))
+        return tree_unflatten([next(tensors) if returned else None for returned in self.returned], self.results)
+
+
+def graph_layers(step: TrainingStep) -> str:
+    """Let the attention and the MLP of each layer be replayed as graphs, forward and backward; return how the step is
+    taken from then on."""
+    model, cast = step.update.placed.model, step.update.placed.plain.cast
+    layers = max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len)
+    parts = [part for layer in layers for part in layer.children() if any(p.ndim > 1 for p in part.parameters())]
+    calls: dict[nn.Module, Any] = {}
+
+    def keep(part: nn.Module, args: Any, kwargs: Any) -> None:
+        calls[part] = (args, kwargs)
+
+    hooks = [part.register_forward_pre_hook(keep, with_kwargs=True) for part in parts]
+    step()
+    for hook in hooks:
+        hook.remove()
+    flat = [_Part(part, calls[part]) for part in parts]
+    on = step.x.device.type
+    with cast(), torch.autocast(on, enabled=torch.is_autocast_enabled(on), cache_enabled=False):
+        torch.cuda.make_graphed_callables(tuple(flat), tuple(one.sample for one in flat))
+    for part, one in zip(parts, flat, strict=True):
+        part.forward = one.called
+    return f"captured: {len(parts)} attentions and MLPs"
+
+
 def measure(
     labels: Sequence[str],
     size: Size,
@@ -89,15 +146,20 @@ def measure(
     """
     how: dict[str, Any] = {"vocab_size": size.vocabulary, "seq_len": size.length, "batch_size": size.batch}
     how |= {"optim": OptimConfig(optimizer=optimizer), "dtype": dtype, "on": on}
-    how |= {"compile": "compile" in mode or mode == "reduce-overhead", "cuda_graphs": "graphs" in mode}
+    how |= {
+        "compile": "compile" in mode or mode == "reduce-overhead",
+        "cuda_graphs": "graphs" in mode and mode != "graphs of layers",
+    }
     for label in labels:
         with _taken(mode):
             steps: dict[str, TrainingStep] = {}
             peaks: dict[str, int] = {}
+            paths: dict[str, str | None] = {}
             for name in dict.fromkeys(("plain", label)):
                 before = torch.cuda.memory_allocated() if on.type == "cuda" else 0
                 reset_peak_memory(on)
                 steps |= training_steps({name: VARIANTS[name]}, size=size.model, **how)
+                paths[name] = graph_layers(steps[name]) if mode == "graphs of layers" else None
                 for _ in range(6):  # which compile and capture
                     steps[name]()
                 seconds_of(lambda: None, on)
@@ -107,7 +169,8 @@ def measure(
             )
             for name, step in steps.items():
                 if name == label or label == labels[0]:
-                    yield _row(name, step, times, size, on, dtype) | {"mode": mode, "peak_bytes": peaks[name]}
+                    row = _row(name, step, times, size, on, dtype) | {"mode": mode, "peak_bytes": peaks[name]}
+                    yield row | {"step": paths[name] or step.path}
             del steps, step, times
         if how["compile"]:
             torch.compiler.reset()  # it holds on to the models
@@ -137,7 +200,6 @@ def _row(
         "variant": label,
         "tokens": size.batch * size.length,
         "dtype": dtype,
-        "step": step.path,
         "ms": timed.median * 1e3,
         "quartiles_ms": [quartile * 1e3 for quartile in timed.quartiles],
         "ratio": timed.ratio,

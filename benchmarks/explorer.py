@@ -28,8 +28,10 @@ from attnres.training.environment import describe
 
 CHARACTERS = 720
 """Of Python source: about 200 tokens of the demo's tokenizer."""
-SHOWS = "start => document.querySelector('#pane-0 .text').textContent.replace(/[\\s↵]/g, '').startsWith(start)"
-EDGE = "#pane-0 .contributions [data-read='6'][data-source='0']"
+SHOWN = "start => shown && shown.view.text.replace(/\\s/g, '').startsWith(start)"
+SETTLED = "shown && !busy && shown.panes.every((one) => one.error || one.scores && one.scores.done)"
+"""No answer is under way, and all edges are scored."""
+EDGE = ".depth .cell[data-e='6,0']"
 
 
 def seconds(act: Callable[[], Any], done: Callable[[], Any]) -> float:
@@ -38,11 +40,6 @@ def seconds(act: Callable[[], Any], done: Callable[[], Any]) -> float:
     act()
     done()
     return time.perf_counter() - began
-
-
-def all_edges(pane: str) -> str:
-    """What the scoring of all edges of a pane is called in the results."""
-    return f"all edges of model {int(pane[-1]) + 1}"
 
 
 def until(page: Page, script: str, argument: str | None = None) -> None:
@@ -55,34 +52,29 @@ def until(page: Page, script: str, argument: str | None = None) -> None:
 
 
 def measure(page: Page, rounds: int) -> dict[str, Any]:
-    """Times of a new text, a click on a token and a knocked-out edge, `rounds` of each, none of which was kept."""
+    """Times of a new text, a click on a token and a cut, `rounds` of each, none of which was kept; and until the edges
+    of the prediction, or predictions, are scored after each new text."""
     source = Path(textwrap.__file__).read_text()
-    panes = [f"#pane-{place}" for place in range(page.locator("#panes > div").count())]
-    times: dict[str, list[float]] = {name: [] for name in ("new text", "token", "edge", *map(all_edges, panes))}
+    times: dict[str, list[float]] = {name: [] for name in ("new text", "all scores", "token", "edge")}
     tokens = []
     for i in range(rounds + 1):  # the first warms up
         words = source[2000 + 40 * i : 2000 + 40 * i + CHARACTERS]
         start = "".join(words.split())[:40]
-        medians = {
+        round_times = {
             "new text": seconds(
-                lambda words=words: page.fill("#text textarea", words),
-                lambda start=start: until(page, SHOWS, start),
+                lambda words=words: page.evaluate("text => change({text, token: null, cuts: []})", words),
+                lambda start=start: until(page, SHOWN, start),
             ),
+            "all scores": seconds(lambda: None, lambda: until(page, SETTLED)),
             "token": seconds(
-                lambda i=i: page.click(f"#pane-0 [data-token='{20 + i}']"),
-                lambda i=i: page.wait_for_selector(f"#pane-0 [data-token='{20 + i}'][aria-pressed=true]"),
+                lambda i=i: page.click(f".text [data-t='{20 + i}']"),
+                lambda i=i: page.wait_for_selector(f".text [data-t='{20 + i}'][aria-pressed=true]"),
             ),
-            "edge": seconds(lambda: page.click(EDGE), lambda: page.wait_for_selector("#pane-0 .contributions .gone")),
+            "edge": seconds(lambda: page.click(EDGE), lambda: until(page, "shown.view.cuts.length === 1")),
         }
-        for pane in panes:
-            medians[all_edges(pane)] = seconds(
-                lambda pane=pane: page.click(f"{pane} [data-score]"),
-                lambda pane=pane: page.wait_for_selector(f"{pane} .scores .edge"),
-            )
-        tokens.append(page.locator("#pane-0 [data-token]").count())
-        page.click("#reset")
-        until(page, "!document.querySelector('.gone')")
-        for name, value in medians.items() if i else ():
+        tokens.append(page.locator(".text [data-t]").count())
+        until(page, SETTLED)
+        for name, value in round_times.items() if i else ():
             times[name].append(value)
     figures = {name: {"median_s": statistics.median(row), "largest_s": max(row)} for name, row in times.items()}
     return {"tokens": sorted(tokens[1:]), "rounds": rounds, **figures}
@@ -107,7 +99,7 @@ def opened(models: list[str]) -> Generator[tuple[Page, str]]:
         try:
             page = browser.new_page(viewport={"width": 1280, "height": 900})
             page.goto(f"http://127.0.0.1:{port}")
-            page.wait_for_selector("#pane-0 [data-token]")
+            page.wait_for_selector(".depth")
             yield page, says.split(": open")[0]
         finally:
             browser.close()

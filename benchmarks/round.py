@@ -3,7 +3,7 @@
     python benchmarks/round.py --budget 540        # nine minutes; again goes on where that stopped
     python benchmarks/round.py --list              # the experiments, their limits and what became of them
     python benchmarks/round.py --only "step 0.6b" train
-    python benchmarks/round.py --page              # the table of docs/kernels.md, from the rows
+    python benchmarks/round.py --page              # the table of docs/explanation/kernels.md, from the rows
 
 Each experiment is a process with a limit. A row is a line of `gpu.jsonl`, written the moment it exists, with the hash
 of the kernels' sources, the device and the versions; an experiment that has ended with the same ones is not repeated.
@@ -71,8 +71,8 @@ class Steps:
     optimizer: str = "adamw"
 
     NEXT: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "graphs": ("graphs", "graphs of passes", "reduce-overhead"),
-        "compile+graphs": ("compile+graphs", "reduce-overhead"),
+        "graphs": ("graphs", "graphs of passes", "graphs of layers", "reduce-overhead"),
+        "compile+graphs": ("compile+graphs", "reduce-overhead", "graphs of layers"),
     }
     """What is tried in turn until a step is captured."""
 
@@ -461,7 +461,7 @@ def add_row(path: Path, row: Row) -> None:
 
 # ------------------------------------------------------------------ the page
 
-PAGE = ROOT / "docs" / "kernels.md"
+PAGE = ROOT / "docs" / "explanation" / "kernels.md"
 MARKS = ("<!-- made by `python benchmarks/round.py --page` -->", "<!-- end -->")
 GOALS: tuple[tuple[str, str, str, str], ...] = (
     ("40 M, 16k tokens, captured", "step 100m graphs", BLOCK8, "1.08"),
@@ -481,7 +481,8 @@ GOALS: tuple[tuple[str, str, str, str], ...] = (
 
 
 def page(rows: Sequence[Row]) -> str:
-    """Return the tables of docs/kernels.md: the last row of each experiment, "not measured" where there is none."""
+    """Return the tables of docs/explanation/kernels.md: the last row of each experiment, "not measured" where there
+    is none."""
     last = _last(rows)
     lines = [
         "| captured beside eager | largest difference of a loss | of eager steps made again | |",
@@ -605,7 +606,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--pack", type=Path, default=PACK, help="the folder that make gpu-pack has made")
     parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows")
     parser.add_argument("--list", action="store_true", help="list the experiments")
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/kernels.md anew")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/explanation/kernels.md anew")
     parser.add_argument("--in-process", action="store_true", help="no process for each: limits are not kept")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)

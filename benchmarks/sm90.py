@@ -80,7 +80,7 @@ class Built:
         shared: bytes a CTA, static and dynamic.
         async_16, async_other: asynchronous copies to shared memory of 16 bytes, and of fewer.
         loads, stores: instructions on global memory by their width in bytes, widest first.
-        dots: tensor-core instructions.
+        dots: tensor-core instructions. barriers: at which the warps of a program wait for each other.
         ctas, occupancy: CTAs on a multiprocessor, and resident warps as a share of the most possible.
         seconds: to compile, ptxas included.
     """
@@ -98,6 +98,7 @@ class Built:
     loads: dict[int, int]
     stores: dict[int, int]
     dots: int
+    barriers: int
     ctas: int
     occupancy: float
     seconds: float
@@ -204,6 +205,7 @@ def build(specimen: Specimen, sass: Path | None = None) -> Built:
         loads=accesses(ptx, "ld"),
         stores=accesses(ptx, "st"),
         dots=len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx)),
+        barriers=len(re.findall(r"\bbar(?:rier)?\.sync", ptx)),
         ctas=ctas,
         occupancy=ctas * warps / MAX_WARPS,
         seconds=round(time.perf_counter() - started, 2),
@@ -252,10 +254,10 @@ def of_merge() -> Iterator[Specimen]:
         opens, query = [vector(tokens, width, dtype=dtype) for _ in range(k)], vector(width)
         part = (vector(tokens, width, dtype=dtype), vector(tokens), vector(tokens)) if sealed else (None, None, None)
         added = vector(tokens, width, dtype=dtype) if sealed else None
-        launch, (x, saved, _) = plan_merge(MergeInputs(opens, added, query, 1e-6, *part, norm, dtype))
+        (launch,), (x, saved, _) = plan_merge(MergeInputs(opens, added, query, 1e-6, *part, norm, dtype))
         yield specimen_of(launch, f"{name}, forward", width)
         carried = [vector(tokens, width, dtype=dtype) for _ in range(k)]
-        launch, *_ = plan_backward(MergeGradInputs(x, carried, opens, query, norm, saved))
+        (launch,), _ = plan_backward(MergeGradInputs(x, carried, opens, query, norm, saved))
         yield specimen_of(launch, f"{name}, backward", width)
 
     for width in (896, 1024, 1536, 2048, 2304, 4096, 7168):
@@ -289,12 +291,12 @@ def of_sealed() -> Iterator[Specimen]:
         name = f"{n} sources, {reads} reads{name}"
         sources = [vector(tokens, width, dtype=dtypes[min(j, len(dtypes) - 1)]) for j in range(n)]
         queries, grads = vector(reads, width), [vector(tokens, width, dtype=dtypes[-1]) for _ in range(reads)]
-        launch, result = plan_read(ReadInputs(queries, sources, 1e-6, dtypes[-1]))
+        (launch,), result = plan_read(ReadInputs(queries, sources, 1e-6, dtypes[-1]))
         yield specimen_of(launch, f"{name}, forward", width)
         dtop = [vector(tokens) for _ in range(reads)]
         earlier = [source if carried else None for source in sources]
         inputs = ReadGradInputs(queries, sources, result.inv_rms, result.logits, grads, dtop, earlier)
-        launches, _, _ = plan_backward(inputs)
+        launches, _ = plan_backward(inputs)
         for launch, what in zip(launches, ("backward", "backward, queries"), strict=False):
             yield specimen_of(launch, f"{name}, {what}", width)
 
@@ -360,6 +362,7 @@ def show(rows: Sequence[Built]) -> None:
         "loads\n16 / 4-8 / <4 B",
         "stores\n16 / 4-8 / <4 B",
         "dots",
+        "barriers",
         "CTAs\nper SM",
         "occupancy",
     ):
@@ -378,6 +381,7 @@ def show(rows: Sequence[Built]) -> None:
             _by_width(row.loads),
             _by_width(row.stores),
             str(row.dots),
+            str(row.barriers),
             str(row.ctas) if row.ctas else "[red]0[/red]",
             f"{row.occupancy:.0%}",
         )

@@ -74,7 +74,7 @@ def two_phase(net: Blocks) -> Range:
 
     The high end reads the sealed sources twice in both directions (registers do not hold them) and keeps the sums of
     their gradients in fp32. The Triton kernels write no h, which is one vector less for each sublayer but a block's
-    first, and under bf16 autocast they store sources in bf16: docs/kernels.md has their bytes.
+    first, and under bf16 autocast they store sources in bf16: docs/explanation/kernels.md has their bytes.
     """
     n, size = net.sealed, net.size
     low = group(n, [0, *[1] * (size - 1)], sums=True) / size

@@ -5,7 +5,7 @@ python examples/plain_pytorch.py my_text.txt    # or on a file or folder of text
 
 What makes it an AttnRes model are the four lines marked <-. Tokens are bytes. Both models start from the same weights
 and see the same batches, in turn. A minute and one seed say how it is written and what it costs, not which is better:
-that is docs/results.md.
+that is docs/results/index.md.
 """
 
 import argparse

@@ -20,10 +20,10 @@ from attnres.cli import carry_out
 from attnres.errors import UserError
 from attnres.files import write_text
 from attnres.text import csv_text
-from attnres.training.branch import kept_checkpoint
 from attnres.training.checkpoint import load_model, stored_state
 from attnres.training.config import from_dict
 from attnres.training.data import held_out, prepare_from
+from lab.branch import kept_checkpoint
 
 FIELDS = ("run", "step", "read", "query_gradient", "largest_logit", "set_back", "windows")
 

@@ -20,10 +20,10 @@ from attnres.cli import carry_out
 from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.training import train
-from attnres.training.branch import branch, kept_checkpoint
 from attnres.training.checkpoint import checksum, load_model, reconfigure, save_model, stored_state
 from attnres.training.config import from_dict, to_dict
 from attnres.training.finetune import base_parameters
+from lab.branch import branch, kept_checkpoint
 
 START = {"query": 0.0, "gain": 1.0}
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -16,13 +16,38 @@ from attnres.text import number
 
 ROOT = DATA.parents[1]
 PAGE = ROOT / "docs" / "results" / "index.md"
-README = ROOT / "README.md"
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
 BENCHMARKS = ROOT / "benchmarks" / "results"
 PUBLISHED = -0.020, -0.026
 """Block at the end of training, 194 to 528 M parameters (arXiv 2603.15031, Table 2)."""
 BANDS = (6e6, 14e6), (14e6, 24e6), (24e6, 34e6), (34e6, 42e6)
 """Tokens of the 42 M runs, of which the factor is averaged: after warm-up, until the end that "
 "standard never reaches."""
+PAGES = {
+    "early": "early",
+    "budgets": "how long it lasts",
+    "lasting": "queries' rate",
+    "rates": "rates",
+    "one_gpu": "42 M",
+    "ablations": "parts of a read",
+    "block-size": "block size",
+    "rivals": "other rules",
+    "scaling": "compute",
+    "depth-width": "depth",
+    "dynamics": "inside",
+    "contribution": "edges",
+    "cost": "cost",
+    "retrofit": "retrofit",
+    "nanogpt": "nanoGPT",
+    "memorised": "memorising",
+    "depth-tasks": "steps",
+    "resnet": "ResNets",
+    "growth": "exact",
+    "noise": "method",
+    "texts": "texts",
+    "others": "others' results",
+}
+"""A page a study, and what it is called in a list."""
 PARAMETERS = {"micro": "0.9 M", "nano": "2.9 M"}
 
 
@@ -96,10 +121,25 @@ def saved_by_budget(size: str) -> list[tuple[float, float, bool, float]]:
     return found
 
 
+def more_flops_at_42m() -> float:
+    """FLOPs of a token in Block over the standard model's at 42 M."""
+    from attnres.models.build import SIZES
+    from lab.cost import Mechanism, flops_a_token
+
+    shape = SIZES["100m"], 512, 8192
+    return flops_a_token(*shape, Mechanism.of("block", {"num_blocks": 8})) / flops_a_token(*shape)
+
+
 def step(name: str, size: str, dtype: str) -> str:
-    """Block's step over the plain model's, with quartiles over rounds."""
+    """Block's step over the plain model's, with quartiles over rounds, and on what."""
     record = json.loads((BENCHMARKS / name).read_text("utf-8"))["sizes"][size][dtype]
-    return f"{ratio(record['variants']['block (8 blocks)'])}, {record['device']}"
+    return f"{ratio(timed(name, size, dtype))}, {record['device']}"
+
+
+def timed(name: str, size: str, dtype: str) -> dict:
+    """Block's step as a timing has it."""
+    sizes = json.loads((BENCHMARKS / name).read_text("utf-8"))["sizes"]
+    return sizes[size][dtype]["variants"]["block (8 blocks)"]
 
 
 def ratio(timed: dict) -> str:
@@ -160,10 +200,13 @@ def cost() -> list[str]:
     return head + [f"| {what} | {device} | {ratio(timed)} |" for what, device, timed in rows]
 
 
-def readme() -> str:
-    """README with today's tables between its marks."""
-    text = README.read_text("utf-8")
-    for name, lines in (("evidence", evidence()), ("cost", cost())):
+def marked(path: Path) -> str:
+    """README or the guide with today's tables between its marks."""
+    bands, text = saved_at_42m(), path.read_text("utf-8")
+    today = who([factor for *_, factor in bands], bands, saved_by_budget("nano")[-2])
+    for name, lines in (("who", today), ("evidence", evidence()), ("settings", settings()), ("cost", cost())):
+        if f"<!-- {name}: " not in text:
+            continue
         mark = f"<!-- {name}: made by `python experiments/results_page.py` -->"
         before, rest = text.split(mark)
         text = "\n".join([before + mark, "", *lines, "", "<!-- end -->" + rest.split("<!-- end -->", 1)[1]])
@@ -190,6 +233,38 @@ def inside() -> tuple[float, float, float, float]:
     return found[0], found[1], found[2], found[3]
 
 
+def settings() -> list[str]:
+    """The table of settings and other rules at 0.9 M parameters, judged together."""
+    recipe = Recipe(micro())
+    asked = [
+        ("four softmax heads for one, beside Block", "block-heads4", "block"),
+        ("a window of 8, beside the standard residual", "full-window8", "standard"),
+        ("keys without norm, beside Block", "block-key_normFalse", "block"),
+        ("a gate that starts at the plain sum, beside Block", "block-gatescalar", "block"),
+    ]
+    rules = ("inkling2", "hyper_connections", "mhc_lite", "mhc", "dca", "denseformer")
+    asked += [(f"`{name}`, beside the standard residual", name, "standard") for name in rules]
+    effects = judged([recipe.effect(name, other) for _, name, other in asked], [False] * len(asked))
+    lines = [f"| {row[0]} | {cell(effect)} | {words(effect)} |" for row, effect in zip(asked, effects, strict=True)]
+    return ["| beside | difference | the interval |", "|---|---|---|", *lines]
+
+
+def who(factors: list[float], bands: list[tuple[float, float, float]], last: tuple) -> list[str]:
+    """Who should use it, and who should not, today: the lines above everything, of the guide as well."""
+    tuned = Recipe(fine_tuned()).effect("block-num_blocks4", "standard")
+    cpu, gpu = timed("step_cpu_nano.json", "nano", "fp32"), timed("step_100m_cuda.json", "100m", "bf16")
+    return [
+        "**Use it today** if you train from scratch and tokens are what you lack: `block` with its defaults needed",
+        f"{min(factors):.2f} to {max(factors):.2f} times fewer from {bands[0][0]:.0f} to {bands[-1][1]:.0f} M tokens "
+        f"at 42 M parameters, and {last[1]:.2f} times fewer at {last[0]:.0f} tokens",
+        f"a parameter at 2.9 M (one pair); if you train on a CPU (a step costs {ratio(cpu)} times); or if you study "
+        "what layers read.",
+        f"**Do not use it today** if time on a GPU is what you lack (a step costs {ratio(gpu)} times at 42 M,",
+        f"more than the tokens saved); to improve a finished model ({cell(tuned)} nats); or on the word of",
+        "this page above 42 M parameters, where nothing was trained here.",
+    ]
+
+
 def page() -> str:
     """The page."""
     small, runs42 = micro(), finals("one_gpu")
@@ -210,24 +285,29 @@ def page() -> str:
         question("Block beside mHC (18 % more parameters)", small, studies, ("block", "mhc")),
         question("the control beside the standard residual", small, studies, ("rescaled", "standard")),
     ]
-    tokens = [f"| 42 M | {low:.0f} to {high:.0f} M tokens | {x:.2f} | – | `{file42}` |" for low, high, x in bands]
-    for size, found in budgets.items():
-        file = f"docs/data/studies/{size}/budgets/runs.csv"
-        tokens += [
-            f"| {PARAMETERS[size]} | {per:.1f} tokens a parameter | {x:.2f}{', by a fit' * far} | {work:.2f} "
-            f"| `{file}` |"
-            for per, x, far, work in found
-        ]
-    settings = [
-        ("four softmax heads for one, beside Block", "block-heads4", "block"),
-        ("a window of 8, beside the standard residual", "full-window8", "standard"),
-        ("keys without norm, beside Block", "block-key_normFalse", "block"),
-        ("a gate that starts at the plain sum, beside Block", "block-gatescalar", "block"),
+    at42 = ", ".join(f"{x:.2f}" for *_, x in bands)
+    steps = {
+        "42 M": timed("step_100m_cuda.json", "100m", "bf16")["ratio"],
+        "2.9 M": timed("step_cpu_nano.json", "nano", "fp32")["ratio"],
+    }
+    cells = [
+        "42 M",
+        f"{bands[0][0]:.0f} to {bands[-1][1]:.0f} M tokens",
+        at42,
+        ", ".join(f"{x / more_flops_at_42m():.2f}" for *_, x in bands),
+        ", ".join(f"{x / steps['42 M']:.2f}" for *_, x in bands) + " (H200)",
+        f"`{file42}`",
     ]
-    rules = ("inkling2", "hyper_connections", "mhc_lite", "mhc", "dca", "denseformer")
-    asked = [(name, other) for _, name, other in settings] + [(name, "standard") for name in rules]
-    effects = judged([recipe.effect(*pair) for pair in asked], [False] * len(asked))
-    told = [what for what, *_ in settings] + [f"`{name}`, beside the standard residual" for name in rules]
+    tokens = [f"| {' | '.join(cells)} |"]
+    for size, found in budgets.items():
+        budget = ", ".join(f"{per:.1f}" for per, *_ in found)
+        fewer = ", ".join(f"{x:.2f}{' (by a fit)' * far}" for _, x, far, _ in found)
+        less = ", ".join(f"{work:.2f}" for *_, work in found)
+        file = f"docs/data/studies/{size}/budgets/runs.csv"
+        of_time = steps.get(PARAMETERS[size], float("nan"))
+        clock = ", ".join(f"{x / of_time:.2f}" for _, x, *_ in found) + " (CPU)" if of_time > 0 else "–"
+        cells = [PARAMETERS[size], f"{budget} tokens a parameter", fewer, less, clock, f"`{file}`"]
+        tokens.append(f"| {' | '.join(cells)} |")
     tuned = Recipe(fine_tuned())
     retrofit = [
         (what, tuned.effect(name, "standard"))
@@ -244,14 +324,10 @@ def page() -> str:
     lines = [
         "# Should I use Attention Residuals?",
         "",
+        *who(factors, bands, last),
+        "",
         "Written by `python experiments/results_page.py` from the files named; losses in nats per "
         "held-out token, 95 % intervals.",
-        f"**Short answer.** By tokens, yes: `block` needed fewer at every size tried. The saving is "
-        f"{min(factors):.2f} to "
-        f"{max(factors):.2f} times",
-        f"from {bands[0][0]:.0f} to {bands[-1][1]:.0f} M tokens at 42 M and grows with the budget at 2.9 "
-        f"M, to {last[1]:.2f} at "
-        f"{last[0]:.0f} tokens a parameter. By the clock of a GPU, at 42 M, no: see the cost of a step.",
         "",
         "| question | difference | from | the interval | file |",
         "|---|---|---|---|---|",
@@ -259,10 +335,11 @@ def page() -> str:
         "",
         "**Tokens saved at equal loss** (does it fade? in nats at 42 M yes, in tokens no). At 42 M read "
         "inside one schedule, a lower",
-        "bound, two pairs; below it one pair a size of whole schedules. Compute: the extra FLOPs paid.",
+        "bound, two pairs; below it one pair a size of whole schedules. Compute: the extra FLOPs paid; time: by the "
+        "ratio of a step below.",
         "",
-        "| size | at | tokens, times fewer | compute, times less | file |",
-        "|---|---|---|---|---|",
+        "| size | at | tokens, times fewer | compute, times less | time, times less | file |",
+        "|---|---|---|---|---|---|",
         *tokens,
         "",
         "**What a step costs**, beside the plain model, quartiles in brackets: "
@@ -272,9 +349,7 @@ def page() -> str:
         "",
         "**What to set, other rules** (0.9 M; looked at together, by Holm; files as in the first table)",
         "",
-        "| beside | difference | the interval |",
-        "|---|---|---|",
-        *(f"| {what} | {cell(effect)} | {words(effect)} |" for what, effect in zip(told, effects, strict=True)),
+        *settings(),
         "",
         "**Retrofit** of a trained 2.9 M model (`docs/data/finetune_layouts/curves.csv`): "
         + "; ".join(f"{what} {cell(effect)}" for what, effect in retrofit)
@@ -283,6 +358,7 @@ def page() -> str:
         f"(attention) and {newest_m:.1f} (MLP) "
         f"times an even share of the weight, the embedding {first_a:.2f} and {first_m:.2f}.",
         "",
+        f"**Studies**: {' · '.join(f'[{text}]({name}.md)' for name, text in PAGES.items())} · [all claims](claims.md).",
         "**What nobody knows**: a step's cost at 0.6 B; tokens saved above 42 M, or above 3 M at more "
         "than 1.2 tokens a parameter; the best",
         "rates at 42 M; published gains at 194 to 528 M (−0.020 to −0.026) are of one run each.",
@@ -301,4 +377,5 @@ def page() -> str:
 if __name__ == "__main__":
     Path(PAGE).parent.mkdir(exist_ok=True)
     write_text(PAGE, page())
-    write_text(README, readme())
+    for path in (README, GUIDE):
+        write_text(path, marked(path))

@@ -19,7 +19,7 @@ from fuzz.material import Material
 from fuzz.mutations import ODD, mutate
 from fuzz.tally import Tally
 
-ROUTES = ("/", *("/show",) * 12, *("/export", "/score", "/search") * 3)
+ROUTES = ("/", *("/show",) * 12, *("/patch", "/score", "/search") * 3)
 HOSTILE = (
     *("//", "/%ff", "/%00", "/\\..\\..", "/?" + "a=b&" * 2000, "/?t=" + "A" * 4000, "/?t=eJzbwMAAAAB", "/..;/"),
     *("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/assets/../../etc/passwd", "/static/%00", "/file=/etc/passwd"),
@@ -28,14 +28,7 @@ HOSTILE = (
 )
 """Asked of any server; what else this one may answer to is taken from its page."""
 VIEW = View("def read(rows):\n    return rows", token=2, cuts=(Cut(0, 3, 1), Cut(0, 2, 0, 1))).to_json()
-ACTIONS = [
-    ["token", 1],
-    ["edge", {"model": 0, "read": 2, "source": 1}],
-    ["type", "a b"],
-    ["restore", VIEW],
-    ["undo", None],
-]
-EVENT = {"view": VIEW, "link": "?m=run~0123456789ab", "actions": ACTIONS, "place": 0, "least": False}
+EVENT = {"view": VIEW, "link": "?m=run~0123456789ab", "place": 0, "least": False}
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""The licence of every locked package that is installed, as a table: `python fuzz/licences.py docs/licences.md`."""
+"""The licence of every locked package that is installed, as a table:
+`python fuzz/licences.py docs/project/licences.md`."""
 
 import importlib.metadata
 import re

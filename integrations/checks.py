@@ -18,6 +18,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.nn import functional
 
 import attnres
+from attnres.inspect import Ablate, examine
+from attnres.residuals.regroup import is_muon
 
 RESIDUALS: dict[str, dict[str, Any]] = {"block": {"num_blocks": 2}, "full": {}}
 
@@ -139,7 +141,8 @@ def group_of(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
 
 
 def groups(optimizer: Any, model: nn.Module) -> str:
-    """Regroup an optimizer that the code base made. Queries do not decay, and move at a tenth of the rate.
+    """Regroup an optimizer that the code base made. Queries do not decay, and move at a tenth of the rate: what doctor
+    finds before it finds no more.
 
     Returns:
         What the optimizer did to queries before.
@@ -147,8 +150,12 @@ def groups(optimizer: Any, model: nn.Module) -> str:
     residual = reads(model)
     before = group_of(optimizer, residual.query)
     decay, lr, count = before.get("weight_decay", 0.0), before["lr"], len(list(model.parameters()))
+    found = {finding.name for finding in examine(model, optimizer)}
+    muon = is_muon(optimizer, before)
+    assert ("muon" in found) == muon and ("decayed" in found) == (bool(decay) and not muon)
     attnres.regroup(optimizer, model)
     attnres.regroup(optimizer, model)
+    assert not examine(model, optimizer)
     for parameter in (residual.query, residual.gain):
         group = group_of(optimizer, parameter)
         assert group["weight_decay"] == 0 and not group.get("use_muon", False)
@@ -212,7 +219,14 @@ def checkpointed(subject: Subject, model: nn.Module, layers: Iterable[nn.Module]
 
 
 def tools(subject: Subject, note: Callable) -> None:
-    """`record` sees every read of the model, `intervene` changes it, and after both it is as before."""
+    """`record` sees every read of the model, `intervene` changes it, and after both it is as before. `examine` finds
+    decay, and nothing in a model as it starts."""
+    start = subject.connected()
+    told = [
+        {finding.name for finding in examine(_Pass(subject, start), optimizer, ())} - {"plain-torch"}
+        for optimizer in (None, torch.optim.AdamW(start.parameters(), weight_decay=0.1))
+    ]
+    assert not told[0] and "decayed" in told[1]
     model = subject.random_queries("full")
     before = subject.run(model)[0].detach()
     with attnres.record(model) as trace, torch.no_grad():
@@ -220,8 +234,6 @@ def tools(subject: Subject, note: Callable) -> None:
     rows = [torch.as_tensor(row) for row in trace.weights]
     assert len(rows) == len(reads(model).layout()) and trace.tokens > 0
     assert all(abs(float(row.sum()) - 1) < 1e-4 for row in rows)
-    from attnres.inspect import Ablate
-
     with attnres.intervene(model, Ablate("embedding", reads="output")):
         edited = subject.run(model)[0].detach()
     assert distance(edited, before) > 1e-3
@@ -244,6 +256,17 @@ def deep_copied(subject: Subject) -> None:
     twin = copy.deepcopy(model)
     assert distance(subject.run(twin)[0], subject.run(model)[0]) == 0
     assert reads(twin).query is not reads(model).query
+
+
+class _Pass(nn.Module):
+    """A pass of a subject as a module without arguments."""
+
+    def __init__(self, subject: Subject, model: nn.Module) -> None:
+        super().__init__()
+        self.subject, self.model = subject, model
+
+    def forward(self) -> Tensor:
+        return self.subject.run(self.model)[0]
 
 
 class _StandIn(types.ModuleType):

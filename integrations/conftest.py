@@ -1,4 +1,4 @@
-"""Where the code bases are found, and the table of docs/integrations.md that their tests fill in."""
+"""Where the code bases are found, and the table of docs/how-to/integrations.md that their tests fill in."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "integrations.md"
+PAGE = ROOT / "docs" / "how-to" / "integrations.md"
 COLUMNS = (
     "code base",
     "how",
@@ -29,7 +29,9 @@ sys.path.append(str(ROOT / "build" / "integrations"))  # `make integrations` ins
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-table", action="store_true", help="write what was measured into docs/integrations.md")
+    parser.addoption(
+        "--write-table", action="store_true", help="write what was measured into docs/how-to/integrations.md"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from lab.conduct import ExecutionOptions
-    from lab.design import Design, Setting, Table
+    from lab.design import Design, ResultTable, Setting
 
 
 MOST_SEEDS = 1000
@@ -30,7 +30,7 @@ FORMATS = ("pdf", "png")
 
 
 @dataclass
-class Study:
+class StudyOptions:
     """Carry out studies: each a grid of runs, an analysis, figures and a page. The same command continues them."""
 
     name: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
@@ -79,7 +79,7 @@ class Study:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after `python -m lab` and carry them out. Raises UserError."""
-    options = parse("lab", Study, arguments, program="python -m")
+    options = parse("lab", StudyOptions, arguments, program="python -m")
     if options.figures is not None and (options.dry_run or options.list or options.report):
         raise UserError("--figures is given with --dry-run, --list or --report, which draw nothing: give one of them")
     if options.dry_run:  # before torch is imported: that alone can take longer than a user waits for a first word
@@ -112,7 +112,7 @@ def run(arguments: list[str]) -> None:
     _carry_out(designs, _setting(options, out), options)
 
 
-def _designs(options: Study) -> "list[Design]":
+def _designs(options: StudyOptions) -> "list[Design]":
     """Return the studies that are named. Raises UserError."""
     from lab.studies import STUDIES
 
@@ -124,7 +124,7 @@ def _designs(options: Study) -> "list[Design]":
     return [STUDIES[name] for name in (STUDIES if "all" in options.name else dict.fromkeys(options.name))]
 
 
-def _setting(options: Study, out: Path) -> "Setting":
+def _setting(options: StudyOptions, out: Path) -> "Setting":
     """At what size, on what and where. Raises UserError for options out of their range or that do not go together."""
     from lab.design import Setting
     from lab.presets import PRESETS
@@ -161,7 +161,7 @@ def _setting(options: Study, out: Path) -> "Setting":
     )
 
 
-def _draw(designs: "list[Design]", options: Study, out: Path) -> None:
+def _draw(designs: "list[Design]", options: StudyOptions, out: Path) -> None:
     """Draw those of these studies that OUT/PRESET has. Raises UserError where one that is named is not there."""
     from lab.outcome import draw
     from lab.store import RECORD
@@ -174,7 +174,7 @@ def _draw(designs: "list[Design]", options: Study, out: Path) -> None:
     draw(folders, str(options.figures), options.formats)
 
 
-def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> None:
+def _carry_out(designs: "list[Design]", setting: "Setting", options: StudyOptions) -> None:
     """Estimate the studies or conduct them, with what is adopted at hand."""
     from rich.console import Console
 
@@ -218,13 +218,13 @@ def _conduct(designs: "list[Design]", setting: "Setting", execution: "ExecutionO
         outcome = conduct(design, setting, execution, adopted=adopted)
         _print(outcome.result.tables, out)
         done, planned = outcome.counts
-        say(out, outcome.result.verdict)
+        say(out, outcome.result.answer)
         if done < planned:
             say(out, f"{done} of {planned} runs are finished: the same command continues")
         say(out, str(outcome.folder / "study.html"))
 
 
-def _print(tables: "Sequence[Table]", out: "Console") -> None:
+def _print(tables: "Sequence[ResultTable]", out: "Console") -> None:
     from attnres.progress import grid
 
     for table in tables:

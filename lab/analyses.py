@@ -12,8 +12,6 @@ from attnres.stats import Effect, widened
 VALLEYS, REFITS = 400, 2000
 """Redrawn losses, of which intervals are percentiles."""
 PERCENT = (2.5, 97.5)
-SURE = (0.135, 99.865)
-"""Percentiles at three standard errors of a normal distribution."""
 
 # ------------------------------------------------------------------ candidates
 
@@ -196,15 +194,13 @@ def multiplier(base: PowerLaw, other: PowerLaw, compute: float) -> float:
     return base.reached(other.loss(compute)) / compute
 
 
-def multiplier_interval(
-    base: Fitted, other: Fitted, compute: float, percent: tuple[float, float] = PERCENT
-) -> tuple[float, float]:
-    """Return the multiplier between two percentiles, over fits of both that were redrawn independently."""
-    return _interval([multiplier(one, two, compute) for one, two in zip(base.draws, other.draws[::-1])], percent)
+def multiplier_interval(base: Fitted, other: Fitted, compute: float) -> tuple[float, float]:
+    """Return the 95 % interval of the multiplier, over fits of both that were redrawn independently."""
+    return _interval([multiplier(one, two, compute) for one, two in zip(base.draws, other.draws[::-1])])
 
 
-def _interval(values: Sequence[float], percent: tuple[float, float] = PERCENT) -> tuple[float, float]:
+def _interval(values: Sequence[float]) -> tuple[float, float]:
     if not values or np.isnan(values).any():
         return math.nan, math.nan
-    low, high = np.percentile(np.minimum(np.asarray(values, dtype=float), 1e12), percent)
+    low, high = np.percentile(np.minimum(np.asarray(values, dtype=float), 1e12), PERCENT)
     return float(low), float(high)

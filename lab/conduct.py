@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from attnres.comparison.children import Child, Runner
-from attnres.comparison.compare import Work, opened, time_steps
+from attnres.comparison.compare import OpenComparison, opened, time_steps
 from attnres.comparison.plan import ComparisonPlan, make_plan
 from attnres.comparison.watch import Ended, train_all
 from attnres.device import cores
@@ -28,15 +28,15 @@ from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.progress import Bars, grid, say, wide
 from attnres.text import label_and_seed, listed
-from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.records import TIMES
 from attnres.training.run_folder import ended
-from lab.cost import Cost, Step, costs_of, hours, measured_speeds, on_gpu
-from lab.design import Arm, Design, Measured, Setting
+from lab.branch import branch
+from lab.cost import Cost, StepKind, costs_of, hours, measured_speeds, on_gpu
+from lab.design import Arm, Design, Measured, Setting, branch_step
 from lab.measures import MEASURES, Computation, function, measures_of
-from lab.outcome import Outcome, names_of, survey, write
+from lab.outcome import StudyOutcome, names_of, survey, write
 from lab.store import (
     ARCHIVE,
     Record,
@@ -95,7 +95,9 @@ class ExecutionOptions:
         return timed and any(self.wants(arm, name) for name in names_of(arm))
 
 
-def conduct(design: Design, setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()) -> Outcome:
+def conduct(
+    design: Design, setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()
+) -> StudyOutcome:
     """Run what is not finished yet, arm by arm and seed by seed, and write what came of all of it.
 
     Args:
@@ -166,7 +168,7 @@ class _Pass:
     asked_for: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     done: list[Ended] = field(default_factory=list)
     jobs: list[int] = field(default_factory=list)
-    timed: list[tuple[Work, float]] = field(default_factory=list)
+    timed: list[tuple[OpenComparison, float]] = field(default_factory=list)
 
     def carry_out(self, arms: Sequence[Arm]) -> None:
         """Run them and measure them; of those that are one run the first, which the others are taken from in the next
@@ -306,7 +308,7 @@ def print_estimate(
         UserError: a study's folder cannot be used, or no run fits a pattern, as `conduct` would say.
     """
     out, recipe = wide(Console()), setting.config()
-    costs, usual = list[tuple[Design, Arm, list[Cost]]](), Step.of(recipe, recipe)
+    costs, usual = list[tuple[Design, Arm, list[Cost]]](), StepKind.of(recipe, recipe)
     with Bars(stays=False, console=options.say) as bars:
         looking = bars.add("looking for the runs that are left", len(designs))
         for design in designs:
@@ -329,7 +331,7 @@ def print_estimate(
     counted = {design.name for design, *_ in costs}
     for design in designs:
         if design.name not in counted:
-            say(out, f"{design.name}: {design.analyse(setting, Measured()).verdict}")
+            say(out, f"{design.name}: {design.analyse(setting, Measured()).answer}")
     unit = "one GPU" if on_gpu(recipe) else "one core"
     if speeds:
         say(out, f"{total:.1f} hours of {unit}, by a few steps of each model here.")

@@ -10,7 +10,7 @@ from attnres.figures.chart import Differences, Interval
 from attnres.savings import LossCurve, Saving, saving
 from attnres.stats import QUESTIONS, Effect, Recipe, judged, or_none
 from attnres.text import UNKNOWN, listed, number
-from lab.design import Measured, Table
+from lab.design import Measured, ResultTable
 
 LARGER = 0.01
 """Share of a model's parameters above which those of a mechanism are said."""
@@ -111,7 +111,7 @@ class Contrast:
             return f"Nothing can be compared{f'; diverged: {listed(seeds)}' if seeds else ' yet'}."
         if not self.recipe.degrees:
             return (
-                f"Nothing is decided: with one seed each and no study of noise, no difference to {self.baseline} "
+                f"No interval is known: with one seed each and no study of noise, no difference to {self.baseline} "
                 f"can be told from chance{f'; diverged: {listed(seeds)}' if seeds else ''}."
             )
         parts = []
@@ -130,7 +130,7 @@ class Contrast:
         noise = f"sigma {self.recipe.sigma:.4f} with {self.recipe.degrees} degrees of freedom"
         return f"{sentence[0].upper()}{sentence[1:]} ({noise}, {len(self.others)}{of} compared)."
 
-    def table(self, title: str, published: Mapping[str, str] | None = None) -> Table:
+    def table(self, title: str, published: Mapping[str, str] | None = None) -> ResultTable:
         """Lay out a row a variant; `published`: what others have for it."""
         larger = any(share > LARGER for share in self.shares.values())
         saves = any(one.saved is not None for one in self.others)
@@ -155,7 +155,7 @@ class Contrast:
             rows.append([*row, *([published.get(label, "")] if published is not None else [])])
         for label, count in self.diverged.items():
             rows.append([label, "diverged", str(count), *[""] * (len(head) - 3)])
-        return Table(title, head, rows, self._notes(larger, saves, timed))
+        return ResultTable(title, head, rows, self._notes(larger, saves, timed))
 
     def _notes(self, larger: bool, saves: bool, timed: bool) -> list[str]:
         notes = [noise_note(self.recipe)]

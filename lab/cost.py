@@ -13,11 +13,10 @@ import torch
 from attnres.comparison.plan import parse_variants
 from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.residuals.operations import operations
 from attnres.text import label_and_seed
-from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig, size_or_default, tokenizer_or_default
-from lab.design import Arm
+from lab.design import Arm, branch_step
+from lab.operations import operations
 
 CALL = 2e-5
 """Seconds of an operation of PyTorch on a CPU, forward or backward, where calling it takes longer than computing it."""
@@ -37,7 +36,7 @@ class Mechanism(NamedTuple):
 STANDARD = Mechanism.of("standard")
 
 
-class Step(NamedTuple):
+class StepKind(NamedTuple):
     """What a training step's time depends on: a mechanism, the model's size as JSON, and the batch."""
 
     mechanism: Mechanism
@@ -48,7 +47,7 @@ class Step(NamedTuple):
     accumulation: int
 
     @classmethod
-    def of(cls, run: TrainConfig, model: TrainConfig, mechanism: Mechanism = STANDARD) -> "Step":
+    def of(cls, run: TrainConfig, model: TrainConfig, mechanism: Mechanism = STANDARD) -> "StepKind":
         """Return the step of a run; a pretrained model's size is taken to be that of `model`."""
         size = size_or_default((run if run.finetune.init_from is None else model).model)
         shape = vocabulary_of(run), run.data.seq_len, run.batch_size, run.accumulation
@@ -76,7 +75,7 @@ class Cost:
     tokens: float
     flops: float
     calls: float = 0.0
-    step: Step | None = None
+    step: StepKind | None = None
 
 
 def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]:
@@ -92,7 +91,7 @@ def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]
     base = arm.compare.base
     count = base.steps - (branch_step(base) if arm.trunk else 0)
     steps = {
-        variant.label: Step.of(base, model, Mechanism.of(variant.residual, variant.settings))
+        variant.label: StepKind.of(base, model, Mechanism.of(variant.residual, variant.settings))
         for variant in parse_variants(arm.compare.variants, arm.compare.lrs)
     }
     runs = Counter(steps[taken[0]] for name in names if (taken := label_and_seed(name)))
@@ -133,8 +132,8 @@ def on_gpu(config: TrainConfig) -> bool:
 
 
 def measured_speeds(
-    config: TrainConfig, steps: Collection[Step], on_each: Callable[[float], None] = lambda more: None
-) -> dict[Step, float]:
+    config: TrainConfig, steps: Collection[StepKind], on_each: Callable[[float], None] = lambda more: None
+) -> dict[StepKind, float]:
     """Return the FLOPs a second of each of these training steps on one thread here; none without the device of
     `config`, the preset's run.
 
@@ -157,7 +156,7 @@ def measured_speeds(
     return speeds
 
 
-def _seconds(step: Step, config: TrainConfig) -> float:
+def _seconds(step: StepKind, config: TrainConfig) -> float:
     from attnres.comparison.speed import step_times
 
     label = step.mechanism.residual
@@ -179,7 +178,7 @@ def _seconds(step: Step, config: TrainConfig) -> float:
     return min(times["variants"][label]["times"])
 
 
-def hours(costs: Sequence[Cost], flops_per_s: float, speeds: Mapping[Step, float] | None = None) -> float:
+def hours(costs: Sequence[Cost], flops_per_s: float, speeds: Mapping[StepKind, float] | None = None) -> float:
     """Return the hours of one core or one GPU for all of them, at the speeds of their steps where those are known."""
     known = speeds or {}
     by_step = (flops_per_s if cost.step is None else known.get(cost.step, flops_per_s) for cost in costs)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnres.comparison.plan import CompareConfig
+from attnres.errors import UserError
 from attnres.stats import Recipe
 from attnres.text import label_and_seed
 from attnres.training.config import TrainConfig, from_dict
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Call:
+class ComputedCall:
     """A call of a function, and what it costs.
 
     Attributes:
@@ -47,7 +48,7 @@ class Computed:
     """
 
     function: str
-    runs: dict[str, Call]
+    runs: dict[str, ComputedCall]
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Arm:
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredRow:
     """One measurement of one finished run.
 
     Attributes:
@@ -121,7 +122,7 @@ class Measured:
             text, so that their results are not used.
     """
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[MeasuredRow] = field(default_factory=list)
     planned: dict[str, list[str]] = field(default_factory=dict)
     finished: dict[str, list[str]] = field(default_factory=dict)
     begun: frozenset[str] = frozenset()
@@ -135,7 +136,7 @@ class Measured:
         """Return whether every run of an arm is finished."""
         return arm in self.planned and set(self.planned[arm]) <= set(self.finished.get(arm, []))
 
-    def of(self, arm: str, label: str | None = None, quantity: str = "loss") -> list[Row]:
+    def of(self, arm: str, label: str | None = None, quantity: str = "loss") -> list[MeasuredRow]:
         """Return rows of an arm, of one label if one is given, in order of seed and step; of what diverged none."""
         rows = [row for row in self.rows if row.arm == arm and row.quantity == quantity and math.isfinite(row.value)]
         return sorted((row for row in rows if label in (None, row.label)), key=lambda row: (row.seed, row.step))
@@ -188,7 +189,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     """A table of the page: text in cells."""
 
     title: str
@@ -198,16 +199,16 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Result:
+class StudyResult:
     """What came of a study.
 
     Attributes:
-        verdict: one or a few sentences, which claim nothing beyond the noise.
+        answer: one or a few sentences, which claim nothing beyond the noise.
         values: numbers for other programs, plain JSON.
     """
 
-    verdict: str
-    tables: Sequence[Table] = ()
+    answer: str
+    tables: Sequence[ResultTable] = ()
     charts: "Sequence[Chart]" = ()
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -292,4 +293,12 @@ class Design:
     about: str
     published: str
     arms: Callable[[Setting, Measured], list[Arm]]
-    analyse: Callable[[Setting, Measured], Result]
+    analyse: Callable[[Setting, Measured], StudyResult]
+
+
+def branch_step(config: TrainConfig) -> int:
+    """Return the last step before the decay of a run with the schedule wsd; raises UserError for another schedule."""
+    optim = config.optim
+    if optim.schedule != "wsd":
+        raise UserError(f"optim.schedule is '{optim.schedule}': only runs with wsd branch off before their decay")
+    return config.steps - min(round(optim.decay * config.steps), config.steps - round(optim.warmup * config.steps))

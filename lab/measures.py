@@ -8,6 +8,7 @@ import importlib
 import math
 import os
 import signal
+import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from attnres.training.records import ADVICE, TIMES, Finished, Timing
 from attnres.training.run_folder import DIVERGED
 from attnres.typed import checked
 from lab.cost import STANDARD, Mechanism, flops_a_token
-from lab.design import Arm, Row
+from lab.design import Arm, MeasuredRow
 
 COLUMNS = ("arm", "label", "seed", "step", "tokens", "flops", "quantity", "value")
 MEASURES = "measures.json"
@@ -52,10 +53,10 @@ class Measures(TypedDict):
     arguments: NotRequired[dict[str, Any]]
 
 
-def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[Row]:
+def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[MeasuredRow]:
     """Read the finished ones of these runs of an arm. A run that diverged has one row: an infinite loss at its last
     step."""
-    rows = list[Row]()
+    rows = list[MeasuredRow]()
     for name in names:
         if arm.computed is not None:
             taken = label_and_seed(name)
@@ -65,7 +66,7 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[Row]:
         run = load_run(folder / name)
         if run.summary is None:
             if (folder / name / DIVERGED).is_file():
-                rows.append(Row(arm.name, run.label, run.seed, run.steps or 0, 0, 0.0, "loss", math.inf))
+                rows.append(MeasuredRow(arm.name, run.label, run.seed, run.steps or 0, 0, 0.0, "loss", math.inf))
             continue
         summary = checked(run.summary, Finished, folder / name / "summary.json", ADVICE)
         each = _flops(run.config, int(run.data.get("vocab_size") or 0), summary)
@@ -75,14 +76,20 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[Row]:
             values = {"loss": float(line["loss"])}
             if step == run.last_step:
                 values |= {"parameters": summary["parameters"], "own_parameters": summary["extra_parameters"]}
+                values["last_three"] = statistics.fmean(float(one["loss"]) for one in run.val[-3:])
+                values |= {name: summary[name] for name in ("final_loss", "in_context") if name in summary}
             for quantity, value in values.items():
-                rows.append(Row(arm.name, run.label, run.seed, step, tokens, each * tokens, quantity, float(value)))
+                rows.append(
+                    MeasuredRow(arm.name, run.label, run.seed, step, tokens, each * tokens, quantity, float(value))
+                )
         last = run.depth[-1] if run.depth else {}
         for quantity in arm.depth:
             for place, value in enumerate(last.get(quantity, [])):
                 if value is not None:
                     rows.append(
-                        Row(arm.name, run.label, run.seed, last["step"], 0, 0.0, f"{quantity}/{place}", float(value))
+                        MeasuredRow(
+                            arm.name, run.label, run.seed, last["step"], 0, 0.0, f"{quantity}/{place}", float(value)
+                        )
                     )
         rows += [_row(arm.name, run.label, run.seed, one) for one in measures_of(folder / name)["rows"]]
     return rows
@@ -106,9 +113,9 @@ def measures_of(folder: Path) -> Measures:
     return measures
 
 
-def _row(arm: str, label: str, seed: int, one: Measure) -> Row:
+def _row(arm: str, label: str, seed: int, one: Measure) -> MeasuredRow:
     value = math.inf if one["value"] is None else one["value"]
-    return Row(arm, label, seed, one.get("step", 0), 0, 0.0, one["quantity"], value)
+    return MeasuredRow(arm, label, seed, one.get("step", 0), 0, 0.0, one["quantity"], value)
 
 
 def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
@@ -121,7 +128,7 @@ def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
     return flops_a_token(model["size"], length, vocabulary, mechanism)
 
 
-def to_csv(rows: Sequence[Row]) -> str:
+def to_csv(rows: Sequence[MeasuredRow]) -> str:
     """Return one line a measurement, sorted: no clock has a part in it, so a study that was stopped gives the same."""
     lines = [
         (row.arm, row.label, row.seed, row.step, row.tokens, f"{row.flops:.6g}", row.quantity, f"{row.value:.8g}")

@@ -28,7 +28,7 @@ from attnres.stats import plain
 from attnres.text import UNKNOWN, listed, number, run_name
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
-from lab.design import Arm, Design, KnownNoise, Measured, Result, Setting, Table
+from lab.design import Arm, Design, KnownNoise, Measured, ResultTable, Setting, StudyResult
 from lab.measures import MEASURES, rows_of, step_times, to_csv
 from lab.presets import PRESETS
 from lab.store import ARCHIVE, RECORD, archive, asked, asked_in, run_folders, texts_of
@@ -67,13 +67,13 @@ class Known(TypedDict):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StudyOutcome:
     """A study as far as it came."""
 
     design: Design
     setting: Setting
     measured: Measured
-    result: Result
+    result: StudyResult
 
     @property
     def folder(self) -> Path:
@@ -120,9 +120,9 @@ def survey(design: Design, setting: Setting, runs: Path | None = None) -> tuple[
         measured = _read(arms, setting, folder, measured)
 
 
-def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
+def write(design: Design, setting: Setting, measured: Measured) -> StudyOutcome:
     """Analyse what there is, and write runs.csv, runs.jsonl, result.json and study.html into the study's folder."""
-    outcome = Outcome(design, setting, measured, design.analyse(setting, measured))
+    outcome = StudyOutcome(design, setting, measured, design.analyse(setting, measured))
     write_text(outcome.folder / "runs.csv", to_csv(measured.rows))
     write_text(outcome.folder / ARCHIVE, archive(outcome.folder, measured.finished))
     write_result(outcome)
@@ -130,21 +130,21 @@ def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
     return outcome
 
 
-def write_result(outcome: Outcome) -> None:
+def write_result(outcome: StudyOutcome) -> None:
     """Write result.json alone, which a study whose runs are gone can have again (`outcome_in`)."""
     done, planned = outcome.counts
     result = {
         **asked(outcome.design, outcome.setting),
         "finished": done,
         "planned": planned,
-        "verdict": outcome.result.verdict,
+        "answer": outcome.result.answer,
         "values": plain(outcome.result.values, digits=9),
         "tables": [dataclasses.asdict(table) for table in outcome.result.tables],
     }
     write_json(outcome.folder / "result.json", result)
 
 
-def outcome_in(folder: Path) -> Outcome:
+def outcome_in(folder: Path) -> StudyOutcome:
     """Read a study's folder, or its runs.jsonl where its runs are gone, and analyse it again; nothing is written.
 
     Raises:
@@ -162,7 +162,7 @@ def outcome_in(folder: Path) -> Outcome:
     design = STUDIES[record["study"]]
     with run_folders(folder) as runs:
         measured = survey(design, setting, runs)[1]
-    return Outcome(design, setting, measured, design.analyse(setting, measured))
+    return StudyOutcome(design, setting, measured, design.analyse(setting, measured))
 
 
 def report(out: Path) -> Path:
@@ -252,24 +252,21 @@ def _values(setting: Setting, study: str) -> Values:
     return checked(read_json(path), Known, path, "carry that study out again")["values"] if path.is_file() else {}
 
 
-def study_page(outcome: Outcome) -> str:
+def study_page(outcome: StudyOutcome) -> str:
     """Return the page of one study, as HTML."""
     title = f"{outcome.design.title} ({outcome.setting.name})"
-    return framed(title, _kicker(outcome), outcome.result.verdict, _sections(outcome), FOOTER)
+    return framed(title, _kicker(outcome), outcome.result.answer, _sections(outcome), FOOTER)
 
 
-def report_page(outcomes: Sequence[Outcome]) -> str:
+def report_page(outcomes: Sequence[StudyOutcome]) -> str:
     """Return the page of several studies: a table of them, what holds at several sizes, then each."""
-    rows = [
-        [one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.verdict] for one in outcomes
-    ]
-    table = _table(
-        Table("", ["study", "preset", "runs", "verdict"], rows), "worded", [_anchor(one) for one in outcomes]
-    )
+    rows = [[one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.answer] for one in outcomes]
+    head = ["study", "preset", "runs", "answer"]
+    table = _table(ResultTable("", head, rows), "worded", [_anchor(one) for one in outcomes])
     parts = [f"<section>\n<h2>All studies</h2>\n{table}</section>"]
     parts += map(_section, at_sizes(outcomes))
     for one in outcomes:
-        body = f'<p class="lead">{escape(one.result.verdict)}</p>' + "\n".join(_sections(one))
+        body = f'<p class="lead">{escape(one.result.answer)}</p>' + "\n".join(_sections(one))
         title = f"{escape(one.design.title)} · {escape(one.setting.name)}"
         parts.append(f'<section id="{_anchor(one)}">\n<h2>{title}</h2>\n{body}\n</section>')
     finished = sum(one.counts[0] == one.counts[1] for one in outcomes)
@@ -277,14 +274,14 @@ def report_page(outcomes: Sequence[Outcome]) -> str:
     return framed("Studies of depth reads", "The laboratory", headline, parts, FOOTER)
 
 
-def _kicker(outcome: Outcome) -> str:
+def _kicker(outcome: StudyOutcome) -> str:
     done, planned = outcome.counts
     setting = outcome.setting
     source = setting.source or setting.config().data.source
     return f"{outcome.design.title}  ·  preset {setting.name}, data {source}, {done} of {planned} runs"
 
 
-def _sections(outcome: Outcome) -> list[str]:
+def _sections(outcome: StudyOutcome) -> list[str]:
     design, result = outcome.design, outcome.result
     parts = [*map(_section, result.tables)]
     if result.charts:
@@ -307,12 +304,12 @@ def _sections(outcome: Outcome) -> list[str]:
         *([["not used", outcome.not_used]] if outcome.not_used else []),
         ["command", command(outcome)],
     ]
-    how = _table(Table("", ["", ""], facts), "plain")
+    how = _table(ResultTable("", ["", ""], facts), "plain")
     parts.append(f"<section>\n<h2>How</h2>\n{how}\n</section>")
     return parts
 
 
-def command(outcome: Outcome) -> str:
+def command(outcome: StudyOutcome) -> str:
     """Return the command that carries the study out again."""
     setting = outcome.setting
     words = ["python -m lab", outcome.design.name, "--preset", setting.name, "--seeds", str(setting.seeds)]
@@ -320,16 +317,16 @@ def command(outcome: Outcome) -> str:
     return " ".join([*words, *(word for flag, value in places.items() if value for word in (flag, value))])
 
 
-def _anchor(outcome: Outcome) -> str:
+def _anchor(outcome: StudyOutcome) -> str:
     return f"{outcome.setting.name}-{outcome.design.name}"
 
 
-def _section(table: Table) -> str:
+def _section(table: ResultTable) -> str:
     kind = "worded" if table.head[-1] == "published" else "numbers"
     return f"<section>\n<h2>{escape(table.title)}</h2>\n{_table(table, kind)}\n</section>"
 
 
-def _table(table: Table, kind: str = "numbers", anchors: Sequence[str] = ()) -> str:
+def _table(table: ResultTable, kind: str = "numbers", anchors: Sequence[str] = ()) -> str:
     """Return a table; with `anchors` each row's first cell leads to one."""
     firsts = [escape(row[0]) for row in table.rows]
     if anchors:
@@ -346,7 +343,7 @@ def _table(table: Table, kind: str = "numbers", anchors: Sequence[str] = ()) -> 
     )
 
 
-def at_sizes(outcomes: Sequence[Outcome]) -> list[Table]:
+def at_sizes(outcomes: Sequence[StudyOutcome]) -> list[ResultTable]:
     """Return a table a study that was carried out at several presets: each difference at each, and what they say
     together.
 
@@ -373,7 +370,7 @@ def at_sizes(outcomes: Sequence[Outcome]) -> list[Table]:
                 [*question, *(_cell(each.get(preset)) for preset in presets), together(list(each.values()))]
                 for question, each in shared.items()
             ]
-            tables.append(Table(f"{title} · several sizes", head, rows, [RULE]))
+            tables.append(ResultTable(f"{title} · several sizes", head, rows, [RULE]))
     return tables
 
 

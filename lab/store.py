@@ -143,14 +143,19 @@ def find_runs(folders: Iterable[Path], *, unfinished: bool = False) -> list[Stor
     return list(found.values())
 
 
+def attnres_version(folder: Path) -> str | None:
+    """Return the version of attnres that a run was begun with; None where it does not say."""
+    path = folder / "environment.json"
+    return read_json(path).get("attnres") if path.is_file() else None
+
+
 def _stored(folder: Path) -> StoredRun | None:
     """Return the run in a folder; None if there is none."""
     path, data = folder / "config.json", folder / "data.json"
     if path.is_file():
         config = dict(checked(read_json(path), RunConfig, path, ADVICE))
-        there = folder / "environment.json"
-        version = read_json(there).get("attnres") if there.is_file() else None
-        return StoredRun(folder, run_key(config, version), config, _digest(read_json(data)) if data.is_file() else "")
+        key = run_key(config, attnres_version(folder))
+        return StoredRun(folder, key, config, _digest(read_json(data)) if data.is_file() else "")
     measures = measures_of(folder)
     if "arguments" not in measures:
         return None
@@ -229,7 +234,7 @@ def takeable(folder: Path, adopted: Sequence[Path], archived: Sequence[tuple[str
 # ------------------------------------------------------------------ study.json
 
 
-class Asked(TypedDict):
+class StudyRequest(TypedDict):
     """study.json: what was asked for."""
 
     version: int
@@ -241,7 +246,7 @@ class Asked(TypedDict):
     images: str | None
 
 
-def asked(design: Design, setting: Setting) -> Asked:
+def asked(design: Design, setting: Setting) -> StudyRequest:
     """Return what study.json has of a study at this setting."""
     return {
         "version": VERSION,
@@ -254,9 +259,9 @@ def asked(design: Design, setting: Setting) -> Asked:
     }
 
 
-def asked_in(path: Path) -> Asked:
+def asked_in(path: Path) -> StudyRequest:
     """Read a study.json. Raises UserError, also for one of another version."""
-    record = checked(read_json(path), Asked, path, "carry the study out again")
+    record = checked(read_json(path), StudyRequest, path, "carry the study out again")
     if record["version"] != VERSION:
         raise UserError(f"{path} is of version {record['version']}, expected {VERSION}: carry the study out again")
     return record
@@ -286,7 +291,7 @@ class Record:
     """study.json of a study that is carried out."""
 
     path: Path
-    content: Asked
+    content: StudyRequest
     written: bool = False
 
     def write(self) -> None:
@@ -296,7 +301,7 @@ class Record:
 
 
 @contextmanager
-def recorded(folder: Path, content: Asked) -> Generator[Record]:
+def recorded(folder: Path, content: StudyRequest) -> Generator[Record]:
     """Give the record of a study, of which a new folder has the file at once, to be known by; leave the folder as it
     was where something is refused before the record is written."""
     before = {path.name for path in folder.iterdir()}

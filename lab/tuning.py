@@ -13,7 +13,7 @@ from attnres.text import listed, number
 from attnres.training.config import READ_RATE
 from lab.analyses import at_best
 from lab.contrast import Contrast, contrast, noise_note
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 RECIPE, COARSE, BEST = "recipe", "coarse", "best"
 WAYS = ("recipe's", "half", "twice", "own parameters at the other")
@@ -64,23 +64,23 @@ def tuned_study(
             return [recipe, coarse]
         return [recipe, coarse, setting.arm(BEST, list(best.values()), of=config)]
 
-    def analyse(setting: Setting, measured: Measured) -> Result:
+    def analyse(setting: Setting, measured: Measured) -> StudyResult:
         variants = setting.some(list(published))
         if "standard" not in measured.labels(RECIPE):
-            return Result("Too few runs have finished.")
+            return StudyResult("Too few runs have finished.")
         plain = _held_beside(measured, RECIPE, {variant: variant for variant in variants}, title, published)
         plain.tables[0].notes.append(
             "Queries of depth reads and their keys' gains train at a tenth of AdamW's rate, which was chosen for "
             "Block; everything else that a mechanism has of its own at the whole rate, matrices too."
         )
         best = chosen_rates(setting, measured, variants)
-        values, sentence = {RECIPE: plain.values, "rates": best}, f"At the recipe's rates: {plain.verdict}"
+        values, sentence = {RECIPE: plain.values, "rates": best}, f"At the recipe's rates: {plain.answer}"
         ended = [one for one in variants if _all_finished(measured, candidates(setting, one))]
         searched = [_search_table(setting, measured, ended)] if best else []
         judged = {variant: way for variant, way in best.items() if _is_judged(setting, measured, way)}
         if "standard" not in judged:
             plain.tables[0].notes.append("No mechanism has been given a rate of its own with all seeds yet.")
-            return Result(sentence, [*plain.tables, *searched], [plain.contrasts[0].chart(name, title)], values)
+            return StudyResult(sentence, [*plain.tables, *searched], [plain.contrasts[0].chart(name, title)], values)
         own = _held_beside(timed_at_best(measured, judged), BEST, judged, best_title, published, plain.comparisons)
         finals = [measured.finals(BEST, label_of(way)) for way in judged.values()]
         fewest = min((len(seeds) for seeds in finals if seeds), default=1)
@@ -96,10 +96,10 @@ def tuned_study(
                 f"Best at an end of the rates that were tried, and maybe better beyond: {listed(edge)}."
             )
         lost = [variant for variant in ended if variant not in best]
-        sentence = f"At their own best rates: {own.verdict} {sentence}"
+        sentence = f"At their own best rates: {own.answer} {sentence}"
         sentence += f" Diverged at every rate: {listed(lost)}." if lost else ""
         chart = own.contrasts[0].chart(name, best_title)
-        return Result(sentence, [*own.tables, *searched, *plain.tables], [chart], values | {BEST: own.values})
+        return StudyResult(sentence, [*own.tables, *searched, *plain.tables], [chart], values | {BEST: own.values})
 
     return Design(name, question, about, source, arms, analyse)
 
@@ -113,11 +113,11 @@ class _Beside:
     """
 
     contrasts: list[Contrast]
-    tables: list[Table]
+    tables: list[ResultTable]
     comparisons: int
 
     @property
-    def verdict(self) -> str:
+    def answer(self) -> str:
         return " ".join(one.sentence() for one in self.contrasts)
 
     @property
@@ -182,7 +182,7 @@ def timed_at_best(measured: Measured, best: Mapping[str, str]) -> Measured:
     return dataclasses.replace(measured, step_times=measured.step_times | times)
 
 
-def _search_table(setting: Setting, measured: Measured, variants: Sequence[str]) -> Table:
+def _search_table(setting: Setting, measured: Measured, variants: Sequence[str]) -> ResultTable:
     """Return the loss of each way to train mechanisms of which all ways have finished at the coarse seed."""
     rows = []
     for variant in _by_loss(measured, variants):
@@ -195,7 +195,7 @@ def _search_table(setting: Setting, measured: Measured, variants: Sequence[str])
     notes = [
         "One seed each; of parameters of its own: the whole of AdamW's rate or a tenth, whichever the recipe has not."
     ]
-    return Table(
+    return ResultTable(
         "Losses by rate, seed 0",
         ["variant", *WAYS, "best minus recipe's"],
         rows,

@@ -1,4 +1,5 @@
 import contextlib
+import fnmatch
 import os
 import random
 import shutil
@@ -107,8 +108,22 @@ def corpus(tmp_path_factory):
     return prepare(str(folder), "bpe:280", out=folder / "tokens", held_out=0.2, progress=False).path
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what has a target of its own unless it is asked for."""
+    """Leave out what has a target of its own unless it is asked for.
+
+    `quick` names the cases of a parametrised test that are in make test, in the way of fnmatch: the others are long.
+    """
+    cases: dict[str, list[bool]] = {}
+    for item in items:
+        if marker := item.get_closest_marker("quick"):
+            quick = any(fnmatch.fnmatchcase(item.callspec.id, pattern) for pattern in marker.args)
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(quick)
+            if not quick:
+                item.add_marker("long")
+    none = [name for name, quick in cases.items() if len(quick) > 1 and not any(quick)]
+    if none:
+        raise pytest.UsageError(f"no case of {', '.join(none)} is quick")
     for marker, target in (("scale", "test-scale"), ("long", "test-all")):
         for item in items:
             if item.get_closest_marker(marker) and marker not in config.getoption("markexpr", ""):

@@ -1,7 +1,10 @@
-"""The launcher of tests that need several processes."""
+"""What tests of several processes share."""
 
 import os
 import sys
+
+PATIENCE_S = 1800.0
+"""Seconds after which a process is taken to hang: many times what it needs, for a machine may be busy."""
 
 
 def torchrun(processes: int, *command: str) -> list[str]:

@@ -47,7 +47,7 @@ class Tape(TorchDispatchMode):
         fresh = [value for value in tree_leaves(result) if isinstance(value, Tensor) and _address(value) not in taken]
         self.own.update(map(_address, fresh))
         views = [each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns]
-        if not any(views):
+        if fresh or not any(views):  # of inference, `to` and `reshape` come whole: views of what they take, or copies
             self.calls.append((func, args, kwargs, [value.detach() for value in fresh]))
         return result
 

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 
 import attnres
 from attnres import cli
+from attnres.commands.short import CALLS, Families
 from attnres.comparison.plan import make_plan
 from attnres.errors import DEBUG, Interrupted, UserError, foreign
 from attnres.training.config import TrainConfig
@@ -217,10 +218,10 @@ def test_a_broken_file_is_named(capsys, tmp_path, trained, name, text, message):
     assert not trained
 
 
-def test_compare_without_options_is_the_demo(capsys, compared):
+def test_compare_without_options_is_the_demo_in_its_default_size(capsys, compared):
     assert run(capsys, "compare")[0] == 0
     (config,) = compared
-    assert config.variants == ["standard", "rescaled", "block", "full"]
+    assert config.variants == ["standard", "block", "full", "rescaled"]  # two at once: Block beside its baseline
     assert (config.seeds, config.base.model.size, config.base.data.source) == ([0], None, "stdlib")
     assert type(config.base) is TrainConfig
 
@@ -283,6 +284,7 @@ def test_help_and_version(capsys):
     assert "--seed " not in out
 
 
+@pytest.mark.quick("train --help", "compare --help", "app --help", "--version")
 @pytest.mark.parametrize("arguments", ["--help", "--version", *(f"{name} --help" for name in cli.COMMANDS)])
 def test_help_loads_no_heavy_library(arguments):
     script = (
@@ -401,7 +403,7 @@ def test_a_panic_of_a_library_is_a_sentence_too(capsys, monkeypatch):
     with pytest.raises(UserError, match=r"it is no tokenizer \(range end index 7 out of range\): give another"):  # noqa: SIM117
         with foreign("it is no tokenizer", "give another"):
             panic()
-    monkeypatch.setattr("attnres.commands.families.run", panic)
+    monkeypatch.setitem(CALLS, "families", (Families, panic))
     code, _, err = run(capsys, "families")
     assert code == 1 and err.startswith("attnres: error: unforeseen PanicException") and err.count("\n") == 1
     with pytest.raises(SystemExit), foreign("it is no tokenizer", "give another"):

@@ -1,9 +1,6 @@
 """README and docs: their Python runs, their links lead somewhere, the files they name exist."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -119,18 +116,3 @@ def test_the_version_is_one() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == attnres.__version__
     assert f"## {attnres.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-
-
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    variables = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    subprocess.run(command, cwd=ROOT, env=variables, check=True)
-    for page, text in {
-        "index.html": "DepthReads",
-        "api/attnres.residuals.html": (attnres.Residual.finish.__doc__ or "").splitlines()[0],
-        "contributing.html": "A mechanism",
-        "results.html": "at length",
-        "results/index.html": "Should I use Attention Residuals?",
-    }.items():
-        assert text in (tmp_path / page).read_text(encoding="utf-8")

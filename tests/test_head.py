@@ -98,6 +98,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(loss_kernel, "BLOCK", 16)
 
 
+@pytest.mark.quick("plain-*", "Gemma's-4")
 @pytest.mark.parametrize("rows", [4, 100])
 @pytest.mark.parametrize("kind", HEADS)
 def test_one_kernel_makes_losses_and_gradients_of_rows_of_logits(kind, rows, monkeypatch, fused):

@@ -22,6 +22,7 @@ def test_importing_the_package_imports_no_library():
     assert run(f"import sys, attnres; print([name for name in {HEAVY} if name in sys.modules])") == "[]"
 
 
+@pytest.mark.long
 def test_importing_the_package_alone_registers_it_with_transformers(tmp_path):
     """Models are imported when the Auto classes are asked for one of ours, not when Transformers is; families that were
     probed load too, without code of the folder's being trusted; and a plain class that is given one of ours says so."""
@@ -103,6 +104,7 @@ def printed():
     return dict(zip(CODES, map(ast.literal_eval, done.stdout.splitlines()), strict=True))
 
 
+@pytest.mark.long
 def test_names_are_the_same_whatever_was_imported_before(printed):
     assert printed["names"] == ["function"] * 3
 

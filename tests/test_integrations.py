@@ -27,7 +27,9 @@ def test_a_page_is_short_and_says_its_version_and_how_to_check(page):
 
 def test_rows_of_the_table_and_tests_are_those_of_pages():
     names = {page.parent.name for page in PAGES}
-    rows = re.findall(r"\(`integrations/(\w+)`\)", (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8"))
+    rows = re.findall(
+        r"\(`integrations/(\w+)`\)", (ROOT / "docs" / "how-to" / "integrations.md").read_text(encoding="utf-8")
+    )
     tested = {test.parent.name for test in (ROOT / "integrations").glob("*/test_*.py")}
     assert len(names) == 13 and names == tested | {"llama_factory"} and set(rows) <= tested
 

@@ -34,7 +34,7 @@ ORDER = """
     cli
     __main__
 """
-"""From bottom to top, as in docs/architecture.md: a line may import itself and the lines above it here.
+"""From bottom to top, as in docs/explanation/architecture.md: a line may import itself and the lines above it here.
 
 Modules with a line of their own are what a command does: they lie above the rest of their package.
 """
@@ -76,7 +76,8 @@ def imported(path: Path, names: set[str]) -> set[str]:
     return out & names
 
 
-GRAPH = {name: imported(path, set(modules())) - {name} for name, path in modules().items()}
+MODULES = modules()
+GRAPH = {name: imported(path, set(MODULES)) - {name} for name, path in MODULES.items()}
 
 
 def place(module: str) -> str | None:
@@ -94,7 +95,7 @@ def test_the_graph_has_imports_of_functions_too_and_those_of_type_checkers_not()
 def test_the_package_imports_nothing_of_the_rest_of_the_repository():
     rest = {path.name for path in ROOT.parent.iterdir() if path.is_dir()} - {ROOT.name}
     assert "lab" in rest
-    for path in modules().values():
+    for path in MODULES.values():
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -43,7 +43,9 @@ def test_the_package_is_built_with_the_locked_setuptools() -> None:
 
 
 def test_the_licence_of_every_locked_package_is_told() -> None:
-    rows = re.findall(r"(?m)^\| ([\w.-]+) \| ([\w.]+)\S* \| (.+) \|$", (ROOT / "docs" / "licences.md").read_text())
+    rows = re.findall(
+        r"(?m)^\| ([\w.-]+) \| ([\w.]+)\S* \| (.+) \|$", (ROOT / "docs" / "project" / "licences.md").read_text()
+    )
     told = {re.sub("[_.]", "-", name.lower()): version for name, version, licence in rows if licence != "not said"}
     told.pop("package")  # the table's head
     assert told == pins((ROOT / "constraints.txt").read_text())

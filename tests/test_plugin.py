@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from attnres import UserError, cli
 from attnres.app.explorer import Opened
 from attnres.app.page import Page
-from attnres.app.state import View
+from attnres.app.state import Cut, View
 from attnres.inspect import Ablate, Inspection, attribute, effect, intervene, prune_report, record
 from attnres.inspect.edits import Reweigh
 from attnres.models import build, export_model, load
@@ -183,12 +183,14 @@ def losses(run):
     return [line["loss"] for line in lines if line["kind"] == "val"]
 
 
+@pytest.mark.quick("anchored")
 @pytest.mark.parametrize("name", NAMES)
 def test_check_passes(place, name, capsys):
     cli.main(["check", getattr(place, name)])
     assert "FAILED" not in capsys.readouterr().out
 
 
+@pytest.mark.quick("gated")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_that_is_cut_short_goes_on_bit_for_bit(place, runs, name, monkeypatch):
     from attnres.training.run import Run
@@ -257,6 +259,7 @@ def test_a_mistake_in_the_file_is_called_that_before_a_run_begins(place, tmp_pat
         assert [word for word in words if word not in error] == [], error
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("registered")
 def test_a_run_whose_inspection_fails_is_finished(place, tmp_path, capsys):
     file, out = tmp_path / "own.py", tmp_path / "out"
@@ -288,6 +291,7 @@ def test_a_file_that_changed_is_not_taken_for_the_old_one(place, tmp_path, capsy
         prepare_run(from_dict(json.loads((out / "config.json").read_text())))
 
 
+@pytest.mark.long
 def test_compare_and_report(place, runs, capsys):
     out = place.root / "compared"
     options = ["--out", str(out), "--jobs", "1", "--timing-s", "0.2"]
@@ -350,6 +354,7 @@ def test_reads_are_recorded_edited_and_attributed(place, name):
     assert len(edges.top(20)) == 2 + 3 + 4 + 5 and any(edge.knockout for edge in edges.top())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_inspection_figures_and_text(place, runs, name, capsys, tmp_path):
     run = str(runs[name])
@@ -379,8 +384,8 @@ def test_inspection_figures_and_text(place, runs, name, capsys, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_explorer_shows_it(runs, name):
     page = Page([Opened(runs[name])])
-    shown = page.show(page.actions.click(View("stream read"), {"place": 0, "model": 0, "read": 3, "source": 1}))
-    assert "without 1 edge" in shown.panes[0] and name in shown.panes[0]
+    shown = page.show(View("stream read", cuts=(Cut(0, 3, 1),)))["panes"][0]
+    assert shown["loss_cut"] != shown["loss"] and name in shown["title"]
 
 
 def test_a_models_folder_runs_no_file_unasked(tmp_path, registered):
@@ -442,6 +447,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.long
 def test_a_fresh_process_loads_it_where_the_environment_names_the_file_or_code_is_trusted(place):
     """And one that does not is told which file is missing; nothing in the model's folder is run."""
     model = model_of(place, "gated")

@@ -34,6 +34,7 @@ main(["train"])
 """
 
 
+@pytest.mark.long
 def test_a_copy_in_folders_of_any_name_runs_in_a_bare_locale_and_says_where_a_bug_is(tmp_path):
     clone = tmp_path / "attnres" / "a b" / "attnres"
     shutil.copytree(Path(attnres.__file__).parent, clone / "attnres", ignore=shutil.ignore_patterns("__pycache__"))
@@ -71,6 +72,7 @@ def test_a_copy_in_folders_of_any_name_runs_in_a_bare_locale_and_says_where_a_bu
     assert {path.stat().st_mode & 0o077 for path in written.rglob("*")} == {0}
 
 
+@pytest.mark.quick("ascii-strict")
 @pytest.mark.parametrize(
     ("encoding", "errors"),
     [*((name, "strict") for name in ("ascii", "latin-1", "cp1252", "utf-8")), ("ascii", "surrogateescape")],

@@ -1,16 +1,67 @@
-"""The explorer: models in the browser, one or two side by side. Only `server` needs Starlette and uvicorn."""
+"""The explorer: models in the browser, one or two side by side. Only `server` needs Starlette and uvicorn.
+
+`explore` opens it on a model in memory, `serve` on folders, as `attnres app` does.
+"""
 
 import importlib.util
 import socket
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from attnres.errors import UserError, first_line, install
+
+if TYPE_CHECKING:
+    from attnres.app.server import Explorer
 
 DEMO = Path("runs/demo")
 
 
 def explore(
+    model: Any, tokenizer: Any = None, *, text: Any = None, context: int | None = None, port: int = 0
+) -> "Explorer":
+    """Open the explorer of a model in the background, on 127.0.0.1 alone; a notebook shows it in its cell.
+
+    >>> page = attnres.explore(model, tokenizer, text="def f(x):")  # doctest: +SKIP
+    >>> page.url, page.close()                                      # doctest: +SKIP
+
+    Args:
+        model: a model of Transformers, a module of your own with a residual, a method of one, or a `TextModel`; a
+            folder, a run or a hub name; or two of these, side by side.
+        tokenizer: of Transformers or `tokenizers`, for models in memory; None is the model's own. Where there is none,
+            a text is ids: "12 7 5".
+        text: that the page opens with, in letters or as ids.
+        context: tokens that a module takes, where it does not say.
+        port: 0 is any that is free.
+
+    Returns:
+        A handle with `url` and `close`, which is a context manager too.
+
+    Raises:
+        UserError: no Starlette, a model that cannot be shown, more than two, or a port in use.
+    """
+    _need_server()
+    if port:
+        check_port("127.0.0.1", port)
+    from attnres.app.explorer import Given, Opened, open_models
+    from attnres.app.page import Page
+    from attnres.app.server import Explorer
+
+    models = list(model) if isinstance(model, list | tuple) else [model]
+    _check_count(models)
+    opened: list[Opened] = []
+    for number, one in enumerate(models, 1):
+        if isinstance(one, str | Path):
+            opened += open_models([one])
+        else:
+            name = type(getattr(one, "__self__", getattr(one, "module", one))).__name__
+            opened.append(Given(one, tokenizer, name=f"{name} {number}" if len(models) > 1 else name, context=context))
+    for one in opened:
+        one.sources  # noqa: B018  what cannot be shown is said at once
+    return Explorer(Page(opened, text=opened[-1].text_of(text)), port)
+
+
+def serve(
     models: Sequence[str | Path] = (),
     *,
     corpus: str | None = None,
@@ -29,11 +80,9 @@ def explore(
     Raises:
         UserError: no Starlette, more than two models, one that cannot be shown, no such corpus, or a port in use.
     """
-    if len(models) > 2:
-        raise UserError(f"{len(models)} models were given: the explorer shows one, or two side by side")
+    _check_count(models or [DEMO])
     address = check_port(host, port)
-    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
-        raise UserError(f"the explorer needs Starlette and uvicorn: {install('app')}")
+    _need_server()
     from attnres.app.explorer import choose_threads, find_demo, open_models
     from attnres.app.page import Page
     from attnres.inspect.look import corpus_text
@@ -41,9 +90,19 @@ def explore(
     searched = None if corpus is None else corpus_text(corpus, column)
     page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code), searched)
     choose_threads([model for model in page.models if model.is_loaded])
-    from attnres.app.server import serve
+    from attnres.app.server import run
 
-    serve(page, address, host=host, port=port, names=names, browser=browser)
+    run(page, address, host=host, port=port, names=names, browser=browser)
+
+
+def _check_count(models: Sequence[Any]) -> None:
+    if not 1 <= len(models) <= 2:
+        raise UserError(f"{len(models)} models were given: the explorer shows one, or two side by side")
+
+
+def _need_server() -> None:
+    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
+        raise UserError(f"the explorer needs Starlette and uvicorn: {install('app')}")
 
 
 def check_port(host: str, port: int) -> str:

@@ -1,44 +1,54 @@
-"""The models of a command line and the steps of their training: what a text does in them, whole and with edges cut."""
+"""The models that are open and the steps of their training: what a text does in them, as it is and with cuts."""
 
+import contextlib
+import hashlib
 import json
-import threading
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from attnres.app.reading import Cache, Candidate, Effect, Encoder, Reading, Report
+from attnres.app.reading import Cache, Encoder, Reading, Report
 from attnres.app.state import Cut, key_of
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.inspect.attention import TokenAttention, token_attention
-from attnres.inspect.attribution import Attribution, attribute
+from attnres.inspect.attribution import Attribution, Patching, attributing, patch
 from attnres.inspect.corpus import Search, search
 from attnres.inspect.edits import Ablate, intervene, source_names
 from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
 from attnres.inspect.inspection import By
+from attnres.inspect.lens import Lens, logit_lens
 from attnres.inspect.recording import find_residual, record
-from attnres.models.encoding import characters, piece
+from attnres.inspect.subject import TextModel, as_model, as_tokenizer, prompt_ids, tokenizer_of, vocab_size
+from attnres.models.convert import convert
+from attnres.models.encoding import characters, piece, stated_context
 from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512
 """Tokens of a text: what a page draws and a processor computes while one waits."""
-CANDIDATES = 8
+CANDIDATES = 7
 """Next tokens that are shown."""
+MEASURED = 200
+"""Edges that are measured: those of the largest gradient estimates."""
 SCORED = 4096
 """Tokens in one pass, where many texts go through the model."""
 WINDOW = 256
 """Tokens in a window of a corpus."""
-
-_DRAWING = threading.Lock()
-"""Matplotlib's settings are the process's own."""
+SAMPLE = 4096
+"""Numbers of each tensor by which models in memory are told apart."""
 
 
 class Opened:
@@ -50,25 +60,48 @@ class Opened:
 
     Attributes:
         whole: of a step of a run the model that it became; else itself.
+        opening_text: that a page opens with; None is an example.
 
     Raises:
         UserError: no model there.
     """
+
+    opening_text: str | None = None
 
     def __init__(self, name: str | Path, *, trust_remote_code: bool = False) -> None:
         checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
         self._share(checkpoint, min(checkpoint.context, MAX_TOKENS))
         self.name, self.step = checkpoint.title(), checkpoint.step
 
-    def _share(self, checkpoint: Checkpoint, context: int) -> None:
-        self.checkpoint, self.context = checkpoint, context
+    def _share(self, checkpoint: Checkpoint | None, context: int) -> None:
+        self._checkpoint, self.context = checkpoint, context
         self.whole: Opened = self
         self.cache = Cache()
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What lies on the disk. Raises UserError: nothing, the model was given in memory."""
+        if self._checkpoint is None:
+            raise UserError(f"{self.name} was given in memory: no files belong to it")
+        return self._checkpoint
+
+    @property
+    def run(self) -> Path | None:
+        """The run folder that the model is of, or None."""
+        return None if self._checkpoint is None else self._checkpoint.run
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the token embedding, where that is known."""
+        return self.checkpoint.vocab_size
+
     @cached_property
     def model(self) -> Any:
-        """The model. Raises UserError."""
-        return self.checkpoint.load("auto", str(pick_device("auto")))
+        """The model; one without depth reads as `standard`, which computes the same. Raises UserError."""
+        found, device = self.checkpoint, str(pick_device("auto"))
+        if found.kind != "plain":
+            return found.load("auto", device)
+        return convert(found.name, "standard", trust_remote_code=found.trusted).to(device)
 
     @property
     def is_loaded(self) -> bool:
@@ -90,7 +123,14 @@ class Opened:
     @property
     def encoder(self) -> Encoder:
         """What makes tokens of a text. Raises UserError: no tokenizer."""
-        return Encoder(self.tokenizer, self.name, self.context, self.checkpoint.vocab_size)
+        return Encoder(self.tokenizer, self.name, self.context, self.vocab_size)
+
+    def text_of(self, text: Any) -> str | None:
+        """Return a text in letters, or as ids, as it is typed into the page. Raises UserError: no text."""
+        if text is None or isinstance(text, str):
+            return text
+        ids = prompt_ids(self.model, text)[0].tolist()
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     @cached_property
     def residual(self) -> Residual:
@@ -116,7 +156,12 @@ class Opened:
     def label(self) -> str:
         """Name, residual and, where the run says, training step."""
         step = f", step {self.step:,}" if self.step is not None else ""
-        return f"{self.name} ({self.checkpoint.residual}{step})"
+        return f"{self.name} ({self.residual_name}{step})"
+
+    @property
+    def residual_name(self) -> str:
+        """The name of its residual."""
+        return self.checkpoint.residual or "standard"
 
     @cached_property
     def key(self) -> str:
@@ -141,78 +186,96 @@ class Opened:
         """Hash of the tokenizer's vocabulary, to tell whether two models speak of the same tokens."""
         return hash(frozenset(self.tokenizer.get_vocab().items()))
 
-    def read(self, text: str) -> Reading:
-        """Run the model on `text`; kept.
+    def read(self, text: str, cuts: Sequence[Cut] = ()) -> Reading:
+        """Run the model on `text`, with edges cut; kept.
 
         Raises:
-            UserError: no text, too long a text, or one of which the tokenizer reads nothing.
+            UserError: no text, too long a text, one of which the tokenizer reads nothing, or edges that the model does
+                not have.
         """
-        return self.cache.make(("read", text), lambda: self._read(text))
+        return self.cache.make(("read", text, frozenset(cuts)), lambda: self._read(text, cuts))
 
-    def most_varied(self, text: str) -> int | None:
-        """Return the read that shows most of a text when its tokens are coloured; None for the output's, or a text that
-        the model cannot read."""
-        try:
-            read = self.read(text).most_varied()
-        except UserError:
-            return None
-        return read if read < len(self.reads) - 1 else None
-
-    def knock_out(self, text: str, cuts: Sequence[Cut]) -> Effect:
-        """Run the model on `text` without some edges; kept.
-
-        Raises:
-            UserError: as for `read`, edges that the model does not have, or a read that is left without a source.
-        """
-        return self.cache.make(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
-
-    def attend(self, text: str) -> TokenAttention:
+    def attend(self, text: str, cuts: Sequence[Cut] = ()) -> TokenAttention:
         """Return what the text's tokens attend to; kept.
 
         Raises:
             UserError: as for `read`, or a model that shows no weights of its attention.
         """
-        return self.cache.make(("attention", text), lambda: token_attention(self.model, self.encoder.encode(text)[0]))
+        ids = self.encoder.encode(text)[0]
 
-    def scored(self, text: str, token: int) -> Attribution | None:
-        """Return the scores of the edges of the prediction after `token`, where `score` has kept them."""
-        return self.cache.get(("score", text, token))
+        def attend() -> TokenAttention:
+            with self.edited(cuts, len(ids)):
+                return token_attention(self.model, ids)
 
-    def score(self, text: str, token: int, report: Report) -> Attribution:
-        """Measure what each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last:
-        of the likeliest one); kept. `report` is called with edges done and edges in all, and others may use the model
-        then; who asks for what another is measuring waits for that.
+        return self.cache.make(("attention", text, frozenset(cuts)), attend)
+
+    def lens(self, text: str, token: int, target: int, cuts: Sequence[Cut] = ()) -> Lens:
+        """Return what each read of a token says, by the logit lens; kept.
 
         Raises:
-            UserError: as for `read`.
+            UserError: as for `read`, or a head that is not found.
         """
-        ids, key = self.encoder.encode(text)[0], ("score", text, token)
-        batch = max(1, SCORED // (token + 1))
-        edges = sum(map(len, self.sources))
+        ids = self.encoder.encode(text)[0][: token + 1]
+
+        def look() -> Lens:
+            with self.edited(cuts, len(ids)):
+                return logit_lens(self.model, ids, top=1, position=token, target=target)
+
+        return self.cache.make(("lens", text, token, target, frozenset(cuts)), look)
+
+    def score_key(self, text: str, token: int, target: int, against: int | None, cuts: Sequence[Cut]) -> Hashable:
+        """Return the name of scores among what is kept."""
+        return ("score", text, token, target, against, frozenset(cuts))
+
+    def scored(self, *of: Any) -> Attribution | None:
+        """Return scores (`score`), where they have been made or are being made."""
+        key = self.score_key(*of)
+        return self.cache.partial.get(key) or self.cache.get(key)
+
+    def score(
+        self, text: str, token: int, target: int, against: int | None, cuts: Sequence[Cut], report: Report
+    ) -> Attribution:
+        """Measure what each of the `MEASURED` edges of the largest gradients, cut alone at all tokens, does to ln p of
+        `target` after `token`, less that of `against`; kept. `report` is called with edges done and edges in all, and
+        others may use the model then; who asks for what another is measuring waits for that. Meanwhile `scored` has
+        the gradients, and what was measured so far.
+
+        Raises:
+            UserError: as for `read`, or tokens that are not there.
+        """
+        key, ids = self.score_key(text, token, target, against, cuts), self.encoder.encode(text)[0]
+        edits = self.edits(cuts, token + 1)
+        edges = min(MEASURED, sum(len(row) for row in self.sources if len(row) > 1))
+        size = max(1, SCORED // (token + 1))
+
+        def measure(progress: Callable[[int], None]) -> Attribution:
+            one, done = None, 0
+            options: dict[str, Any] = {"target": target, "against": against, "edits": edits, "most": edges}
+            for one in attributing(self.model, ids, position=token, batch_size=size, **options):
+                self.cache.partial[key] = one
+                there = sum(not math.isnan(value) for row in one.knockout for value in row)
+                progress(there - done)
+                done = there
+            assert one is not None
+            return one
+
+        return self.cache.work(key, measure, edges, report)
+
+    def patch(self, text: str, other: str, target: int | None, against: int | None, report: Report) -> Patching:
+        """Patch every edge of `text` with the vector of `other`; kept. `report` as for `score`.
+
+        Raises:
+            UserError: texts of different numbers of tokens, or as `attnres.inspect.patch`.
+        """
+        ids, clean = (self.encoder.encode(one)[0] for one in (text, other))
+        edges, size = sum(map(len, self.sources)), max(1, SCORED // len(ids))
+        options: dict[str, Any] = {"target": target, "against": against, "batch_size": size}
         return self.cache.work(
-            key,
-            lambda progress: attribute(self.model, ids, position=token, batch_size=batch, progress=progress),
+            ("patch", text, other, target, against),
+            lambda progress: patch(self.model, clean, ids, progress=progress, **options),
             edges,
             report,
         )
-
-    def graph(self, text: str, token: int, scores: Attribution) -> str:
-        """Draw the scored edges that lead to a prediction as a picture, SVG; empty where none changes it much;
-        kept."""
-
-        def draw() -> str:
-            from attnres.figures import NotShown, style
-            from attnres.figures.edges import graph
-            from attnres.figures.style import to_svg
-
-            title = f"{self.name}: how the prediction after token {token} is made"
-            try:
-                with _DRAWING, style.style():
-                    return to_svg(graph(scores, title).figure, "graph", title, 1.2)
-            except NotShown:
-                return ""
-
-        return self.cache.make(("graph", text, token), draw)
 
     def search(
         self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
@@ -229,19 +292,15 @@ class Opened:
                 self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
             )
 
-    def top(self, reading: Reading, effect: Effect | None, token: int) -> list[Candidate]:
-        """Return the likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
-        before = reading.log_probs[token]
-        after = effect.log_probs[token] if effect is not None else None
-        count = min(CANDIDATES, len(before))
-        likeliest = before.topk(count).indices.tolist()
+    def likeliest(self, before: Reading, after: Reading | None, token: int) -> list[int]:
+        """Return ids of the likeliest tokens after `token`; with cuts half of them those before, half after."""
+        row = before.log_probs[token]
+        count = min(CANDIDATES, len(row))
+        ids = row.topk(count).indices.tolist()
         if after is not None:
-            likeliest = likeliest[: count // 2]
-            likeliest += [i for i in after.topk(count).indices.tolist() if i not in likeliest][: count - len(likeliest)]
-        return [
-            Candidate(self.piece(i), float(before[i].exp()), float(after[i].exp()) if after is not None else None)
-            for i in likeliest
-        ]
+            ids = ids[: count - count // 2]
+            ids += [i for i in after.log_probs[token].topk(count).indices.tolist() if i not in ids][: count // 2]
+        return ids
 
     @cached_property
     def similarity(self) -> tuple[list[Read], np.ndarray] | None:
@@ -260,9 +319,10 @@ class Opened:
 
     # ------------------------------------------------------------------ runs of the model
 
-    def _read(self, text: str) -> Reading:
+    def _read(self, text: str, cuts: Sequence[Cut]) -> Reading:
         ids, offsets = self.encoder.encode(text)
-        reading = self.read_ids(ids, *characters(self.tokenizer, ids, text, offsets))
+        with self.edited(cuts, len(ids)):
+            reading = self.read_ids(ids, *characters(self.tokenizer, ids, text, offsets))
         reading.notes.extend(self.encoder.notes(text, ids))
         return reading
 
@@ -279,24 +339,85 @@ class Opened:
             [contributions[0].numpy() for contributions in trace.token_contributions],
             prediction.log_probs,
             prediction.losses.double().numpy(),
+            trace.mixing_contribution,
             [],
         )
 
-    def _knock_out(self, text: str, cuts: Sequence[Cut]) -> Effect:
-        ids = self.encoder.encode(text)[0]
+    def edited(self, cuts: Sequence[Cut], tokens: int) -> contextlib.AbstractContextManager[None]:
+        """Cut edges while a block runs. Without cuts nothing is edited: reads keep their own kernels."""
+        edits = self.edits(cuts, tokens)
+        return intervene(self.model, *edits) if edits else contextlib.nullcontext()
+
+    def edits(self, cuts: Sequence[Cut], tokens: int) -> list[Ablate]:
+        """Return cuts as edits of a text of so many tokens."""
         places = sorted({(cut.read, -1 if cut.token is None else cut.token) for cut in cuts})
-        edits = [
+        return [
             Ablate(
                 sorted({self.sources[read][cut.source] for cut in cuts if (cut.read, cut.token) == (read, at)}),
                 reads=read,
                 tokens=at,
             )
             for read, at in ((read, None if token < 0 else token) for read, token in places)
-            if at is None or at < len(ids)
+            if at is None or at < tokens
         ]
-        with intervene(self.model, *edits):
-            prediction = predict(self.model, ids)
-        return Effect(prediction.log_probs, prediction.losses.double().numpy())
+
+
+class Given(Opened):
+    """A model in memory.
+
+    Args:
+        model: a model of Transformers (without depth reads it is shown as `standard`, which computes the same), a
+            module of one's own, a method of one, or a `TextModel`.
+        tokenizer: of Transformers or `tokenizers`; None is the model's own, or ids for letters: "12 7 5".
+        name: for the page. context: tokens that the model takes, where it does not say.
+
+    Raises:
+        UserError: a module without a residual, one that makes no logits of ids, or no such tokenizer.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any = None, *, name: str, context: int | None = None) -> None:
+        if isinstance(model, PreTrainedModel) and not any(isinstance(one, Residual) for one in model.modules()):
+            model = convert(model, "standard")
+        self.__dict__["model"] = model = as_model(model)  # in the place of the cached property
+        known = (context, stated_context(getattr(model, "config", None)), MAX_TOKENS)
+        self._share(None, min(one for one in known if one is not None))
+        self.name, self.step = name, None
+        self._vocab_size = vocab_size(model)
+        own = getattr(model, "tokenizer", None)
+        if tokenizer is None and own is None and not isinstance(model, TextModel):
+            with contextlib.suppress(UserError):
+                own = tokenizer_of(model)
+        given = own if tokenizer is None else tokenizer
+        self.__dict__["tokenizer"] = id_tokenizer(self._vocab_size) if given is None else as_tokenizer(given)
+        if given is None:
+            self.opening_text = " ".join(str(number) for number in range(min(self._vocab_size, self.context, 24)))
+
+    @property
+    def vocab_size(self) -> int | None:
+        return self._vocab_size
+
+    @property
+    def residual_name(self) -> str:
+        return self.residual.name
+
+    def forget(self) -> None:
+        with self.cache.lock:
+            self.cache.clear()
+
+    def _content(self) -> bytes:
+        state = hashlib.sha256()
+        for name, tensor in self.model.state_dict().items():
+            values = tensor.detach().flatten()
+            sample = values[:: max(1, len(values) // SAMPLE)].float().cpu().numpy()
+            state.update(f"{name} {tuple(tensor.shape)}".encode() + sample.tobytes())
+        return state.digest()
+
+
+def id_tokenizer(rows: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of ids written in digits: "12 7 5" is three tokens."""
+    backend = Tokenizer(WordLevel({str(number): number for number in range(rows)}))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 class Learned(Opened):
@@ -334,7 +455,7 @@ class Learned(Opened):
     def details(self) -> str:
         return f"{sum(one.numel() for one in self.residual.parameters()):,} parameters of the residual alone"
 
-    def read(self, text: str) -> Reading:
+    def read(self, text: str, cuts: Sequence[Cut] = ()) -> Reading:
         """Nothing. Raises UserError."""
         return self.model
 
@@ -350,7 +471,7 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
     for name in names:
         model = Opened(name, trust_remote_code=trust_remote_code)
         model.sources  # noqa: B018  what cannot be shown is said at once
-        run = model.checkpoint.run
+        run = model.run
         kept = sorted((run / "kept").glob("[0-9]*")) if run is not None else []
         named[model] = [Opened(folder) for folder in kept]
         whole = {one.step for one in (*named[model], model)}

@@ -13,7 +13,6 @@ from torch import Tensor
 from attnres.app.state import MAX_CHARACTERS
 from attnres.errors import UserError
 from attnres.inspect import notebook
-from attnres.inspect.inspection import By
 from attnres.models.encoding import check_length, encode_prompt
 from attnres.residuals import Read
 
@@ -40,6 +39,8 @@ class Cache:
     def __init__(self) -> None:
         self.lock = threading.Condition(threading.Lock())
         self._made, self._working = OrderedDict[Hashable, Any](), dict[Hashable, tuple[int, int]]()
+        self.partial = dict[Hashable, Any]()
+        """What work under way has so far, by what it is of."""
 
     def __len__(self) -> int:
         return len(self._made)
@@ -74,6 +75,7 @@ class Cache:
                 return self._make(key, lambda: make(self.progress(report, total, key)))
             finally:
                 del self._working[key]
+                self.partial.pop(key, None)
                 self.lock.notify_all()
 
     def clear(self) -> None:
@@ -126,11 +128,6 @@ def _bytes(kept: Any) -> int:
     return sum(one.nbytes for one in arrays if isinstance(one, Tensor | np.ndarray))
 
 
-def dominant(rows: np.ndarray) -> np.ndarray:
-    """Return the source of each token that is most of its read, along it or against it: (tokens, sources) to places."""
-    return np.abs(rows).argmax(1)
-
-
 @dataclass(frozen=True)
 class Reading(notebook.Named):
     """A text in a model.
@@ -142,6 +139,8 @@ class Reading(notebook.Named):
         weights, contributions: for each read (T, sources); what each source is of the read, by projection on it.
         log_probs: (T, V): of the token after each.
         losses: (T-1,) nats: of each token but the first.
+        outputs: (R, L+1) mean over the tokens of what each single output is of each read; None where a read is no such
+            sum.
         notes: what a reader should know of this text, one sentence each.
     """
 
@@ -153,6 +152,7 @@ class Reading(notebook.Named):
     contributions: list[np.ndarray]
     log_probs: Tensor
     losses: np.ndarray
+    outputs: np.ndarray | None
     notes: list[str]
 
     @property
@@ -160,43 +160,11 @@ class Reading(notebook.Named):
         """Mean loss in nats per token; None for a single token."""
         return float(self.losses.mean()) if len(self.losses) else None
 
-    def rows(self, by: By) -> list[np.ndarray]:
-        """For each read (T, sources): contributions, or weights as |weight| / sum |weights|."""
-        if by == "contribution":
-            return self.contributions
-        sizes = [np.abs(row) for row in self.weights]
-        return [row / np.maximum(row.sum(1, keepdims=True), 1e-30) for row in sizes]
-
-    def means(self, by: By) -> list[np.ndarray]:
-        """For each read (sources,): the same, averaged over the tokens."""
-        return [row.mean(0) for row in self.rows(by)]
-
-    def most_varied(self) -> int:
-        """Return the read in which the tokens' largest sources differ most: the entropy of how often each is the
-        largest."""
-
-        def entropy(parts: np.ndarray) -> float:
-            share = np.bincount(dominant(parts)) / max(1, len(parts))
-            return float(-(share[share > 0] * np.log(share[share > 0])).sum())
-
-        return max(range(len(self.contributions)), key=lambda read: entropy(self.contributions[read]))
-
-
-@dataclass(frozen=True)
-class Effect:
-    """What a knock-out does to the text's losses and next-token distributions; fields as in `Reading`."""
-
-    log_probs: Tensor
-    losses: np.ndarray
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A next token, before and after a knock-out."""
-
-    piece: str
-    before: float
-    after: float | None
+    def underlined(self) -> int:
+        """Return the read whose largest sources the tokens are marked by: the last one before the output's that has
+        several sources."""
+        several = [read for read, one in enumerate(self.layout[:-1]) if len(one.sources) > 1]
+        return several[-1] if several else len(self.layout) - 1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The page's addresses: its three files, four questions in JSON, and a guard over what a browser may ask."""
+"""The page's addresses: its three files, questions in JSON, and a guard over what a browser may ask."""
 
 import ipaddress
 import json
@@ -23,19 +23,21 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from attnres.app.figures import without
 from attnres.app.page import EXAMPLES, Page
-from attnres.app.reading import Report
 from attnres.app.state import MAX_CHARACTERS, View, from_json
 from attnres.errors import UserError, is_out_of_memory
-from attnres.figures.style import variables
+from attnres.inspect.notebook import alone
 from attnres.reading import parse_json
 from attnres.text import listed, one_line
 from attnres.typed import Count, checked
 
+Report = Callable[..., None]
+"""Called with how much is done of how much, and what there is so far; what it raises ends the work."""
 MAX_BODY = 200_000
 """Bytes of one request: a text and what belongs to it, many times over."""
 
+FRAMES = "http://localhost:* http://127.0.0.1:* https://localhost:* vscode-webview:"
+"""Where a notebook on this machine shows the page within its own."""
 _POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -46,11 +48,10 @@ _POLICY = "; ".join(
         "connect-src 'self'",
         "form-action 'none'",
         "base-uri 'none'",
-        "frame-ancestors 'none'",
+        "frame-ancestors ",
     )
 )
 _HEADERS = {
-    "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
@@ -65,10 +66,12 @@ class Guard:
             cannot reach it through a name that it points here.
         names: to which a server that others reach answers, too, besides addresses and names without a dot, which no
             foreign page can have.
+        framed: a notebook on this machine may show the page within its own.
     """
 
-    def __init__(self, app: ASGIApp, local: bool, names: Collection[str] = ()) -> None:
+    def __init__(self, app: ASGIApp, local: bool, names: Collection[str] = (), framed: bool = False) -> None:
         self.app, self.local, self.names = app, local, names
+        self.headers = {**_HEADERS, "content-security-policy": _POLICY + (FRAMES if framed else "'none'")}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +80,7 @@ class Guard:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message.setdefault("headers", [])
-                MutableHeaders(scope=message).update(_HEADERS)
+                MutableHeaders(scope=message).update(self.headers)
             await send(message)
 
         refusal = self._refusal(Headers(scope=scope))
@@ -135,81 +138,67 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 MISTAKE = "a mistake of attnres: a report of it is welcome"
 FULL = "there is not enough memory for this: take a shorter text, or one model alone"
-MAX_ACTIONS = 200
-"""Of one request: clicks that came while the page was answering."""
-_FILES = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
-_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 
 class Asked(TypedDict, total=False):
     """The body of a question.
 
     view: what the browser shows; None asks for what `link`, a query string, says.
-    actions: what was done to it, in order (see `Actions.act`).
-    known: hashes of the sections that the browser has, which need not be sent again.
-    place: of the half that is scored. least: which end of a search.
+    place: of the model that is scored, among those shown. least: which end of a search.
     models: the keys of the models that the browser's page was made for, by whose numbers its view speaks.
     """
 
     view: Any
     link: str
-    actions: list[Any]
-    known: list[str]
     place: Count
     least: bool
     models: list[str]
 
 
-def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Starlette:
-    """Make the page an ASGI application; `local` and `names` as in `Guard`."""
+def application(page: Page, *, local: bool, names: Collection[str] = (), framed: bool = False) -> Starlette:
+    """Make the page an ASGI application; `local`, `names` and `framed` as in `Guard`."""
 
     def show(question: Asked) -> dict[str, Any]:
-        steps = []
-        view, words = _view(page, question)
-        for action in question.get("actions", [])[:MAX_ACTIONS]:
-            try:
-                view = page.actions.act(view, action)
-            except UserError as error:
-                words = str(error)
-            steps.append(view)
-        shown, known = page.show(view, words), set(question.get("known", []))
-        return {
-            **{name: value for name, value in vars(shown).items() if name != "view"},
-            "panes": [without(pane, known) for pane in shown.panes],
-            "difference": without(shown.difference, known),
-            "view": shown.view.to_json(),
-            # Each is a step to go back to; the last is what is shown.
-            "steps": [step.to_json() for step in [*steps[:-1], shown.view][: len(steps)]],
-            "choices": page.choices,
-        }
-
-    def export(question: Asked) -> dict[str, Any]:
-        return page.export(_view(page, question)[0])
+        return page.show(*_view(page, question))
 
     def score(question: Asked, report: Report) -> dict[str, Any]:
-        page.score(_view(page, question)[0], question.get("place", 0), report)
-        return {"done": True}
+        view, place = _view(page, question)[0], question.get("place", 0)
+        if place >= len(view.models):
+            raise UserError("this model is not shown: load the page again")
+        number = view.models[place]
+        return page.score(view, number, lambda done, whole: report(done, whole, page.scored(view, number)))
 
     def search(question: Asked, report: Report) -> dict[str, Any]:
-        result, html = page.search(_view(page, question)[0], question.get("least", False), report)
-        return {"html": html, "hits": [{"text": hit.window, "at": hit.at} for hit in result.hits]}
+        return page.search(_view(page, question)[0], question.get("least", False), report)
+
+    def patch(question: Asked, report: Report) -> dict[str, Any]:
+        return page.patch(_view(page, question)[0], report)
 
     begin = {
-        "examples": list(EXAMPLES),
+        "examples": {name: page.example(name) for name in EXAMPLES},
         "characters": MAX_CHARACTERS,
         "corpus": page.corpus.name if page.corpus is not None else None,
         "models": page.keys,
+        "choices": page.choices,
+    }
+    whole = files("attnres.app").joinpath("page.html").read_text("utf-8")
+    whole = whole.replace("{{begin}}", escape(json.dumps(begin)))
+    texts = {
+        "/": (whole, "text/html"),
+        "/page.js": (files("attnres.app").joinpath("page.js").read_text("utf-8"), "text/javascript"),
+        "/page.css": (files("attnres.app").joinpath("page.css").read_text("utf-8"), "text/css"),
+        "/alone": (alone(None), "text/plain"),
     }
     routes = [
-        *(Route(path, _file(name, begin)) for path, name in _FILES.items()),
+        *(Route(path, _text(text, kind)) for path, (text, kind) in texts.items()),
         Route("/show", _answer(show), methods=["POST"]),
-        Route("/export", _answer(export), methods=["POST"]),
         Route("/score", _stream(score), methods=["POST"]),
         Route("/search", _stream(search), methods=["POST"]),
+        Route("/patch", _stream(patch), methods=["POST"]),
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, local=local, names=names)],
+        middleware=[Middleware(Guard, local=local, names=names, framed=framed)],
         exception_handlers={Exception: _failed},
     )
 
@@ -236,15 +225,8 @@ def _view(page: Page, question: Asked) -> tuple[View, str]:
     return from_json(question["view"], len(page.models)), ""
 
 
-def _file(name: str, begin: dict[str, Any]) -> Callable[[Request], Response]:
-    text = (files("attnres.app") / name).read_text(encoding="utf-8")
-    if name.endswith(".html"):
-        buttons = "".join(f'<button type="button" data-example="{one}">{one} example</button>' for one in EXAMPLES)
-        text = text.replace("<!-- examples -->", buttons)
-        text = text.replace("{{begin}}", escape(json.dumps(begin)))
-    if name.endswith(".css"):
-        text = f":root{{{variables(False)}}}:root[data-theme=dark]{{{variables(True)}}}\n{text}"
-    response = Response(text, media_type=_TYPES[name.rsplit(".", 1)[-1]])
+def _text(text: str, kind: str) -> Callable[[Request], Response]:
+    response = Response(text, media_type=kind)
 
     def answer(request: Request) -> Response:
         return response
@@ -296,10 +278,10 @@ def _lines(work: Callable[[Report], dict[str, Any]]) -> Iterator[str]:
     lines: queue.Queue[dict[str, Any]] = queue.Queue()
     left = threading.Event()
 
-    def report(done: int, whole: int) -> None:
+    def report(done: int, whole: int, partial: Any = None) -> None:
         if left.is_set():
             raise _Gone
-        lines.put({"part": done / max(1, whole)})
+        lines.put({"part": done / max(1, whole), "partial": partial})
 
     def run() -> None:
         try:
@@ -322,7 +304,55 @@ def _lines(work: Callable[[Report], dict[str, Any]]) -> Iterator[str]:
         left.set()
 
 
-def serve(page: Page, address: str, *, host: str, port: int, names: Sequence[str] = (), browser: bool = False) -> None:
+class Explorer:
+    """The explorer of models in memory, served by a thread of this process until `close`.
+
+    Args:
+        port: of 127.0.0.1; 0 is any that is free.
+
+    Attributes:
+        url: of the page.
+
+    Raises:
+        UserError: the port is in use.
+    """
+
+    def __init__(self, page: Page, port: int) -> None:
+        try:
+            self._listener = socket.create_server(("127.0.0.1", port))
+        except OSError as error:
+            raise UserError(f"cannot serve on 127.0.0.1:{port}: {error}; choose another port") from error
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        config = uvicorn.Config(
+            application(page, local=True, framed=True), log_level="critical", lifespan="off", server_header=False
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([self._listener],), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving; a second call does nothing."""
+        self._server.should_exit = True
+        self._thread.join()
+        self._listener.close()
+
+    def __enter__(self) -> "Explorer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Explorer({self.url}{'' if self._thread.is_alive() else ', closed'})"
+
+    def _repr_html_(self) -> str:
+        return (
+            f'<iframe src="{self.url}" style="width:100%;height:820px;border:1px solid #ccc" title="attnres explorer">'
+            f'</iframe><p><a href="{self.url}" target="_blank">{self.url}</a></p>'
+        )
+
+
+def run(page: Page, address: str, *, host: str, port: int, names: Sequence[str] = (), browser: bool = False) -> None:
     """Serve the page until Ctrl-C.
 
     Args:

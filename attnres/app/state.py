@@ -28,17 +28,13 @@ MAX_UNPACKED = 200_000
 MAX_LINK = 8000
 """Characters of a link: servers and browsers take at least so many."""
 
-LARGEST_NUMBER = 99_999
-"""Of a token or a read."""
-
-LARGEST = "heaviest"
-LOSS = "loss"
-ATTENDED = "attended"
+LARGEST_NUMBER = 9_999_999
+"""Of a token, its id or a read."""
 
 DAMAGED = "this link is damaged: copy it again, or start from the text"
-_SOURCE = re.compile(r"[a-z][a-z0-9_]{0,31}( [0-9]{1,4})?")
 _KEY = re.compile(r"[A-Za-z0-9_-]{0,60}~[0-9a-f]{12}")
 Span = Literal["all", "one"]
+Tab = Literal["explain", "patch", "search", "training"]
 
 
 @dataclass(frozen=True)
@@ -56,27 +52,31 @@ class View:
     """Everything that decides what the page shows.
 
     Attributes:
-        text: what the models read. other: a second text, which one model reads beside the first; None is none.
-        models: the numbers of the models shown, one or two.
+        text: what the models read.
+        models: the numbers of the models shown, one or two, the earlier step first.
+        token: the chosen token of the first model's; None is the last that is not white space.
+        target: the id of the token whose probability is explained; None is the text's next token, after the last the
+            likeliest. against: the id of the one that it is compared with; None is no one.
         by: what sources are shown by.
-        read: the read that colours the tokens, of the first half; None is the output's.
-        source: the source that colours them, `LARGEST` for each token's largest source, `LOSS` for the change in each
-            token's loss, `ATTENDED` for what the chosen token attends to.
-        token: the chosen token; None is the last that is not white space. half: the half whose tokens it is one of.
-        cuts: what is knocked out, in the order in which it was.
-        span: whether the next cut holds at all tokens or at the chosen one.
+        cuts: what is cut, in the order in which it was. span: whether the next cut holds at all tokens or at the chosen
+            one. edited: figures are those with the cuts in place.
+        tab: the part of the page. other: the text that patches come from.
+        read, source: the numbers of the edge that is searched for.
     """
 
     text: str = ""
-    other: str | None = None
     models: tuple[Count, ...] = (0,)
-    by: By = "contribution"
-    read: Count | None = None
-    source: str = LARGEST
     token: Count | None = None
-    half: Count = 0
+    target: Count | None = None
+    against: Count | None = None
+    by: By = "contribution"
     cuts: tuple[Cut, ...] = ()
     span: Span = "all"
+    edited: bool = True
+    tab: Tab = "explain"
+    other: str = ""
+    read: Count = 0
+    source: Count = 0
 
     def cuts_of(self, model: int) -> tuple[Cut, ...]:
         """Return what is knocked out in one model."""
@@ -126,7 +126,7 @@ def encode(view: View, keys: Sequence[str]) -> str:
     changed = {name: value for name, value in fields.items() if value != getattr(View, name)}
     text = json.dumps({"keys": [keys[number] for number in named], **changed}, separators=(",", ":"))
     query = "v=" + base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode().rstrip("=")
-    too_long = max(len(view.text), len(view.other or "")) > MAX_CHARACTERS
+    too_long = max(len(view.text), len(view.other)) > MAX_CHARACTERS
     return "" if too_long or len(query) > MAX_LINK else query
 
 
@@ -153,11 +153,11 @@ def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
         named = _places(wanted, keys)
         cuts = tuple(replace(cut, model=named[cut.model]) for cut in view.cuts)
         view = replace(view, models=tuple(named[number] for number in view.models), cuts=cuts)
-        if max(len(view.text), len(view.other or "")) > MAX_CHARACTERS:
+        if max(len(view.text), len(view.other)) > MAX_CHARACTERS:
             raise ValueError("too long")
     except (ValueError, TypeError, LookupError, AttributeError, UserError, Misfit, zlib.error, binascii.Error):
         raise UserError(DAMAGED) from None
-    _checked(view, len(keys) + len(named))
+    view = _checked(view, len(keys) + len(named))
     for key, number in zip(wanted, named[: len(view.models)]):
         if number >= len(keys):
             name, content = key.split("~")
@@ -172,11 +172,8 @@ def _checked(view: View, models: int) -> View:
     if (
         not 1 <= len(view.models) <= 2
         or len(set(view.models)) < len(view.models)
-        or (view.other is not None and len(view.models) > 1)
-        or not _SOURCE.fullmatch(view.source)
         or len(view.cuts) > MAX_CUTS
-        or max(view.token or 0, view.read or 0) > LARGEST_NUMBER
-        or view.half > 1
+        or max(view.token or 0, view.target or 0, view.against or 0, view.read, view.source) > LARGEST_NUMBER
     ):
         raise UserError(DAMAGED)
     if max(view.models) >= models:

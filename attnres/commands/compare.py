@@ -22,10 +22,10 @@ class SharedModel(Model):
 
 
 @dataclass
-class Comparison:
+class ComparisonOptions:
     """Options of a comparison that a single run has not; a base class, so that the help begins with them."""
 
-    variants: tuple[str, ...] = ("standard", "rescaled", "block", "full")
+    variants: tuple[str, ...] = ("standard", "block", "full", "rescaled")
     """RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard block:num_blocks=6 full@lr=0.003; the names after @
     are lr and those of fine-tuning (train_only, residual_lr, distill_weight, ...)."""
     seeds: tuple[int, ...] = (0,)
@@ -35,12 +35,12 @@ class Comparison:
     jobs: int | None = None
     """Runs trained at the same time, which share the processor's threads; none is one a core, at most four. The
     number of threads of a run is set when the comparison begins and is the same when it is continued."""
-    timing_s: float = 20.0
+    timing_s: float = 10.0
     """Seconds for timing the variants, interleaved, at the end; 0 leaves it out."""
 
 
 @dataclass
-class Compare(TrainConfig, Comparison):
+class Compare(TrainConfig, ComparisonOptions):
     """Train variants side by side: same data, initial shared weights, batches and held-out windows.
 
     Finished runs are skipped and interrupted ones resumed, so the same command continues a stopped comparison.
@@ -68,11 +68,11 @@ class Compare(TrainConfig, Comparison):
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     values, arguments = config_file(arguments)
-    of_comparison = {name: values.pop(name) for name in fields_of(Comparison()) if name in values}
+    of_comparison = {name: values.pop(name) for name in fields_of(ComparisonOptions()) if name in values}
     demo = TrainConfig(**fields_of(Compare(), only=TrainConfig, model=ModelConfig(residual="standard")))
     base = from_dict(values, demo)
     _refuse_variant(base, demo)
-    comparison = fields_of(overlay(Comparison(), of_comparison))
+    comparison = fields_of(overlay(ComparisonOptions(), of_comparison))
     defaults = fields_of(base, model=SharedModel(**fields_of(base.model)), **comparison)
     options = parse("compare", Compare, arguments, Compare(**defaults))
     config = plain_config(options)

@@ -1,6 +1,5 @@
 """`attnres doctor`: faults of a model with depth reads that no error tells."""
 
-import importlib.util
 import json
 import sys
 from dataclasses import dataclass
@@ -8,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from attnres.errors import UserError, unknown
-from attnres.files import user_path
+from attnres.errors import UserError
 from attnres.flags import parse
+from attnres.imports import from_file
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,29 +79,20 @@ def _subject(options: Doctor) -> "tuple[nn.Module, Any, Any]":
 
 
 def _from_file(entry: str) -> "tuple[nn.Module, Any, Any]":
-    """Return what the function of FILE.py:FUNCTION returns, None for what it leaves out."""
+    """Call the function of FILE.py:FUNCTION and return its model, optimizer and example, None for those it leaves
+    out."""
     from torch import nn
 
-    file, _, name = entry.rpartition(":")
-    path = user_path(file).resolve()
-    if not path.is_file():
-        raise UserError(f"'{entry}': there is no file {path}; expected FILE.py:FUNCTION")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    function, entry, _ = from_file(entry, "function")
     try:
-        spec.loader.exec_module(module)
-        function = getattr(module, name, None)
-        if not callable(function):
-            raise unknown(f"function in {path}", name, [key for key, value in vars(module).items() if callable(value)])
         result = function()
     except (UserError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error
+        raise UserError(f"{entry} fails ({type(error).__name__}: {error}): mend it first") from error
     parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)
-        raise UserError(f"{name} of {path} returned {kinds}: expected a model, an optimizer and an example, in order")
+        raise UserError(f"{entry} returned {kinds}: expected a model, an optimizer and an example, in order")
     optimizer, example = (*parts[1:], *[None] * (3 - len(parts)))
     return parts[0], optimizer, example

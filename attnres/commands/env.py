@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """What this machine and environment are, fit for JSON.
+    """Return versions, devices and backends of this machine, fit for JSON.
 
     `reads` has a row for each device and dtype: the backend that a read of vectors of a usual width takes (cpu, gpu or
     eager, which is plain torch) and the reason. `cuda_graphs` says of each device why `attnres train --cuda-graphs`
@@ -50,25 +50,24 @@ def collect() -> dict[str, Any]:
     import attnres
     from attnres.files import cache_dir
     from attnres.ops import explain
-    from attnres.training.environment import has_bf16, processor, version
+    from attnres.ops.dispatch import KERNELS
+    from attnres.training import graphs
+    from attnres.training.environment import has_bf16, is_host, name_of, processor, version
 
-    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    devices = [device for row in KERNELS.values() for device in row.devices()]
+    titles = {row.name: row.title.removeprefix("the ") for row in KERNELS.values()}
     reads = []
     for device in devices:
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             plan = explain([torch.zeros(1, 256, dtype=dtype, device=device)])
             name = str(dtype).removeprefix("torch.")
-            reads.append({"device": str(device), "dtype": name, "backend": plan.backend, "reason": plan.reasons[0]})
-    from attnres.training import graphs
-
+            title = titles.get(plan.backend, "plain torch")
+            row = {"device": str(device), "dtype": name, "backend": plan.backend, "title": title}
+            reads.append({**row, "reason": plan.reasons[0]})
     captured = {str(device): graphs.why_not(device, None) for device in devices}
     cache = None
     with contextlib.suppress(UserError):
         cache = str(cache_dir())
-    no_cuda = None
-    if len(devices) == 1:
-        built = torch.backends.cuda.is_built()
-        no_cuda = "torch finds no CUDA device" if built else "this build of torch has no CUDA"
     return {
         "attnres": attnres.__version__,
         "python": platform.python_version(),
@@ -77,8 +76,8 @@ def collect() -> dict[str, Any]:
         "cpu": processor(),
         "threads": torch.get_num_threads(),
         "bf16": {str(device): has_bf16(device) for device in devices},
-        "cuda": [torch.cuda.get_device_name(device) for device in devices[1:]],
-        "no_cuda": no_cuda,
+        "cuda": [name_of(device) for device in devices if not is_host(device)],
+        "no_cuda": next(filter(None, (row.missing() for row in KERNELS.values())), None),
         "reads": reads,
         "cuda_graphs": captured,
         "cache": cache,
@@ -86,7 +85,7 @@ def collect() -> dict[str, Any]:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """The facts of `collect` as lines for people."""
+    """Return the facts of `collect` as lines for people."""
     lines = [f"attnres {facts['attnres']}, Python {facts['python']}, {facts['platform']}", ""]
     for name, version in facts["packages"].items():
         lines.append(f"  {name:<13} {version or f'not installed (extra {EXTRAS.get(name)})'}")
@@ -95,10 +94,9 @@ def as_text(facts: dict[str, Any]) -> str:
         lines.append(f"CUDA  {name}, {_bf16(facts, f'cuda:{number}')}")
     if facts["no_cuda"]:
         lines.append(f"CUDA  none: {facts['no_cuda']}")
-    names = {"cpu": "C kernels", "gpu": "Triton kernels", "eager": "plain torch"}
     lines += ["", "a depth read runs on"]
     for row in facts["reads"]:
-        lines.append(f"  {row['device']:<7} {row['dtype']:<9} {names[row['backend']]:<15} {row['reason']}")
+        lines.append(f"  {row['device']:<7} {row['dtype']:<9} {row['title']:<15} {row['reason']}")
     lines += ["", "a training step with --cuda-graphs (off by default) is"]
     for device, reason in facts["cuda_graphs"].items():
         lines.append(f"  {device:<7} {'captured' if reason is None else f'eager: {reason}'}")

@@ -18,7 +18,7 @@ MICROBATCHES = 16
 
 
 @dataclass
-class Plan:
+class PlanOptions:
     """Print layouts of GPUs for a model: memory of the fullest rank, bytes of a step, bubble, and a model of its time.
 
     Nothing is allocated: the model is built of shapes. Vectors that cross between stages are those that `attnres train`
@@ -64,8 +64,8 @@ class Plan:
     """Print JSON."""
 
 
-def _model(options: Plan, device: str) -> Any:
-    """The model with drawn weights, or on the meta device with shapes alone. Raises UserError."""
+def _model(options: PlanOptions, device: str) -> Any:
+    """Return the model with drawn weights, or on the meta device with shapes alone. Raises UserError."""
     import torch
 
     from attnres.models import build
@@ -84,8 +84,8 @@ def _model(options: Plan, device: str) -> Any:
         )
 
 
-def _measured(options: Plan) -> tuple[list[float], float]:
-    """Seconds of each layer and of the head on this machine's device."""
+def _measured(options: PlanOptions) -> tuple[list[float], float]:
+    """Return seconds of each layer and of the head on this machine's device."""
     from attnres.device import pick_device
     from attnres.scale.cut import layer_times
     from attnres.training.environment import has_bf16, tune
@@ -100,7 +100,7 @@ def _measured(options: Plan) -> tuple[list[float], float]:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("plan", Plan, arguments)
+    options = parse("plan", PlanOptions, arguments)
     numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "tp", "microbatches", "batch", "context")
     for name in numbers:
         value = getattr(options, name)
@@ -152,7 +152,7 @@ def run(arguments: list[str]) -> None:
         print(f"- {assumption}")
 
 
-def _microbatches(options: Plan) -> int:
+def _microbatches(options: PlanOptions) -> int:
     """Return the micro-batches that were given; else 16, or with `pp` the next number that its schedule takes."""
     from attnres.scale.pipeline import fitting_microbatches, stages_each
 

@@ -77,6 +77,6 @@ def _residual_of(init_from: str | None) -> str:
 
 
 def plain_config(options: TrainConfig) -> TrainConfig:
-    """The configuration of a run in the options of a command that extends it."""
+    """Return the configuration of a run in the options of a command that extends it."""
     model = ModelConfig(**fields_of(options.model, only=ModelConfig))
     return TrainConfig(**fields_of(options, only=TrainConfig, model=model))

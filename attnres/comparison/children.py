@@ -50,7 +50,7 @@ class Child:
     first: int = 0  # the step it begins at, which others trained for it
 
     def variables(self) -> dict[str, str]:
-        """Return what the environment of its process has besides, on whatever machine."""
+        """Return the environment variables that its process has besides those of this one."""
         variables = {ERROR_FILE: str(self._error_file.resolve()), "OMP_NUM_THREADS": str(self.threads)}
         # The same package as this process's, wherever it was imported from.
         theirs = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # of which an empty one is the current folder

@@ -6,6 +6,7 @@ was interrupted is resumed. At the end the variants are timed in turn, and the t
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 from rich.console import Console
 
 from attnres.comparison.children import Child
-from attnres.comparison.plan import CompareConfig, ComparisonPlan, Variant, make_plan
+from attnres.comparison.plan import CompareConfig, ComparisonPlan, VariantSpec, make_plan
 from attnres.comparison.speed import step_times
 from attnres.comparison.watch import Ended, RunStatus, train_all
 from attnres.device import cores
@@ -37,10 +38,12 @@ from attnres.training.run_folder import claim, same_data
 from attnres.typed import checked
 
 VERSION = 1
+EARLY_S = 20.0
+"""Seconds of training after which the report is written before any run has ended."""
 
 
 @dataclass(frozen=True)
-class Work:
+class OpenComparison:
     """A comparison whose folder is this process's: what is left to train in it, and what is finished.
 
     Attributes:
@@ -64,7 +67,7 @@ def opened(
     fill: Callable[[ComparisonPlan, dict[str, Any]], None] | None = None,
     here: bool = True,
     runs: int | None = None,
-) -> Generator[Work]:
+) -> Generator[OpenComparison]:
     """Claim a comparison's folder, prepare its data and write its plan; other processes are kept out meanwhile.
 
     How many runs train at once, and on how many threads each, is settled the first time and kept in compare.json until
@@ -126,14 +129,14 @@ def opened(
         if children and here and (warning := emulated(torch.device(plan.first.device), plan.first.dtype)):
             print_line(say, warning)
         walls = {name: float(summary.get("wall_s") or 0) for name, summary in finished.items()}
-        yield Work(out, plan, children, walls, jobs, vocabulary)
+        yield OpenComparison(out, plan, children, walls, jobs, vocabulary)
 
 
 def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     """Train what is not trained yet, time it, and make table and report from what is then on disk.
 
     Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html, this
-    from the first run on that can be held against the baseline. Progress goes to stderr, the table to stdout.
+    as soon as a held-out loss can be compared with the baseline's. Progress goes to stderr, the table to stdout.
 
     Raises:
         UserError: something cannot run, or a folder holds something else; what is finished stays.
@@ -145,14 +148,24 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
             say.print(note, highlight=False, soft_wrap=True)
         status = RunStatus(work.out, work.plan)
 
-        def report(child: Child) -> None:
+        def report(what: str) -> None:
+            page = write_report(load_study(work.out), work.out)[0]
+            say.print(f"{page} has {what}", highlight=False)
+
+        began = time.monotonic()
+
+        def early() -> None:
+            late = time.monotonic() - began > EARLY_S
+            if late and not (work.out / "report.html").exists() and status.measured():
+                report("the first held-out losses: look at it now, it is written again whenever a run ends")
+
+        def ended(child: Child) -> None:
             finished = len(status.finished())
             if finished < len(work.plan.runs) and status.comparable():
-                page = write_report(load_study(work.out), work.out)[0]
-                say.print(f"{page} has the {finished} runs that are finished", highlight=False)
+                report(f"the {finished} runs that are finished")
 
         done = [Ended(name, 1.0, wall) for name, wall in work.walls.items()]
-        train_all(work.children, done, jobs=work.jobs, say=say, status=status.table, on_end=report)
+        train_all(work.children, done, jobs=work.jobs, say=say, status=status.table, on_end=ended, on_poll=early)
         if config.timing_s > 0 and config.base.finetune.init_from is not None:
             say.print("no timing in turn for a pretrained model: the table has each run's own step time")
         elif config.timing_s > 0:
@@ -242,7 +255,7 @@ PLAIN = "plain"
 """In a timing: the family's own model in Transformers, without depth reads."""
 
 
-def time_steps(work: Work, seconds: float, say: Console) -> None:
+def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
     """Write OUT/speed.json unless it is there for the same variants, shape and machine settings."""
     out, plan, vocabulary = work.out, work.plan, work.vocabulary
     run = plan.first
@@ -309,7 +322,7 @@ def time_steps(work: Work, seconds: float, say: Console) -> None:
     write_json(path, {"key": key, **speed, "plain": times[PLAIN]})
 
 
-def _same_model(a: Variant, b: Variant) -> bool:
+def _same_model(a: VariantSpec, b: VariantSpec) -> bool:
     return (a.residual, a.settings) == (b.residual, b.settings)
 
 

@@ -39,7 +39,7 @@ TRAINING = {
 
 
 @dataclass(frozen=True)
-class Variant:
+class VariantSpec:
     """One column of a comparison. `lr` None: that of the base configuration; `training` holds names in `TRAINING`,
     `file` the FILE.py:CLASS of a mechanism of a user's own."""
 
@@ -53,6 +53,7 @@ class Variant:
     def label(self) -> str:
         """Its name in tables and folders: `block`, `block-num_blocks6`, `block-train_onlylora`, `block-lr0.003`."""
         parts = [self.residual, *(f"{name}{value}" for name, value in {**self.settings, **self.training}.items())]
+        parts = [re.sub("[:=]", "_", part) for part in parts]
         return "-".join([*parts, f"lr{self.lr:g}"] if self.lr is not None else parts)
 
 
@@ -61,7 +62,7 @@ def label_of(variant: str) -> str:
     return parse_variant(variant).label
 
 
-def parse_variant(text: str) -> Variant:
+def parse_variant(text: str) -> VariantSpec:
     """Read one variant.
 
     >>> parse_variant("block:num_blocks=6@lr=0.003").label
@@ -81,7 +82,7 @@ def parse_variant(text: str) -> Variant:
     training = _pairs(text, match["training"], "NAME", "name after '@'", ("lr", *TRAINING))
     lr = training.pop("lr", None)
     rate = None if lr is None else _rate(lr, f"variant '{text}'")
-    return Variant(residual, settings, rate, training, source_file(residual))
+    return VariantSpec(residual, settings, rate, training, source_file(residual))
 
 
 def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterable[str]) -> dict[str, Any]:
@@ -93,15 +94,15 @@ def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterabl
             raise UserError(f"variant '{text}': '{part}' is not {what}=VALUE; expected {SYNTAX}")
         if name not in valid:
             raise unknown(kind, name, valid)
-        if not re.fullmatch(r"[\w.+-]+", value):  # it becomes part of a folder's name
+        if not re.fullmatch(r"[\w.+:=-]+", value):  # it becomes part of a folder's name
             raise UserError(
-                f"variant '{text}': the value '{value}' of {name} has other characters than letters, digits and _ . + -"
+                f"variant '{text}': the value '{value}' of {name} has other characters than letters, digits and _.+:=-"
             )
         values[name] = setting_value(value)
     return values
 
 
-def parse_variants(texts: Sequence[str], lrs: Sequence[float] = ()) -> list[Variant]:
+def parse_variants(texts: Sequence[str], lrs: Sequence[float] = ()) -> list[VariantSpec]:
     """Read several; those without a learning rate of their own are taken at each of `lrs`, if there are any.
 
     Raises:
@@ -150,20 +151,20 @@ def setting_value(text: str) -> int | float | bool | str:
 class CompareConfig:
     """What is compared: every variant with every seed, everything else as in `base`."""
 
-    variants: list[str] = field(default_factory=lambda: ["standard", "rescaled", "block", "full"])
+    variants: list[str] = field(default_factory=lambda: ["standard", "block", "full", "rescaled"])
     seeds: list[int] = field(default_factory=lambda: [0])
     lrs: list[float] = field(default_factory=list)
     base: TrainConfig = field(default_factory=TrainConfig)
     out: str = "runs/compare"
     jobs: int | None = None
-    timing_s: float = 20.0
+    timing_s: float = 10.0
 
 
 @dataclass(frozen=True)
 class ComparisonPlan:
     """The runs that a configuration asks for, by name (`LABEL-seedK`), and the label the others are held against."""
 
-    variants: dict[str, Variant]
+    variants: dict[str, VariantSpec]
     runs: dict[str, TrainConfig]
     baseline: str
     notes: tuple[str, ...] = ()
@@ -221,8 +222,8 @@ def make_plan(config: CompareConfig, here: bool = True) -> ComparisonPlan:
             resume=True,
         )
         # What the base configuration has for other variants is no setting of this one.
-        own = [f"{TRAINING[setting]}.{setting}" for setting in variant.training]
-        run = without_idle(from_dict(_training(variant), run), kept=own)
+        training_fields = [f"{TRAINING[setting]}.{setting}" for setting in variant.training]
+        run = without_idle(from_dict(_training(variant), run), kept=training_fields)
         prepared[label] = prepare_run(run, start=start)
     used_by_none = set(idle(base)).intersection(*(idle(from_dict(_training(one), base)) for one in variants.values()))
     refuse_idle(without_idle(base, kept={name for name in used_by_none if name.startswith("finetune.")}))
@@ -238,8 +239,8 @@ def make_plan(config: CompareConfig, here: bool = True) -> ComparisonPlan:
     return ComparisonPlan(variants, runs, baseline, notes, start)
 
 
-def _training(variant: Variant) -> dict[str, dict[str, Any]]:
-    """Return what a variant trains in a way of its own, as values to lay over the base configuration."""
+def _training(variant: VariantSpec) -> dict[str, dict[str, Any]]:
+    """Return a variant's own training settings, as values to lay over the base configuration."""
     values: dict[str, dict[str, Any]] = {}
     for name, value in variant.training.items():
         values.setdefault(TRAINING[name], {})[name] = value
@@ -247,7 +248,8 @@ def _training(variant: Variant) -> dict[str, dict[str, Any]]:
 
 
 def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
-    """`optim` at another peak learning rate: Muon's, and the residual's own where one is given, by the same factor."""
+    """Return `optim` at another peak learning rate: Muon's, and the residual's own where one is given, by the same
+    factor."""
     if lr is None:
         return optim
     if optim.lr <= 0:  # no rate to scale: the check of the run refuses it

@@ -118,9 +118,9 @@ def training_steps(
     for label, (residual, settings) in variants.items():
         model = _build(size, residual, settings, vocab_size, seq_len, on)
         if dtype == "bf16-parameters":
-            own = set() if residual is None else {id(p) for p in model.residual.parameters()}
+            residual_ids = set() if residual is None else {id(p) for p in model.residual.parameters()}
             for parameter in model.parameters():
-                if id(parameter) not in own:
+                if id(parameter) not in residual_ids:
                     parameter.data = parameter.data.bfloat16()
         if residual is not None or gradient_checkpointing == "layer":
             checkpoint_activations(model, gradient_checkpointing)

@@ -89,6 +89,17 @@ class RunStatus:
         labels = {label for label, _ in filter(None, map(label_and_seed, self.finished()))}
         return self.baseline in labels and len(labels) > 1
 
+    def measured(self) -> bool:
+        """Return whether the baseline and another variant have held-out losses at the same step of the same seed."""
+        return any(self._gap(name) is not None for name in self.names)
+
+    def _gap(self, name: str) -> tuple[int, float] | None:
+        """Return the last step that a run and the baseline of its seed were both measured at, and the difference."""
+        label, seed = label_and_seed(name) or ("", 0)
+        losses, base = self.losses(name), {} if label == self.baseline else self.losses(run_name(self.baseline, seed))
+        step = max(losses.keys() & base.keys(), default=None)
+        return None if step is None else (step, losses[step] - base[step])
+
     def table(self) -> Table | None:
         """Return a row for each run that was measured: step, loss, the difference to the baseline of its seed at the
         last step that both have. None before the first measurement."""
@@ -97,16 +108,14 @@ class RunStatus:
             losses = self.losses(name)
             if not losses:
                 continue
-            label, seed = label_and_seed(name) or ("", 0)
-            base = {} if label == self.baseline else self.losses(run_name(self.baseline, seed))
-            step = max(losses.keys() & base.keys(), default=None)
-            gap = ("", "") if step is None else (number(losses[step] - base[step], 3, signed=True), f"{step:,}")
-            table.add_row(name, f"{max(losses):,}", number(losses[max(losses)], 3), *gap)
+            gap = self._gap(name)
+            cells = ("", "") if gap is None else (number(gap[1], 3, signed=True), f"{gap[0]:,}")
+            table.add_row(name, f"{max(losses):,}", number(losses[max(losses)], 3), *cells)
         return table if table.row_count else None
 
 
 @dataclass
-class Watch:
+class ProgressWatch:
     """What the user sees of children: a line before each with the time left in all, bars of several at once, and how
     the runs stand."""
 
@@ -117,6 +126,7 @@ class Watch:
     total: int
     status: Callable[[], Table | None]
     on_end: Callable[[Child], None]
+    on_poll: Callable[[], None]
     shown: dict[Path, Bar] = field(default_factory=dict)
 
     def start(self, child: Child) -> None:
@@ -146,6 +156,7 @@ class Watch:
             step, loss = child.latest()
             if loss is not None:
                 self.shown[child.folder].update(step, f"loss {loss:.3f}")
+        self.on_poll()
 
     def _print(self, what: str | Table, style: str | None = None) -> None:
         self.bars.console.print(what, style=style, highlight=False)
@@ -161,6 +172,7 @@ def train_all(
     until: float = math.inf,
     status: Callable[[], Table | None] = lambda: None,
     on_end: Callable[[Child], None] = lambda child: None,
+    on_poll: Callable[[], None] = lambda: None,
 ) -> None:
     """Run all of them, one line before each with the time left in all; of several at once there are bars.
 
@@ -169,7 +181,7 @@ def train_all(
         run: what runs them; none is `run_children`.
         until: none begins after this moment (`time.monotonic`).
         status: gives a table of how the runs stand: above the bars, or printed whenever one has ended.
-        on_end: called with one that has ended.
+        on_end: called with one that has ended. on_poll: called several times a second.
 
     Raises:
         UserError, Interrupted: as `run_children`.
@@ -181,7 +193,7 @@ def train_all(
     if not children:
         return
     with Bars(STEPS, shown=jobs > 1, stays=False, above=status, console=say) as bars:
-        watch = Watch(bars, rate, jobs, len(done), total, status, on_end)
+        watch = ProgressWatch(bars, rate, jobs, len(done), total, status, on_end, on_poll)
         (run or run_children)(
             children,
             jobs=jobs,

@@ -53,7 +53,8 @@ class Batches:
         self._offsets = min(seq_len - 1, len(tokens) - 1 - self.windows * seq_len) + 1
 
     def at(self, step: int, *, rank: int = 0, world_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of a step, both int64 (batch_size / world_size, seq_len); targets are one further.
+        """Return the inputs and targets of a step, both int64 (batch_size / world_size, seq_len); targets are one
+        further.
 
         The ranks' parts joined in order are the batch of `world_size` 1.
 
@@ -69,7 +70,7 @@ class Batches:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def starts(self, step: int) -> np.ndarray:
-        """(batch_size,) int64: where the windows of a step begin."""
+        """Return (batch_size,) int64: where the windows of a step begin."""
         position = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.uint64)
         epoch, index = position // np.uint64(self.windows), position % np.uint64(self.windows)
         key = _mix(_mix(np.full_like(epoch, self.seed)) + epoch)
@@ -78,7 +79,7 @@ class Batches:
 
 
 def held_out_windows(tokens: Ids, seq_len: int, count: int) -> torch.Tensor:
-    """Windows that do not overlap, evenly spread: int64 (n, seq_len + 1), n = min(count, those that fit).
+    """Return the windows that do not overlap, evenly spread: int64 (n, seq_len + 1), n = min(count, those that fit).
 
     Inputs are `[:, :-1]`, targets `[:, 1:]`. The same for every variant, seed and step.
 
@@ -90,7 +91,7 @@ def held_out_windows(tokens: Ids, seq_len: int, count: int) -> torch.Tensor:
 
 
 def held_out_starts(tokens: Ids, seq_len: int, count: int) -> list[int]:
-    """Where the windows of `held_out_windows` begin; raises what it raises."""
+    """Return where the windows of `held_out_windows` begin; raises what it raises."""
     if count < 1:
         raise UserError(f"{count} held-out windows asked for, expected at least 1")
     _check_length(tokens, seq_len)
@@ -100,7 +101,8 @@ def held_out_starts(tokens: Ids, seq_len: int, count: int) -> list[int]:
 
 
 def permuted(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Where each index in [0, size) goes under the permutation named by its key; uint64, in O(1) memory an index.
+    """Return where each index in [0, size) goes under the permutation named by its key; uint64, in O(1) memory an
+    index.
 
     A Feistel network on the even number of bits that holds `size`, walked along its cycle until it falls inside
     (Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains).
@@ -119,7 +121,7 @@ def permuted(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function on uint64 (Steele et al. 2014)."""
+    """Apply SplitMix64's output function to uint64 (Steele et al. 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

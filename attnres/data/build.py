@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
-from attnres.data.encode import Encoder, encoded_in_parts, hash_of, spooled
+from attnres.data.encode import DocumentEncoder, encoded_in_parts, hash_of, spooled
 from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, prepared_folder, read_header
-from attnres.data.sources import Rows, Source, open_source
+from attnres.data.sources import Rows, TextSource, open_source
 from attnres.data.tokenizer import (
     bpe_size,
     file_sha256,
@@ -53,7 +53,7 @@ class Prepared:
         return self.header["eos_id"]
 
     def tokens(self, split: str = "train", *, verify: bool | None = None) -> Tokens:
-        """`open_tokens` of this folder."""
+        """Return `open_tokens` of this folder."""
         return open_tokens(self.path, split, verify=verify)
 
 
@@ -68,7 +68,7 @@ def prepare(
     workers: int = 1,
     progress: bool = True,
 ) -> Prepared:
-    """Tokenises a source once; the same call again returns what is there.
+    """Tokenise a source once; the same call again returns what is there.
 
     A document is held out when the hash of its text falls below `held_out`, so a document is on the same side in
     every corpus and copies of it never stand on both; in a corpus so small that none falls below, the one with the
@@ -129,7 +129,7 @@ def prepare(
 
 
 def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | None) -> Prepared:
-    """A prepared folder given as the source.
+    """Return a prepared folder given as the source.
 
     Raises:
         UserError: it is not sound, or a setting that is not the default is not the one it was prepared with.
@@ -156,10 +156,10 @@ def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | N
 
 
 def _existing(target: Path, key: str) -> Prepared | None:
-    """What stands at `target`, None where nothing does.
+    """Return the prepared data at `target`, None where there is nothing.
 
     Raises:
-        UserError: something else does.
+        UserError: something else is there.
     """
     if kind_of(refuse_other(target, "prepared data")) is None:
         return None
@@ -174,14 +174,14 @@ def _existing(target: Path, key: str) -> Prepared | None:
 
 def _build(
     folder: Path,
-    source: Source,
+    source: TextSource,
     tokenizer: tuple[Tokenizer, int] | int,
     held_out: float,
     progress: bool,
     workers: int,
     parts: Path,
 ) -> dict[str, Any]:
-    """Writes every file but the header, and returns it.
+    """Write every file but the header, and return the header.
 
     Args:
         tokenizer: with its end-of-text id, or the vocabulary of one to be trained.
@@ -201,7 +201,7 @@ def _build(
         vocab_size = vocabulary_size(model)
         _save_tokenizer(folder, model, eos)
         dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        encoder = Encoder(model, eos, threshold)
+        encoder = DocumentEncoder(model, eos, threshold)
         writers = {split: SplitWriter(folder, split, dtype) for split in ("train", "val")}
         try:
             if workers > 1:
@@ -226,7 +226,7 @@ def _build(
     }
 
 
-def held_below(source: Source, held_out: float) -> int:
+def held_below(source: TextSource, held_out: float) -> int:
     """Return the hash below which documents are held out: such a share of all there are, raised for a corpus so small
     that there would be none.
 
@@ -267,7 +267,8 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer, eos: int) -> None:
 
 
 def _without_special(processor: dict[str, Any] | None) -> dict[str, Any] | None:
-    """What is left of a tokenizer's post-processor, as its file has it, where it adds no token."""
+    """Return a tokenizer's post-processor, as its file has it, without the part that adds special tokens; None if none
+    is left."""
     if processor is None or processor["type"] == "ByteLevel":
         return processor
     if processor["type"] != "Sequence":

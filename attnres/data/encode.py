@@ -30,14 +30,14 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 from tokenizers import Tokenizer
 
-from attnres.data.sources import Source
+from attnres.data.sources import TextSource
 from attnres.errors import UserError, foreign
 from attnres.files import write_bytes, write_json, writing
 from attnres.reading import read_json
 from attnres.typed import Count, checked
 
 
-class Encoded(NamedTuple):
+class EncodedDocuments(NamedTuple):
     """Some documents.
 
     Attributes:
@@ -51,7 +51,7 @@ class Encoded(NamedTuple):
     size: int
 
 
-class Encoder:
+class DocumentEncoder:
     """A tokenizer with what closes a document and which are held out: those whose hash is below `threshold`."""
 
     def __init__(self, tokenizer: Tokenizer, eos: int, threshold: int) -> None:
@@ -63,7 +63,7 @@ class Encoder:
         """A hash of all that decides what is made of a text."""
         return hashlib.sha256(f"{self.eos} {self.threshold} {self.tokenizer.to_str()}".encode()).hexdigest()
 
-    def encode(self, texts: list[str]) -> Encoded:
+    def encode(self, texts: list[str]) -> EncodedDocuments:
         """Return the documents of some texts. Raises UserError."""
         data = [text.encode() for text in texts]
         with foreign(
@@ -71,7 +71,7 @@ class Encoder:
         ):
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array([*encoding.ids, self.eos], dtype=np.uint32) for encoding in encodings]
-        return Encoded(ids, [hash_of(raw) < self.threshold for raw in data], sum(map(len, data)))
+        return EncodedDocuments(ids, [hash_of(raw) < self.threshold for raw in data], sum(map(len, data)))
 
     @staticmethod
     def batches(documents: Iterable[str], size: int) -> Iterator[list[str]]:
@@ -97,7 +97,7 @@ AHEAD = 1 << 20
 """Characters that are read between two notes of how far."""
 
 
-class Read(TypedDict):
+class ReadDocuments(TypedDict):
     """How far a source has been read.
 
     Attributes:
@@ -111,7 +111,7 @@ class Read(TypedDict):
     place: dict[str, Any] | None
 
 
-def spooled(source: Source, folder: Path, advance: Callable[[float], None] = lambda size: None) -> Source:
+def spooled(source: TextSource, folder: Path, advance: Callable[[float], None] = lambda size: None) -> TextSource:
     """Return the same source, read into a folder where `source.spool` asks for it, else as it is.
 
     The folder is left as it is, for who was killed or lost the connection to go on from.
@@ -125,11 +125,11 @@ def spooled(source: Source, folder: Path, advance: Callable[[float], None] = lam
     if not source.spool:
         return source
     file, note = folder / "documents.jsonl", folder / "read.json"
-    past = Read(size=0, text=0, ended=False, place=None)
+    past = ReadDocuments(size=0, text=0, ended=False, place=None)
     if note.is_file():
-        past = checked(read_json(note), Read, note, f"remove {folder}")
+        past = checked(read_json(note), ReadDocuments, note, f"remove {folder}")
     if not file.is_file() or file.stat().st_size < past["size"]:
-        past = Read(size=0, text=0, ended=False, place=None)
+        past = ReadDocuments(size=0, text=0, ended=False, place=None)
     advance(past["text"])
     if not past["ended"]:
         _read_on(source, file, note, past, advance)
@@ -141,10 +141,10 @@ def spooled(source: Source, folder: Path, advance: Callable[[float], None] = lam
     return replace(source, read=read, read_from=None)
 
 
-def _read_on(source: Source, file: Path, note: Path, past: Read, advance: Callable[[float], None]) -> None:
+def _read_on(source: TextSource, file: Path, note: Path, past: ReadDocuments, advance: Callable[[float], None]) -> None:
     """Read a source to its end, from where it was left."""
     if source.read_from is None:
-        past, documents, where = Read(size=0, text=0, ended=False, place=None), source.read(), None
+        past, documents, where = ReadDocuments(size=0, text=0, ended=False, place=None), source.read(), None
     else:
         documents, where = source.read_from(past["place"])
     size, text, ahead = past["size"], past["text"], 0
@@ -160,14 +160,14 @@ def _read_on(source: Source, file: Path, note: Path, past: Read, advance: Callab
                 length = len(document.encode())
                 size, text, ahead = size + len(line), text + length, ahead + length
                 if where is not None and ahead >= AHEAD:
-                    _note(lines, note, Read(size=size, text=text, ended=False, place=where()))
+                    _note(lines, note, ReadDocuments(size=size, text=text, ended=False, place=where()))
                     advance(ahead)
                     ahead = 0
             advance(ahead)
-            _note(lines, note, Read(size=size, text=text, ended=True, place=None))
+            _note(lines, note, ReadDocuments(size=size, text=text, ended=True, place=None))
 
 
-def _note(lines: Any, note: Path, read: Read) -> None:
+def _note(lines: Any, note: Path, read: ReadDocuments) -> None:
     """Write how far the source was read, once that is on the disk."""
     lines.flush()
     os.fsync(lines.fileno())
@@ -177,7 +177,7 @@ def _note(lines: Any, note: Path, read: Read) -> None:
 PART = 1 << 23
 
 
-class Work(NamedTuple):
+class EncodePart(NamedTuple):
     """A part to be tokenised.
 
     Attributes:
@@ -189,7 +189,9 @@ class Work(NamedTuple):
     texts: list[str]
 
 
-def encoded_in_parts(documents: Iterable[str], encoder: Encoder, folder: Path, workers: int) -> Iterator[Encoded]:
+def encoded_in_parts(
+    documents: Iterable[str], encoder: DocumentEncoder, folder: Path, workers: int
+) -> Iterator[EncodedDocuments]:
     """Give the documents encoded, in order, by so many processes; parts that are in `folder` are not made again.
 
     The folder is left as it is, for who was killed or had no more room to go on from.
@@ -203,7 +205,7 @@ def encoded_in_parts(documents: Iterable[str], encoder: Encoder, folder: Path, w
     context = multiprocessing.get_context("spawn")
     start = (folder / "tokenizer.json", encoder.eos, encoder.threshold)
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=start) as pool:
-        ahead: deque[tuple[Work, Future[None] | None]] = deque()
+        ahead: deque[tuple[EncodePart, Future[None] | None]] = deque()
         try:
             for work in _dealt_out(documents, encoder, folder):
                 there = _read(work) is not None
@@ -221,17 +223,17 @@ def encoded_in_parts(documents: Iterable[str], encoder: Encoder, folder: Path, w
             pool.shutdown(cancel_futures=True)
 
 
-def _dealt_out(documents: Iterable[str], encoder: Encoder, folder: Path) -> Iterator[Work]:
+def _dealt_out(documents: Iterable[str], encoder: DocumentEncoder, folder: Path) -> Iterator[EncodePart]:
     made_by = hashlib.sha256(encoder.sign.encode())
     for number, texts in enumerate(encoder.batches(documents, PART)):
         sign = made_by.copy()
         for text in texts:
             data = text.encode()
             sign.update(len(data).to_bytes(8, "big") + data)
-        yield Work(folder / f"{number:06d}.npz", sign.hexdigest(), texts)
+        yield EncodePart(folder / f"{number:06d}.npz", sign.hexdigest(), texts)
 
 
-def _result(work: Work, making: Future[None] | None) -> Encoded:
+def _result(work: EncodePart, making: Future[None] | None) -> EncodedDocuments:
     if making is not None:
         making.result()
     encoded = _read(work)
@@ -240,19 +242,19 @@ def _result(work: Work, making: Future[None] | None) -> Encoded:
     return encoded
 
 
-def _read(work: Work) -> Encoded | None:
+def _read(work: EncodePart) -> EncodedDocuments | None:
     """Return a part that is there and of this text; None for none, or a damaged one."""
     with suppress(OSError, ValueError, KeyError, zipfile.BadZipFile), work.file.open("rb") as file:
         part = np.load(file, allow_pickle=False)
         if str(part["sign"]) == work.sign:
             ids = np.split(part["ids"], part["ends"][:-1].astype(np.int64))
-            return Encoded(ids, part["held"].tolist(), int(part["size"]))
+            return EncodedDocuments(ids, part["held"].tolist(), int(part["size"]))
     return None
 
 
 # ------------------------------------------------------------------ in a process of its own
 
-_encoder: Encoder | None = None
+_encoder: DocumentEncoder | None = None
 
 
 def _begin(tokenizer: Path, eos: int, threshold: int) -> None:
@@ -262,10 +264,10 @@ def _begin(tokenizer: Path, eos: int, threshold: int) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    _encoder = Encoder(Tokenizer.from_file(str(tokenizer)), eos, threshold)
+    _encoder = DocumentEncoder(Tokenizer.from_file(str(tokenizer)), eos, threshold)
 
 
-def _make(work: Work) -> None:
+def _make(work: EncodePart) -> None:
     """Tokenise a part and write it."""
     assert _encoder is not None
     encoded = _encoder.encode(work.texts)

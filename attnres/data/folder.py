@@ -74,8 +74,8 @@ class Choice:
 
 
 def walk(root: Path, skipped: Callable[[str], bool], left: list[Path] | None = None) -> Iterator[Path]:
-    """Files under `root`, folders and names in order, without hidden ones, links to folders, and folders whose name is
-    `skipped`; `left` is given what is left out."""
+    """Yield files under `root`, folders and names in order, without hidden ones, links to folders, and folders whose
+    name is `skipped`; `left` is given what is left out."""
     for folder, folders, names in os.walk(root):
         out = {name for name in folders if skipped(name) or os.path.islink(os.path.join(folder, name))}
         out |= {name for name in (*folders, *names) if name.startswith(".")}
@@ -91,9 +91,9 @@ def matching(pattern: Path) -> Choice:
     Raises:
         UserError: there are none.
     """
-    found = [Path(path) for path in sorted(glob.glob(str(pattern), recursive=True)) if not os.path.isdir(path)]
-    choice = Choice(found)
-    choice.leave("not of a kind that is read", [path for path in found if suffix_of(path) not in SUFFIXES])
+    matches = [Path(path) for path in sorted(glob.glob(str(pattern), recursive=True)) if not os.path.isdir(path)]
+    choice = Choice(matches)
+    choice.leave("not of a kind that is read", [path for path in matches if suffix_of(path) not in SUFFIXES])
     if not choice.read:
         raise UserError(f"no file that matches {pattern} is {KINDS}")
     return choice
@@ -128,7 +128,7 @@ def choose(folder: Path, column: str) -> Choice:
 
 
 def _snapshot(folder: Path) -> Path:
-    """The revision of a data set in the hub's cache: that of `main`, or the only one."""
+    """Return the revision of a data set in the hub's cache: that of `main`, or the only one."""
     revisions = sorted(path.name for path in (folder / "snapshots").iterdir())
     with suppress(OSError):
         main = (folder / "refs" / "main").read_text(encoding="utf-8", errors="replace").strip()
@@ -184,7 +184,8 @@ def _leave_descriptions(choice: Choice, folder: Path, column: str) -> None:
 
 
 def _first_row(path: Path) -> tuple[object, bool]:
-    """The first row of a .json or .csv as its values by column, and whether it is a JSON object that stands alone.
+    """Return the first row of a .json or .csv as its values by column, and whether it is a JSON object that stands
+    alone.
 
     None where there is none that can be read: reading the file says why.
     """
@@ -220,7 +221,7 @@ def _leave_splits(choice: Choice, folder: Path) -> None:
 
 
 def _split_of(path: Path) -> str | None:
-    """`train`, `held out` or None, as the words in a file's name or else in the nearest folder's say.
+    """Return `train`, `held out` or None, as the words in a file's name or else in the nearest folder's say.
 
     >>> _split_of(Path("data/train-00000-of-00001.parquet")), _split_of(Path("test/a.txt"))
     ('train', 'held out')

@@ -46,7 +46,7 @@ _ARROW_FILE = b"ARROW1"  # a file of Arrow's begins with it, a stream does not
 
 
 def read_documents(path: Path, column: str, *, alone: bool) -> Iterator[str]:
-    """The documents of one file in its own order, empty ones among them.
+    """Yield the documents of one file in its own order, empty ones among them.
 
     Args:
         path: a file whose `suffix_of` is one of `SUFFIXES`.
@@ -82,7 +82,7 @@ def read_documents(path: Path, column: str, *, alone: bool) -> Iterator[str]:
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that says how a file is read: that before the one of a compression.
+    """Return the suffix that says how a file is read: that before the one of a compression.
 
     >>> suffix_of(Path("a.jsonl.zst")), suffix_of(Path("a.parquet.gz")), suffix_of(Path("a.txt"))
     ('.jsonl', '.gz', '.txt')
@@ -140,7 +140,8 @@ def text_bytes(path: Path, column: str) -> int:
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """A plain text file cut at blank lines into pieces of about `PIECE_CHARACTERS` characters, fewer for a small file.
+    """Yield a plain text file cut at blank lines into pieces of about `PIECE_CHARACTERS` characters, fewer for a small
+    file.
 
     Joined, the pieces are the file. Text without blank lines is cut at line ends, lines without end anywhere.
     """
@@ -197,7 +198,8 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
 
 
 def field_of(row: Any, where: str, column: str) -> Iterator[str]:
-    """The text in one field of a row, or nothing where it is null. Raises UserError where there is no such field."""
+    """Yield the text in one field of a row, or nothing where it is null. Raises UserError where there is no such
+    field."""
     if not isinstance(row, dict):
         raise UserError(f"{where} holds {type(row).__name__}, expected an object with '{column}'")
     text = row.get(column)
@@ -250,7 +252,7 @@ def _check_column(path: Path, column: str, schema: "pa.Schema") -> None:
 
 
 def _texts_in(batch: "pa.RecordBatch", column: str) -> Iterator[str]:
-    """The texts of a column, without nulls; bytes as UTF-8."""
+    """Yield the texts of a column, without nulls; bytes as UTF-8."""
     values = batch.column(batch.schema.get_field_index(column))
     for start in range(0, batch.num_rows, _ROWS):
         for value in values.slice(start, _ROWS).to_pylist():
@@ -296,7 +298,7 @@ def _complete(path: Path, kind: str) -> Generator[None]:
 
 
 def wrong_column(where: str, column: str, textual: list[str]) -> UserError:
-    """The error for a column or field that is not there, or holds no text."""
+    """Return the error for a column or field that is not there, or holds no text."""
     have = f"the ones with text are {', '.join(textual)}" if textual else "none has text"
     return UserError(
         f"{where} has no text column '{column}': {have}; choose one with --column NAME, or name the files that have it"

@@ -85,7 +85,7 @@ class SplitWriter:
             self._write(part)
 
     def close(self) -> dict[str, Any]:
-        """Returns {files, tokens, documents, documents_file}."""
+        """Return {files, tokens, documents, documents_file}."""
         for file in (self._bin, self._starts):
             if file is not None:
                 file.close()
@@ -166,13 +166,13 @@ class Tokens:
         return out
 
     def document_starts(self) -> np.ndarray:
-        """(documents,) uint64: where each document's first token stands, in order."""
+        """Return (documents,) uint64: where each document's first token stands, in order."""
         if not self.documents:
             return np.empty(0, dtype="<u8")
         return np.memmap(self._documents_file, dtype="<u8", mode="r")
 
     def starts_follow_ends(self) -> bool:
-        """Whether the first document begins at 0 and each other one, in order, right after an end-of-text id."""
+        """Return whether the first document begins at 0 and each other one, in order, right after an end-of-text id."""
         starts = self.document_starts().astype(np.int64)
         if not len(starts):
             return True
@@ -186,7 +186,7 @@ class Tokens:
 def open_tokens(
     folder: str | Path, split: str = "train", *, tokenizer: str | Path | None = None, verify: bool | None = None
 ) -> Tokens:
-    """Opens a split, after checking that the files are what the header says.
+    """Open a split, after checking that the files are what the header says.
 
     Args:
         folder: what `prepare` wrote.
@@ -236,7 +236,7 @@ def open_tokens(
 
 
 def prepared_folder(source: str) -> Path | None:
-    """The folder of token shards that a source is, as `prepare` writes it; None of any other source.
+    """Return the folder of token shards that a source is, as `prepare` writes it; None of any other source.
 
     Raises:
         UserError: a name that no file can have.
@@ -248,7 +248,7 @@ def prepared_folder(source: str) -> Path | None:
 
 
 def read_header(folder: Path) -> dict[str, Any]:
-    """The header of a prepared folder.
+    """Return the header of a prepared folder.
 
     Raises:
         UserError: no header, or not one of this version and form.
@@ -269,7 +269,7 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def _plain_name(name: Any) -> bool:
-    """Whether it names a file in the folder itself, and nothing outside."""
+    """Return whether it names a file in the folder itself, and nothing outside."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 

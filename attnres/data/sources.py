@@ -39,7 +39,7 @@ Pass = tuple[Iterator[str], Callable[[], dict[str, Any]]]
 
 
 def title_of(source: str) -> str:
-    """A source without the folders that it lies in.
+    """Return a source without the folders that it lies in.
 
     >>> title_of("books/a.jsonl"), title_of("mix:books/a.jsonl=3,stdlib=1"), title_of("hub:team/corpus")
     ('a.jsonl', 'mix:a.jsonl=3,stdlib=1', 'hub:team/corpus')
@@ -50,7 +50,7 @@ def title_of(source: str) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
+class TextSource:
     """Documents that can be read several times, always in the same order.
 
     Attributes:
@@ -73,8 +73,8 @@ class Source:
     files: tuple[str, ...] = ()
 
 
-def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | None = None) -> Source:
-    """The source that `spec` names.
+def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | None = None) -> TextSource:
+    """Return the source that `spec` names.
 
     Args:
         spec: `stdlib`; the path of a file of text (`readers.SUFFIXES`), of a folder, of which `folder.choose` takes
@@ -104,7 +104,8 @@ def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | N
 def _read_from(
     read_from: Callable[[dict[str, Any] | None], Pass], limit: int | None, place: dict[str, Any] | None
 ) -> Pass:
-    """A pass over the documents of a source from a place on, which says with a limit also what is left of that."""
+    """Return a pass over the documents of a source from a place on, which says with a limit also what is left of
+    that."""
     if limit is None:
         texts, where = read_from(place)
         return iter(_Documents(texts, None)), where
@@ -113,14 +114,14 @@ def _read_from(
     return iter(documents), lambda: {"rows": where(), "left": documents.left}
 
 
-def _unlimited(spec: str, column: str) -> Source:
-    """The source of that name, whole; `spool` says that a pass is slow."""
+def _unlimited(spec: str, column: str) -> TextSource:
+    """Return the source of that name, whole; `spool` says that a pass is slow."""
     if spec.startswith("mix:"):
         return _mixture(spec, column)
     if spec.startswith("hub:"):
         repository, *_ = where = resolve_hub(spec)
         revision = revision_of(repository)
-        return Source(
+        return TextSource(
             spec,
             json.dumps([*where, revision]),
             None,
@@ -130,14 +131,14 @@ def _unlimited(spec: str, column: str) -> Source:
         )
     if spec.startswith("task:"):
         read = task_documents(spec)
-        return Source(spec, f"{spec} {_digest(itertools.islice(read(), _SAMPLE))[0]}", None, read)
+        return TextSource(spec, f"{spec} {_digest(itertools.islice(read(), _SAMPLE))[0]}", None, read)
     if spec == "stdlib":
         return _files("stdlib", stdlib_files(), column, sys.version)
     return _local(spec, column)
 
 
-def _in_memory(rows: Rows, column: str, limit: int | None) -> Source:
-    """Rows that a program has, known by what they hold up to the limit."""
+def _in_memory(rows: Rows, column: str, limit: int | None) -> TextSource:
+    """Return the source of rows that a program has, known by what they hold up to the limit."""
     kind = type(rows).__name__
     if isinstance(rows, Mapping):
         raise UserError(
@@ -153,11 +154,11 @@ def _in_memory(rows: Rows, column: str, limit: int | None) -> Source:
             yield from field_of(row, f"row {number} of the {kind}", column)
 
     digest, size = _digest(_Documents(read(), limit))
-    return Source(f"{kind} {digest[:12]}", digest, size, read)
+    return TextSource(f"{kind} {digest[:12]}", digest, size, read)
 
 
 def _digest(texts: Iterable[str]) -> tuple[str, int]:
-    """SHA-256 of documents and where they end, and their bytes."""
+    """Return SHA-256 of documents and where they end, and their bytes."""
     state, size = hashlib.sha256(), 0
     for text in texts:
         data = text.encode()
@@ -166,8 +167,8 @@ def _digest(texts: Iterable[str]) -> tuple[str, int]:
     return state.hexdigest(), size
 
 
-def _mixture(spec: str, column: str) -> Source:
-    """Several sources, in turn or by their weights."""
+def _mixture(spec: str, column: str) -> TextSource:
+    """Return several sources, in turn or by their weights."""
     parts = [_weighted(part.strip()) for part in spec.removeprefix("mix:").split(",")]
     sources, weights = [], [weight for _, weight in parts if weight is not None]
     for name, _ in parts:
@@ -185,11 +186,11 @@ def _mixture(spec: str, column: str) -> Source:
     fingerprint = json.dumps([[source.fingerprint for source in sources], weights])
     spool = any(source.spool for source in sources)
     files = tuple(line for source in sources for line in source.files)
-    return Source(spec, fingerprint, size, lambda: _interleaved(sources, weights), spool=spool, files=files)
+    return TextSource(spec, fingerprint, size, lambda: _interleaved(sources, weights), spool=spool, files=files)
 
 
 def _weighted(part: str) -> tuple[str, float | None]:
-    """A source and its weight: "a.txt=2" is ("a.txt", 2.0), where what follows the last = is a number."""
+    """Return a source and its weight: "a.txt=2" is ("a.txt", 2.0), where what follows the last = is a number."""
     name, _, number = part.rpartition("=")
     try:
         weight = float(number)
@@ -202,9 +203,9 @@ def _weighted(part: str) -> tuple[str, float | None]:
     return name, weight
 
 
-def _interleaved(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[str]:
-    """All documents of each source in turn; with weights always one of the source that lags most behind its weight,
-    until that one has no more."""
+def _interleaved(sources: Sequence[TextSource], weights: Sequence[float]) -> Iterator[str]:
+    """Yield all documents of each source in turn; with weights always one of the source that lags most behind its
+    weight, until that one has no more."""
     passes = [iter(_Documents(source.read(), None)) for source in sources]
     if not weights:
         for texts in passes:
@@ -221,7 +222,7 @@ def _interleaved(sources: Sequence[Source], weights: Sequence[float]) -> Iterato
 
 
 def stdlib_files() -> list[Path]:
-    """The running Python's own library: every *.py file without site-packages, tests and idlelib, in order."""
+    """Return the running Python's own library: every *.py file without site-packages, tests and idlelib, in order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {folder for folder in _NOT_STDLIB if folder not in root.parts}
     every = walk(root, lambda name: name in skip or name.startswith("config-"))
@@ -231,7 +232,7 @@ def stdlib_files() -> list[Path]:
     return files
 
 
-def _local(spec: str, column: str) -> Source:
+def _local(spec: str, column: str) -> TextSource:
     path = user_path(spec)
     is_pattern = not path.exists() and glob.has_magic(spec)
     if path.is_dir() or is_pattern:
@@ -247,7 +248,7 @@ def _local(spec: str, column: str) -> Source:
     return _files(spec, [path], column, "")
 
 
-def _files(name: str, files: list[Path], column: str, salt: str) -> Source:
+def _files(name: str, files: list[Path], column: str, salt: str) -> TextSource:
     state = hashlib.sha256(f"{salt}\n{column}\n".encode())
     size = 0
     for file in files:
@@ -264,7 +265,7 @@ def _files(name: str, files: list[Path], column: str, salt: str) -> Source:
         for file in files:
             yield from read_documents(file, column, alone=alone)
 
-    return Source(name, state.hexdigest(), size, read)
+    return TextSource(name, state.hexdigest(), size, read)
 
 
 class _Documents:
@@ -299,7 +300,7 @@ _TITLE = re.compile(r"^ = [^=].*[^=] = \n?$")
 
 
 def resolve_hub(spec: str) -> tuple[str, str | None, str]:
-    """`hub:NAME[:CONFIG[:SPLIT]]` -> (repository, configuration or None, split). NAME may be a key of `HUB`.
+    """Split `hub:NAME[:CONFIG[:SPLIT]]` into (repository, configuration or None, split). NAME may be a key of `HUB`.
 
     The repositories of `HUB` have the configuration given there unless another is named.
 
@@ -319,7 +320,8 @@ def resolve_hub(spec: str) -> tuple[str, str | None, str]:
 
 
 def revision_of(repository: str) -> str | None:
-    """The commit that a data set is at on the hub; without a connection the one that the hub told last, or None."""
+    """Return the commit that a data set is at on the hub; without a connection the one that the hub told last, or
+    None."""
     from huggingface_hub import dataset_info
 
     note = cache_dir() / "hub" / f"{repository.replace('/', '--')}.txt"
@@ -333,7 +335,7 @@ def revision_of(repository: str) -> str | None:
 
 
 def read_hub(spec: str, column: str, revision: str | None = None) -> Iterator[str]:
-    """The rows of a hub data set in its own order; WikiText's rows are lines, and are joined to articles.
+    """Return the rows of a hub data set in its own order; WikiText's rows are lines, and are joined to articles.
 
     Raises:
         UserError: see `dataset_rows`; or there is no such column.
@@ -346,14 +348,15 @@ def read_hub(spec: str, column: str, revision: str | None = None) -> Iterator[st
 
 
 def _joins(repository: str) -> bool:
-    """Whether the rows of a data set are lines, to be joined."""
+    """Return whether the rows of a data set are lines, to be joined."""
     return repository == HUB["wikitext"][0]
 
 
 def read_hub_from(
     spec: str, column: str, revision: str | None, place: dict[str, Any] | None
 ) -> tuple[Iterator[str], Callable[[], dict[str, Any]]]:
-    """The rows of a hub data set, as they are, from a place on; and a function that says the place after the last one.
+    """Return the rows of a hub data set, as they are, from a place on; and a function that says the place after the
+    last one.
 
     Raises:
         UserError: as for `read_hub`.
@@ -364,7 +367,7 @@ def read_hub_from(
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
-    """WikiText's lines joined to articles, each starting at a title of the first level, ` = Title = `."""
+    """Yield WikiText's lines joined to articles, each starting at a title of the first level, ` = Title = `."""
     article: list[str] = []
     for line in lines:
         if _TITLE.match(line) and article:
@@ -392,7 +395,7 @@ PERMUTATIONS = _permutations()
 
 
 def composition(draw: random.Random, steps: int, count: int) -> str:
-    """A letter, and so many times names of permutations with the letter to which they lead from the last."""
+    """Return a letter, and so many times names of permutations with the letter to which they lead from the last."""
     text = letter = draw.choice(LETTERS)
     for _ in range(count):
         names = draw.choices(NAMES, k=steps)
@@ -403,7 +406,7 @@ def composition(draw: random.Random, steps: int, count: int) -> str:
 
 
 def arithmetic(draw: random.Random, steps: int, count: int) -> str:
-    """So many expressions of this depth, each with its value modulo five."""
+    """Return so many expressions of this depth, each with its value modulo five."""
     return "".join(_expression(draw, steps) for _ in range(count))
 
 
@@ -432,7 +435,7 @@ from work on state tracking (Merrill et al., The Illusion of State); these two a
 
 
 def task_documents(spec: str) -> Callable[[], Iterator[str]]:
-    """Return what begins a pass over the documents of `task:NAME[:COUNT]`, always the same. Raises UserError."""
+    """Return a function that yields the documents of `task:NAME[:COUNT]`, always the same. Raises UserError."""
     _, name, *rest = spec.split(":")
     make = _task(name)
     if len(rest) > 1 or not all(part.isdecimal() and int(part) > 1 for part in rest):
@@ -449,8 +452,8 @@ def task_documents(spec: str) -> Callable[[], Iterator[str]]:
 
 
 def task_problems(name: str, steps: int, count: int) -> list[tuple[str, str]]:
-    """Beginnings of documents of so many steps up to an answer, one of the first four, with it; drawn apart from the
-    documents. Raises UserError."""
+    """Return the beginnings of documents of so many steps up to an answer, one of the first four, with it; drawn apart
+    from the documents. Raises UserError."""
     make = _task(name)
     draw = random.Random(f"{name} held out {steps}")
     texts = (f"{steps}{make(draw, steps, draw.randint(1, 4))}" for _ in range(count))

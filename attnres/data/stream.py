@@ -18,9 +18,9 @@ import numpy as np
 
 from attnres.data.batches import Batches
 from attnres.data.build import Prepared, held_below
-from attnres.data.encode import Encoder
+from attnres.data.encode import DocumentEncoder
 from attnres.data.shards import prepared_folder
-from attnres.data.sources import Source, open_source
+from attnres.data.sources import TextSource, open_source
 from attnres.data.tokenizer import load_tokenizer
 from attnres.errors import UserError
 from attnres.files import cache_dir, lock, write_json, writing
@@ -73,7 +73,7 @@ class StreamedTokens:
         self.dtype = np.dtype(head.header["dtype"]).newbyteorder("<")
         self.prepared, self.ids = head, np.empty(0, self.dtype)
         self.position: Position | None = None
-        self.encoder: Encoder | None = None
+        self.encoder: DocumentEncoder | None = None
         self.documents: Iterator[str] | None = None
         self.where: Callable[[], dict[str, Any] | None] = lambda: None
         self.read = -1  # how many documents have been given, the head's too
@@ -124,7 +124,9 @@ class StreamedTokens:
         """Tokenise the next `AHEAD` characters."""
         if self.documents is None or self.encoder is None or self.read != position["documents"]:
             head = open_source(self.spec, column=self.column, limit=self.limit)
-            self.encoder = Encoder(load_tokenizer(self.folder), self.prepared.eos_id, held_below(head, self.held_out))
+            self.encoder = DocumentEncoder(
+                load_tokenizer(self.folder), self.prepared.eos_id, held_below(head, self.held_out)
+            )
             self._open(open_source(self.spec, column=self.column), position)
         texts, size = list[str](), 0
         for text in self.documents or ():
@@ -152,7 +154,7 @@ class StreamedTokens:
         self._take(after)
         return after
 
-    def _open(self, source: Source, position: Position) -> None:
+    def _open(self, source: TextSource, position: Position) -> None:
         """Begin a pass over the documents after a position."""
         place, read = position["place"], position["documents"]
         if source.read_from is None:
@@ -174,7 +176,7 @@ class StreamedBatches(Batches):
         self.stream = tokens
 
     def starts(self, step: int) -> np.ndarray:
-        """(batch_size,) int64: where the windows of a step begin."""
+        """Return (batch_size,) int64: where the windows of a step begin."""
         index = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
         needed = int(index[-1] + 1) * self.seq_len + 1
         there = self.stream.reach(needed)

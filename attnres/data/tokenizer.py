@@ -43,17 +43,17 @@ class _Described(TypedDict, total=False):
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Whether a folder has the files of a tokenizer, of whatever kind."""
+    """Return whether a folder has the files of a tokenizer, of whatever kind."""
     return any(file for pattern in VOCABULARIES for file in folder.glob(pattern))
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """The tokenizer of `load_with_end`."""
+    """Return the tokenizer of `load_with_end`."""
     return load_with_end(spec)[0]
 
 
 def load_with_end(spec: str | Path) -> tuple[Tokenizer, int]:
-    """A tokenizer that neither pads nor truncates, and its end-of-text id.
+    """Return a tokenizer that neither pads nor truncates, and its end-of-text id.
 
     The end of text is what `tokenizer_config.json` or the hub calls `eos_token`, otherwise the first of the usual
     names among the special tokens, otherwise `END_OF_TEXT`, added where the vocabulary does not have it.
@@ -87,7 +87,8 @@ def load_with_end(spec: str | Path) -> tuple[Tokenizer, int]:
 
 
 def train_tokenizer(vocab_size: int, documents: Iterable[str]) -> tuple[Tokenizer, int]:
-    """Byte-level BPE with GPT-2's split, from the first `SAMPLE_CHARACTERS` of `documents`, and its end-of-text id.
+    """Train a byte-level BPE with GPT-2's split, from the first `SAMPLE_CHARACTERS` of `documents`, and its end-of-text
+    id.
 
     The vocabulary is smaller than asked where the text does not hold as many pairs that occur twice.
     """
@@ -106,7 +107,7 @@ def train_tokenizer(vocab_size: int, documents: Iterable[str]) -> tuple[Tokenize
 
 
 def bpe_size(spec: str) -> int | None:
-    """The vocabulary that `bpe:VOCABULARY` asks for, or None for another kind of tokenizer.
+    """Return the vocabulary that `bpe:VOCABULARY` asks for, or None for another kind of tokenizer.
 
     >>> bpe_size("bpe:4096"), bpe_size("gpt2")
     (4096, None)
@@ -120,7 +121,7 @@ def bpe_size(spec: str) -> int | None:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id: what a model's embedding must have.
+    """Return one more than the largest id: what a model's embedding must have.
 
     Raises:
         UserError: ids out of all proportion to the number of tokens: every one takes a row of the embedding.
@@ -133,12 +134,12 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a small file, in hexadecimal."""
+    """Return the SHA-256 of a small file, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def fingerprint(spec: str) -> str:
-    """Differs where the tokenizer may differ: the hash of the local files, otherwise the name."""
+    """Return a string that differs where the tokenizer may differ: the hash of the local files, otherwise the name."""
     path = user_path(spec)
     if path.is_file():
         return file_sha256(path)

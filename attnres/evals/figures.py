@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnres.errors import UserError
-from attnres.evals.scoring import Measure, Request, Scored, encode_pairs, tokens_digest, windows
+from attnres.evals.scoring import Request, Scored, TaskMeasure, encode_pairs, tokens_digest, windows
 from attnres.evals.tasks import Task
 from attnres.models.encoding import check_ids, encode_document, token_in_front
 from attnres.models.open import Checkpoint
 
 
 @dataclass(frozen=True)
-class Asked:
+class TaskQuestions:
     """One task as token ids for one model.
 
     Attributes:
@@ -33,7 +33,7 @@ class Asked:
     cut: bool = False
 
 
-def ask(task: Task, checkpoint: Checkpoint, *, width: int, stride: int, limit: int | None) -> Asked:
+def ask(task: Task, checkpoint: Checkpoint, *, width: int, stride: int, limit: int | None) -> TaskQuestions:
     """Encode a task; of a text at most `limit` windows side by side.
 
     Raises:
@@ -47,7 +47,7 @@ def ask(task: Task, checkpoint: Checkpoint, *, width: int, stride: int, limit: i
     return questions
 
 
-def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit: int | None) -> Asked:
+def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit: int | None) -> TaskQuestions:
     tokenizer = checkpoint.tokenizer
     ids, spans = encode_document(tokenizer, task.text)
     size = len(task.text[spans[0][0] if spans else 0 :].encode())  # without a token in front that the text brings
@@ -62,10 +62,10 @@ def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit
     if not apart:
         raise UserError(f"{task.source} is too short: expected two tokens or more")
     groups = [range(len(apart)), range(len(apart), len(apart) + len(sliding))]
-    return Asked(task, apart + sliding, groups, [], width, stride, size / len(ids), cut)
+    return TaskQuestions(task, apart + sliding, groups, [], width, stride, size / len(ids), cut)
 
 
-def _ask_items(task: Task, checkpoint: Checkpoint) -> Asked:
+def _ask_items(task: Task, checkpoint: Checkpoint) -> TaskQuestions:
     pairs = [pair for item in task.items for pair in item.pairs]
     encoded = iter(encode_pairs(checkpoint.tokenizer, pairs))
     requests: list[Request] = []
@@ -91,16 +91,16 @@ def _ask_items(task: Task, checkpoint: Checkpoint) -> Asked:
             f"{left_out:,} of {len(task.items):,} items left out: an answer alone is longer than "
             f"{checkpoint.context:,} tokens"
         )
-    return Asked(task, requests, groups, notes)
+    return TaskQuestions(task, requests, groups, notes)
 
 
-def figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
-    """The measures of a task from the scores of its requests."""
+def figures(questions: TaskQuestions, scored: Sequence[Scored]) -> list[TaskMeasure]:
+    """Return the measures of a task from the scores of its requests."""
     makers = {"text": _text_figures, "word": _word_figures, "choice": _choice_figures}
     return makers[questions.task.kind](questions, scored)
 
 
-def _text_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
+def _text_figures(questions: TaskQuestions, scored: Sequence[Scored]) -> list[TaskMeasure]:
     apart, sliding = ([scored[i] for i in group] for group in questions.groups)
     names = (
         (
@@ -120,13 +120,13 @@ def _text_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
     for key, label, scores, group in names:
         digest = tokens_digest([questions.requests[i] for i in group])
         loss, count = _losses(scores), np.array([float(len(s.logprobs)) for s in scores])
-        measures.append(Measure(key, label, loss, count, exp=True, unit="nats/token", tokens=digest))
+        measures.append(TaskMeasure(key, label, loss, count, exp=True, unit="nats/token", tokens=digest))
     last = measures[-1]
     # Each scored token has its share of the text's bytes: a window's first one, with nothing before it, has no score.
     share = last.below * questions.bytes
     bits = last.above / math.log(2)
     measures.append(
-        Measure(
+        TaskMeasure(
             "bits_per_byte",
             "bits per byte, sliding windows",
             bits,
@@ -139,7 +139,7 @@ def _text_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
     return measures
 
 
-def _word_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
+def _word_figures(questions: TaskQuestions, scored: Sequence[Scored]) -> list[TaskMeasure]:
     ones = np.ones(len(questions.groups))
     answers = [scored[group.start] if len(group) else None for group in questions.groups]
 
@@ -148,13 +148,13 @@ def _word_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
 
     digest = tokens_digest(questions.requests)
     return [
-        Measure("acc", "accuracy, whole word", each(lambda s: s.greedy.all()), ones),
-        Measure("perplexity", "perplexity of the word", each(lambda s: -s.total), ones, exp=True, unit="nats/word"),
-        Measure("acc_first_token", "accuracy, first token only", each(lambda s: s.greedy[0]), ones, tokens=digest),
+        TaskMeasure("acc", "accuracy, whole word", each(lambda s: s.greedy.all()), ones),
+        TaskMeasure("perplexity", "perplexity of the word", each(lambda s: -s.total), ones, exp=True, unit="nats/word"),
+        TaskMeasure("acc_first_token", "accuracy, first token only", each(lambda s: s.greedy[0]), ones, tokens=digest),
     ]
 
 
-def _choice_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
+def _choice_figures(questions: TaskQuestions, scored: Sequence[Scored]) -> list[TaskMeasure]:
     task, ones = questions.task, np.ones(len(questions.groups))
 
     def right(divisor) -> np.ndarray:
@@ -170,12 +170,12 @@ def _choice_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]
     chance = sum(1 / len(item.pairs) for item in task.items) / len(task.items)
     by_length = right(lambda item, k, s: item.characters[k])
     measures = [
-        Measure("acc", "accuracy", right(lambda item, k, s: 1), ones, chance=chance),
-        Measure("acc_norm", "accuracy, by characters", by_length, ones, chance=chance),
+        TaskMeasure("acc", "accuracy", right(lambda item, k, s: 1), ones, chance=chance),
+        TaskMeasure("acc_norm", "accuracy, by characters", by_length, ones, chance=chance),
     ]
     if task.per_token:
         by_tokens = right(lambda item, k, s: len(s.logprobs))
-        measures.append(Measure("acc_per_token", "accuracy, by tokens", by_tokens, ones, chance=chance))
+        measures.append(TaskMeasure("acc_per_token", "accuracy, by tokens", by_tokens, ones, chance=chance))
     return measures
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from attnres.errors import UserError, foreign
+from attnres.evals import replays
 from attnres.evals.config import GenerateConfig
 from attnres.evals.speaker import Speaker, beside, fitting, open_speaker
 from attnres.head import evaluating
@@ -54,7 +56,7 @@ class TokenDepth:
     blocks: list[tuple[str, Source, float]]
 
     def line(self) -> str:
-        """One line: the token, the largest sources of the output, and each block's largest source."""
+        """Return one line: the token, the largest sources of the output, and each block's largest source."""
         output = ", ".join(f"{source} {part:.2f}" for source, part in self.output[:TOP])
         blocks = "  ".join(f"{name} {source.short} {part:.2f}" for name, source, part in self.blocks)
         return f"{self.text!r:16} output: {output} | {blocks}"
@@ -108,7 +110,7 @@ class DepthReader(Observer):
         self.contributions.write(_last(output))
 
     def read(self, token: int) -> TokenDepth:
-        """What the pass that predicted `token` did; call it before the next pass."""
+        """Return what the pass that predicted `token` did; call it before the next pass."""
         sublayers = self.residual.num_sublayers
         rows = {index: parts[0].tolist() for index, parts in self.contributions.tokens.items()}
         names = [source.name for source in self.sources[-1]]
@@ -133,7 +135,7 @@ class DepthReader(Observer):
 
 
 def _last(values: Tensor) -> Tensor:
-    """(1, ...): the last position of the pass, which is the one that predicts."""
+    """Return (1, ...): the last position of the pass, which is the one that predicts."""
     return values.flatten(0, -2)[-1:]
 
 
@@ -191,7 +193,7 @@ def generate(
     on_token: Callable[[TokenDepth], None] | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """The text with which a model goes on from `prompt`.
+    """Return the text with which a model goes on from `prompt`.
 
     >>> attnres.generate("runs/mine", "def main():")  # doctest: +SKIP
 
@@ -269,16 +271,24 @@ def _run(
     model = speaker.model
     devices = [model.device] if model.device.type == "cuda" else []
     broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and its config.json as it was made?")
-    with broken, evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode():
+    more: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for context in (broken, evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode()):
+            stack.enter_context(context)
+        if replays.why_not(model) is None:
+            settings.disable_compile = True  # which Transformers does for static caches
+            length = ids.shape[1] + int(settings.max_new_tokens or 0)
+            more["past_key_values"] = stack.enter_context(speaker.replays.of(model, length))
         torch.manual_seed(seed)
         out = model.generate(  # ty: ignore[not-callable]
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=_Several(streamers)
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=_Several(streamers), **more
         )
     return str(speaker.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> GenerationConfig:
-    """What was asked for; where nothing was, the model's own; never Transformers' default of 50 for top_k."""
+    """Return the sampling settings that were asked for, else the model's own; never Transformers' default of 50 for
+    top_k."""
     defaults: Any = model.generation_config
     end = defaults.eos_token_id
     pad = defaults.pad_token_id if defaults.pad_token_id is not None else (end[0] if isinstance(end, list) else end)

@@ -16,12 +16,12 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from attnres.errors import UserError, first_line, install, unknown
-from attnres.evals.scoring import Measure
+from attnres.evals.scoring import TaskMeasure
 from attnres.models.open import Checkpoint
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> Any:
-    """lm-eval's task manager that knows these tasks; `folder` holds task files of the user's own, used alone.
+    """Return lm-eval's task manager that knows these tasks; `folder` holds task files of the user's own, used alone.
 
     Raises:
         UserError: lm-eval is not installed, the folder is missing, or a name is unknown.
@@ -47,8 +47,8 @@ def run(
     *,
     limit: int | None,
     batch_size: int,
-) -> dict[str, list[Measure]]:
-    """Measures of each task.
+) -> dict[str, list[TaskMeasure]]:
+    """Return the measures of each task.
 
     Raises:
         UserError: lm-eval could not run (no connection to the hub, a task that needs code run, ...).
@@ -72,7 +72,7 @@ def run(
     return {name: _measures(values, samples.get(name, [])) for name, values in results["results"].items()}
 
 
-def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list[Measure]:
+def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list[TaskMeasure]:
     measures = []
     for key, value in values.items():
         name, _, kind = key.partition(",")
@@ -83,9 +83,9 @@ def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list
         each = [sample.get(name) for sample in sorted(mine, key=lambda sample: sample["doc_id"])]
         numbers = np.array([v if isinstance(v, bool | int | float) else np.nan for v in each], dtype=float)
         if len(numbers) and np.isfinite(numbers).all() and abs(numbers.mean() - value) < 1e-9:
-            measures.append(Measure(label, label, numbers, np.ones(len(numbers))))
+            measures.append(TaskMeasure(label, label, numbers, np.ones(len(numbers))))
         else:
-            measures.append(Measure(label, label, numbers[:0], numbers[:0], fixed=(float(value), None)))
+            measures.append(TaskMeasure(label, label, numbers[:0], numbers[:0], fixed=(float(value), None)))
     return measures
 
 

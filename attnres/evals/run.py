@@ -16,8 +16,8 @@ from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.evals import harness
 from attnres.evals.config import EvalConfig
-from attnres.evals.figures import Asked, ask, figures
-from attnres.evals.scoring import Measure, Scored, cost, difference, score
+from attnres.evals.figures import TaskQuestions, ask, figures
+from attnres.evals.scoring import Scored, TaskMeasure, cost, difference, score
 from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other_file
@@ -44,7 +44,7 @@ class Results:
     """
 
     record: Row
-    measures: dict[str, list[list[Measure]]] = field(default_factory=dict)
+    measures: dict[str, list[list[TaskMeasure]]] = field(default_factory=dict)
     items: dict[str, list[list[Row]]] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> Path:
@@ -64,7 +64,8 @@ class Results:
 
 
 def refuse_out(path: str | Path) -> Path:
-    """The file that `Results.save` may write. Raises UserError where it or the one for the items is another's."""
+    """Return the file that `Results.save` may write. Raises UserError where it or the one for the items is
+    another's."""
     return refuse_other_file(path, {"environment", "settings", "models", "tasks"}, _items_name(Path(path)))
 
 
@@ -150,7 +151,11 @@ def _window(config: EvalConfig, checkpoints: Sequence[Checkpoint]) -> tuple[int,
 
 
 def _score(
-    model: PreTrainedModel, checkpoint: Checkpoint, questions: Sequence[Asked], config: EvalConfig, progress: bool
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    questions: Sequence[TaskQuestions],
+    config: EvalConfig,
+    progress: bool,
 ) -> list[list[Scored]]:
     limits = {"context": checkpoint.context, "batch_tokens": config.batch_tokens}
     total = sum(cost(checkpoint.vocab_size or 0, question.requests, **limits) for question in questions)
@@ -163,8 +168,8 @@ def _score(
     return scored
 
 
-def _rows(questions: Asked, scored: Sequence[Scored]) -> list[Row]:
-    """What the figures were made from: log-probabilities in nats, of each choice or each window."""
+def _rows(questions: TaskQuestions, scored: Sequence[Scored]) -> list[Row]:
+    """Return the log-probabilities in nats, of each choice or each window, that the figures were computed from."""
     if questions.task.kind == "text":
         kinds = ("non-overlapping", "sliding")
         return [
@@ -209,7 +214,7 @@ def _settings(config: EvalConfig, width: int, stride: int) -> Row:
 
 
 def _origin(
-    name: str, tasks: Sequence[Task], questions_by_model: Sequence[Sequence[Asked]]
+    name: str, tasks: Sequence[Task], questions_by_model: Sequence[Sequence[TaskQuestions]]
 ) -> tuple[str, list[list[str]]]:
     for i, task in enumerate(tasks):
         if task.name == name:
@@ -217,7 +222,7 @@ def _origin(
     return "lm-eval", [[] for _ in questions_by_model]
 
 
-def _task_record(models: Sequence[Sequence[Measure]], source: str, notes: list[list[str]]) -> Row:
+def _task_record(models: Sequence[Sequence[TaskMeasure]], source: str, notes: list[list[str]]) -> Row:
     figures: list[Row] = []
     for column in zip(*models, strict=True):
         first = column[0]
@@ -231,7 +236,7 @@ def _task_record(models: Sequence[Sequence[Measure]], source: str, notes: list[l
     return {"source": source, "figures": figures, "notes": notes}
 
 
-def _difference_record(first: Measure, second: Measure) -> Row:
+def _difference_record(first: TaskMeasure, second: TaskMeasure) -> Row:
     paired = difference(first, second)
     if or_none(paired.value) is None:
         return {"value": None, "reason": paired.reason or "one of the two is no number"}
@@ -292,7 +297,7 @@ def _difference(value: dict[str, Any]) -> str:
 
 
 def _short(names: list[str]) -> list[str]:
-    """The last parts of paths, as many as tell them apart."""
+    """Return the last parts of paths, as many as tell them apart."""
     parts = [name.rstrip("/").split("/") for name in names]
     for depth in range(1, max(map(len, parts)) + 1):
         short = ["/".join(part[-depth:]) for part in parts]

@@ -74,17 +74,19 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, 
     requests = []
     for (context, kept), (_, after) in zip(parts, pairs):
         before = ids[kept] if context else []
-        rest = ids[context + after][len(before) :]
-        if not before or not rest:
+        continuation = ids[context + after][len(before) :]
+        if not before or not continuation:
             after = context[len(kept) :] + after
-            rest = _encode(tokenizer, {after}, special=False)[after]
+            continuation = _encode(tokenizer, {after}, special=False)[after]
         if not before:
             if prefix is None:
                 raise UserError("a context is empty and the tokenizer has no token for the beginning or end of a text")
-            before, rest = ([prefix], rest) if rest[:1] != [prefix] else (rest[:1], rest[1:])
-        if not rest:
+            before, continuation = (
+                ([prefix], continuation) if continuation[:1] != [prefix] else (continuation[:1], continuation[1:])
+            )
+        if not continuation:
             raise UserError(f"the continuation {after!r} has no token: expected some text")
-        requests.append(Request(before, rest))
+        requests.append(Request(before, continuation))
     return requests
 
 
@@ -152,7 +154,7 @@ def score(
 
 
 def cost(model_vocabulary: int, requests: Sequence[Request], *, context: int, batch_tokens: int) -> int:
-    """Tokens, padding included, that `score` will run."""
+    """Return the number of tokens, padding included, that `score` will run."""
     batches = _batches(_rows(requests, context), batch_tokens, model_vocabulary)
     return sum(len(batch) * len(batch[0].ids) for batch in batches)
 
@@ -191,7 +193,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Scored]:
-    """logits (kept, V): those that predict the last `kept` tokens of the continuations, which end together."""
+    """Score continuations that end together by logits (kept, V), which predict their last `kept` tokens."""
     scores = torch.empty(len(continuations), len(logits), dtype=torch.float32)
     greedy = torch.zeros(len(continuations), len(logits), dtype=torch.bool)
     targets = torch.full((len(continuations), len(logits)), -1)
@@ -247,7 +249,7 @@ NO_ITEMS = "no values per item"
 
 
 @dataclass(frozen=True)
-class Measure:
+class TaskMeasure:
     """One figure of one model on one task.
 
     Attributes:
@@ -281,7 +283,7 @@ class Measure:
         return int(np.isfinite(self.above).sum())
 
     def estimate(self) -> tuple[float, float | None]:
-        """(figure, standard error); no error for a single item."""
+        """Return (figure, standard error); no error for a single item."""
         if self.fixed is not None:
             return self.fixed
         mean, error, *_ = ratio(self.above, self.below)
@@ -290,7 +292,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """Second model minus first: in the unit of m, or why there is none."""
 
     value: float | None
@@ -300,21 +302,22 @@ class Difference:
     reason: str = ""
 
 
-def difference(first: Measure, second: Measure) -> Difference:
-    """The paired difference; of bits per byte over different tokens, the plain one; of nothing else over those."""
+def difference(first: TaskMeasure, second: TaskMeasure) -> PairedDifference:
+    """Return the paired difference; of bits per byte over different tokens, the plain one; of nothing else over
+    those."""
     if first.fixed is not None or second.fixed is not None:
-        return Difference(None, reason=NO_ITEMS)
+        return PairedDifference(None, reason=NO_ITEMS)
     if first.tokens == second.tokens:
         change = ratio(second.above - first.above, first.below)
-        return Difference(change.mean, or_none(change.error), change.items)
+        return PairedDifference(change.mean, or_none(change.error), change.items)
     if first.universal and (first.cut or second.cut):
-        return Difference(None, reason=OTHER_PLACES)
+        return PairedDifference(None, reason=OTHER_PLACES)
     if not first.universal:
-        return Difference(None, reason=OTHER_TOKENS)
+        return PairedDifference(None, reason=OTHER_TOKENS)
     (before, first_error), (after, second_error) = first.estimate(), second.estimate()
     known = first_error is not None and second_error is not None
     error = math.hypot(first_error or 0.0, second_error or 0.0) if known else None
-    return Difference(after - before, error, min(first.count, second.count), paired=False)
+    return PairedDifference(after - before, error, min(first.count, second.count), paired=False)
 
 
 def tokens_digest(requests: Sequence[Request]) -> str:

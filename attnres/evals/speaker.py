@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -14,18 +14,20 @@ from transformers.generation.streamers import BaseStreamer
 from attnres.device import device_name, in_turn, pick_device, spread
 from attnres.errors import UserError
 from attnres.evals.config import Dtype
+from attnres.evals.replays import Replays
 from attnres.models.encoding import encode_prompt, rows_of
 from attnres.models.open import open_checkpoint
 
 
 @dataclass(frozen=True)
 class Speaker:
-    """A loaded model with its tokenizer."""
+    """A loaded model with its tokenizer, and its passes as CUDA graphs."""
 
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     context: int
+    replays: Replays = field(default_factory=Replays, compare=False, repr=False)
 
     def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
         """Token ids (1, T) of a prompt, or of a user's turn in the model's chat template.
@@ -80,7 +82,7 @@ class Speeds:
     device: str
 
     def line(self) -> str:
-        """All of it in one sentence."""
+        """Return all of it in one sentence."""
         (first, second), (low, high) = self.medians, self.quartiles
         return (
             f"{self.names[0]} {first:,.1f} tokens/s, {self.names[1]} {second:,.1f}: ratio {self.ratio:.3f} (quartiles "
@@ -89,7 +91,7 @@ class Speeds:
 
 
 def fitting(speakers: Sequence[Speaker], prompt: str, tokens: int) -> tuple[list[Tensor], int]:
-    """A prompt's ids (1, T) in each model's tokens, and how many of `tokens` fit into all of them after it.
+    """Return a prompt's ids (1, T) in each model's tokens, and how many of `tokens` fit into all of them after it.
 
     Raises:
         UserError: see `Speaker.encode`; fewer than two fit.
@@ -137,7 +139,8 @@ class _Clock(BaseStreamer):
 
 
 def decode_rate(model: PreTrainedModel, ids: Tensor, tokens: int) -> float:
-    """Tokens per second of greedy decoding with a KV cache, from the first new token after `ids` (1, T) to the last."""
+    """Return tokens per second of greedy decoding with a KV cache, from the first new token after `ids` (1, T) to the
+    last."""
     clock = _Clock()
     settings = GenerationConfig(
         max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, num_beams=1, pad_token_id=0, use_cache=True

@@ -64,7 +64,7 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownTask:
     """A task by name: where the hub has it, how its rows read, and what its file is called (else NAME*.jsonl)."""
 
     title: str
@@ -75,7 +75,8 @@ class Known:
 
 
 def wikitext(lines: Sequence[str]) -> str:
-    """WikiText's lines as its hub version has them, blank ones empty and others with their end, joined by blank lines.
+    """Return WikiText's lines as its hub version has them, blank ones empty and others with their end, joined by blank
+    lines.
 
     WikiText-2's test split is 287,644 tokens of GPT-2 then, the number that its perplexities are known by.
     """
@@ -95,12 +96,12 @@ def _lambada(row: Row) -> Row:
     return {"context": context, "continuation": word}
 
 
-TASKS: dict[str, Known] = {
-    "wikitext2": Known(
+TASKS: dict[str, KnownTask] = {
+    "wikitext2": KnownTask(
         title="WikiText-2", files="wikitext2*", hub=("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
     ),
-    "lambada": Known(title="LAMBADA", hub=("EleutherAI/lambada_openai", "default", "test"), row=_lambada),
-    "hellaswag": Known(
+    "lambada": KnownTask(title="LAMBADA", hub=("EleutherAI/lambada_openai", "default", "test"), row=_lambada),
+    "hellaswag": KnownTask(
         title="HellaSwag",
         hub=("Rowan/hellaswag", None, "validation"),
         row=_hellaswag,
@@ -112,7 +113,7 @@ OF_LM_EVAL = ("arc_easy", "arc_challenge", "piqa", "winogrande", "boolq")
 
 
 def read_task(name: str, data: str | Path | None = None, limit: int | None = None) -> Task:
-    """A task by name, from the folder `data` or, without one, from the hub; or from a file given by its path.
+    """Return a task by name, from the folder `data` or, without one, from the hub; or from a file given by its path.
 
     Args:
         limit: at most so many items; perplexity is limited later, in windows.
@@ -134,11 +135,12 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
     if name in OF_LM_EVAL:
         raise UserError(f"task {name} is lm-eval's: name it {LM_EVAL}{name} ({install('eval')})")
     path = user_path(name)
-    own = path.name if path.stem in TASKS else path.stem  # a file is read as it is, and is no task of that name
+    # A file is read as it is, and is no task of that name.
+    name_of_file = path.name if path.stem in TASKS else path.stem
     if path.suffix == ".jsonl":
-        return _task(own, str(path), _lines(path), limit)
+        return _task(name_of_file, str(path), _lines(path), limit)
     if path.suffix in PROSE:
-        return Task(own, "text", str(path), text=_some(read_text(path), str(path)))
+        return Task(name_of_file, "text", str(path), text=_some(read_text(path), str(path)))
     raise unknown("task", name, [*TASKS, f"{LM_EVAL}NAME", "FILE.jsonl", "FILE.txt"])
 
 
@@ -156,7 +158,7 @@ def _task(name: str, source: str, items: Iterator[Item], limit: int | None, **op
     return Task(name, "word" if kinds.pop() else "choice", source, tuple(chosen), **options)
 
 
-def _source(known: Known, path: Path | None) -> str:
+def _source(known: KnownTask, path: Path | None) -> str:
     return str(path) if path is not None else ":".join(part for part in known.hub if part)
 
 
@@ -188,7 +190,7 @@ def _lines(path: Path) -> Iterator[Item]:
 
 
 def _item(row: Any, where: str) -> Item:
-    """One of the three shapes as an item, or a UserError that names the place."""
+    """Return one of the three shapes as an item, or a UserError that names the place."""
     shape = set(row) if isinstance(row, Mapping) else set()
     if shape >= {"query", "choices", "gold"}:
         text, choices = row["query"], row["choices"]
@@ -218,10 +220,10 @@ def _index(value: Any, count: int) -> bool:
     return type(value) is int and 0 <= value < count
 
 
-def _hub_items(name: str, known: Known) -> Iterator[Item]:
+def _hub_items(name: str, known: KnownTask) -> Iterator[Item]:
     for number, row in enumerate(_hub_rows(name, known), 1):
         yield _item(known.row(row), f"{known.hub[0]} row {number}")
 
 
-def _hub_rows(name: str, known: Known) -> Iterator[Row]:
+def _hub_rows(name: str, known: KnownTask) -> Iterator[Row]:
     return dataset_rows(f"task {name}", *known.hub, otherwise=", or give the folder of its file with --data")

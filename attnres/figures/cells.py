@@ -1,17 +1,17 @@
 """Tables of coloured cells, each in its source's column, found by *name*; what a read cannot see is hatched."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import Collection, PolyCollection
-from matplotlib.colors import FuncNorm, LinearSegmentedColormap, Normalize, PowerNorm, to_hex
+from matplotlib.colors import FuncNorm, LinearSegmentedColormap, LogNorm, Normalize, PowerNorm, to_hex
 from matplotlib.figure import Figure
 
 from attnres.figures import style
-from attnres.figures.plot import SMALL, number, numbers_on, plain, thin_ticks
+from attnres.figures.plot import SMALL, log_numbers, number, numbers_on, plain, thin_ticks
 from attnres.inspect.colours import DIVERGING, ink_on, signed_root
 from attnres.inspect.inspection import By
 from attnres.inspect.notebook import end_of_scale
@@ -44,28 +44,33 @@ def cells(
     values: np.ndarray,
     *,
     tops: np.ndarray | None = None,
+    edges: np.ndarray | None = None,
     norm: Normalize = SHARES,
     colourmap: Any = COLOURMAP,
     hatched: bool = True,
 ) -> Collection:
-    """Draw (rows, columns) `values` downwards, row r from `tops[r]` to one below; NaN is hatched or left out."""
+    """Draw (rows, columns) `values` downwards, row r from `tops[r]` to one below; NaN is hatched or left out.
+
+    Args:
+        edges: (columns + 1,) where columns begin and end; none is one unit each, from 0.
+    """
     count_r, count_c = values.shape
     tops = np.arange(count_r, dtype=float) if tops is None else tops
+    is_even, edges = edges is None, np.arange(count_c + 1) if edges is None else edges
     if hatched:
         _hatch(ax, np.isnan(values), tops)
     look: dict[str, Any] = {"cmap": colourmap, "norm": norm}
-    if values.size > VECTOR_CELLS:  # an image of the rows between two gaps
+    if values.size > VECTOR_CELLS or not is_even:  # an image of the rows between two gaps
         for part in np.split(np.arange(count_r), np.flatnonzero(np.diff(tops) > 1) + 1):
-            edges = [*tops[part], tops[part[-1]] + 1]
             shown = np.ma.masked_invalid(values[part])
-            mesh: Collection = ax.pcolormesh(np.arange(count_c + 1), edges, shown, rasterized=True, **look)
+            mesh: Collection = ax.pcolormesh(edges, [*tops[part], tops[part[-1]] + 1], shown, rasterized=True, **look)
     else:
         r, c = np.nonzero(~np.isnan(values))
         corners = np.stack([c, tops[r]], 1)[:, None] + np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
         width = min(0.6, 12 / max(count_r, count_c))
         mesh = PolyCollection(corners, array=values[r, c], edgecolors=style.PAPER, linewidth=width, **look)
         ax.add_collection(mesh)
-    ax.set_xlim(0, count_c)
+    ax.set_xlim(edges[0], edges[-1])
     ax.set_ylim(tops[-1] + 1, 0)
     ax.grid(visible=False)
     for spine in ax.spines.values():
@@ -79,11 +84,18 @@ def readable_on(colour: Any) -> str:
     return {"#000000": "#101010", "#ffffff": "#fefefe"}[ink_on(to_hex(colour))]
 
 
-def cell_numbers(ax: Axes, mesh: Collection, values: np.ndarray, tops: np.ndarray, size: float) -> None:
-    """The value in each cell, black or white, whichever is readable on it."""
+def cell_numbers(
+    ax: Axes,
+    mesh: Collection,
+    values: np.ndarray,
+    tops: np.ndarray,
+    size: float,
+    text: Callable[[float], str] = number,
+) -> None:
+    """Write the value in each cell, black or white, whichever is readable on it."""
     for r, c in zip(*np.nonzero(~np.isnan(values))):
         colour = readable_on(mesh.to_rgba(values[r, c]))
-        ax.text(c + 0.5, tops[r] + 0.52, number(values[r, c]), ha="center", va="center", fontsize=size, color=colour)
+        ax.text(c + 0.5, tops[r] + 0.52, text(values[r, c]), ha="center", va="center", fontsize=size, color=colour)
 
 
 def named(
@@ -119,10 +131,13 @@ def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: An
         lowest = next((part for part in (-0.1, -0.5) if part * largest < least), -1.0)
         bar.set_ticks([part * largest for part in (-1, -0.5, -0.1, 0, 0.1, 0.5, 1) if part >= lowest])
         bar.ax.set_ylim(lowest * largest, largest)
-    numbers_on(bar.ax.yaxis)
+    if isinstance(mesh.norm, LogNorm):
+        log_numbers(bar.ax.yaxis, *bar.ax.get_ylim())
+    else:
+        numbers_on(bar.ax.yaxis)
     bar.set_label(label, fontsize=SMALL)
     bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0, labelsize=SMALL)
+    bar.ax.tick_params(length=0, which="both", labelsize=SMALL)
     bar.ax.grid(visible=False)
 
 

@@ -4,13 +4,15 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.colors import Normalize
+from matplotlib.ticker import MaxNLocator
 
 from attnres.figures import style
-from attnres.figures.cells import readable_on
+from attnres.figures.cells import COLOURMAP, cell_numbers, cells
 from attnres.figures.plot import (
     COLUMN,
     PAGE,
@@ -204,22 +206,17 @@ class Grid:
         values = np.concatenate([panel[np.isfinite(panel)] for panel in self.panels.values()])
         low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
         for ax, (title, panel) in zip(axes[0], self.panels.items(), strict=True):
-            image = ax.imshow(panel, cmap="viridis_r", vmin=low, vmax=max(high, low + 1e-9), aspect="auto")
-            ax.grid(False)
-            for (row, column), value in np.ndenumerate(panel):
-                if math.isfinite(value):
-                    text, colour = number(value, 3), readable_on(image.to_rgba(value))
-                    ax.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
+            norm = Normalize(low, max(high, low + 1e-9))
+            mesh = cells(ax, panel, norm=norm, colourmap=f"{COLOURMAP}_r", hatched=False)
+            cell_numbers(ax, mesh, panel, np.arange(len(panel)), 6, partial(number, digits=3))
             for row in np.flatnonzero(np.isfinite(panel).any(1)):
-                column = np.nanargmin(panel[row])
-                box = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5), (-0.5, -0.5)]) + (column, row)
+                box = np.array([(0, 0), (1, 0), (1, 1), (0, 1), (0, 0)]) + (np.nanargmin(panel[row]), row)
                 ax.plot(*box.T, color=COLOURS[2], linewidth=1.6, clip_on=False)
             head(ax, title)
-            ax.set_xticks(range(len(self.columns)), self.columns)
+            ax.set_xticks(np.arange(len(self.columns)) + 0.5, self.columns)
             ax.set_xlabel(self.column_label)
-        axes[0, 0].set_yticks(range(len(self.rows)), self.rows)
+        axes[0, 0].set_yticks(np.arange(len(self.rows)) + 0.5, self.rows)
         axes[0, 0].set_ylabel(self.row_label)
-        axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda place, _: self.rows[round(place)]))
         return Plot(self.name, self.title, self.caption, figure)
 
 

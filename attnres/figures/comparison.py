@@ -1,26 +1,46 @@
-"""What is drawn side by side: models, or a study's runs under their labels, each with the numbers of its seeds."""
+"""Models or runs side by side under their labels, with the numbers of each seed; and the figures of their losses."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from attnres.figures import style
-from attnres.figures.plot import plain
+from attnres.figures.chart import Differences, Interval
+from attnres.figures.plot import (
+    DIFFERENCE,
+    LOSS,
+    RATE,
+    TRAIN_LOSS,
+    NotShown,
+    Plot,
+    beside,
+    legend,
+    limits,
+    numbers_on,
+    panels,
+    plain,
+)
 from attnres.inspect.inspection import mean_inspection
 from attnres.residuals import Traits
+from attnres.text import tick
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
 
 Points = Sequence[tuple[float, float]]
 """(place on the axis of training, value) pairs."""
+START = 1 / 8
+"""Of a run, whose losses may lie outside the axes: they fall too steeply to share one with the rest."""
 
 
-class Difference(NamedTuple):
+class LossDifference(NamedTuple):
     """A held-out loss less the baseline's, in nats per token.
 
     Attributes:
@@ -61,7 +81,7 @@ class Variant:
     dynamics: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     held_out: Mapping[int, Points] = field(default_factory=dict)
     train: Mapping[int, Points] = field(default_factory=dict)
-    differences: Sequence[Difference] = ()
+    differences: Sequence[LossDifference] = ()
     group: str = ""
     rate: float | None = None
     finals: Sequence[float] = ()
@@ -99,7 +119,7 @@ class Comparison:
 
     @classmethod
     def of_models(cls, inspections: Sequence["Inspection"]) -> Self:
-        """Models that are set side by side under their own names."""
+        """Set models side by side under their own names."""
         return cls(
             [
                 Variant(
@@ -114,7 +134,7 @@ class Comparison:
         )
 
     def having(self, name: str) -> Self:
-        """Return those variants alone that have something in a field."""
+        """Return the comparison with only the variants whose field `name` is not empty."""
         return dataclasses.replace(self, variants=[one for one in self.variants if getattr(one, name)])
 
     def without(self, name: str) -> Self:
@@ -142,3 +162,181 @@ class Comparison:
         if len(self.variants) == 1:
             return name, f"{self.variants[0].label}: {title}"
         return f"compare-{name}", title[0].upper() + title[1:]
+
+
+# ------------------------------------------------------------------ losses
+
+
+def held_out_loss(comparison: Comparison) -> Plot:
+    """Draw the mean held-out loss over training. Raises NotShown."""
+    figure, (ax,) = panels(1)
+    notes = held_out_panel(ax, comparison)
+    legend(figure, ax)
+    windows = "the same held-out windows for every variant" if comparison.equal else "held-out windows"
+    return Plot("held-out-loss", "Held-out loss", f"Mean loss over {windows}.{notes}", figure)
+
+
+def held_out_panel(ax: Axes, comparison: Comparison) -> str:
+    """Draw the curves of `held_out_loss`; returns what a caption says of them."""
+    ax.set_ylabel(LOSS)
+    return _curves(ax, comparison, [one.held_out for one in comparison.variants], marker="o")
+
+
+def train_loss(comparison: Comparison) -> Plot:
+    """Draw the loss on the training batches, smoothed. Raises NotShown."""
+    figure, (ax,) = panels(1)
+    curves = [{seed: _smooth(points) for seed, points in one.train.items()} for one in comparison.variants]
+    notes = _curves(ax, comparison, curves)
+    ax.set_ylabel(TRAIN_LOSS)
+    legend(figure, ax)
+    same = ", which are the same for every variant" if comparison.equal else ""
+    caption = f"Loss on the training batches{same}: an exponential mean over about 2 % of the run.{notes}"
+    return Plot("train-loss", "Training loss, smoothed", caption, figure)
+
+
+def difference(comparison: Comparison) -> Plot:
+    """Draw the paired differences to the baseline over training, with their 95 % intervals. Raises NotShown."""
+    figure, (ax,) = panels(1)
+    base, noise = comparison.baseline, comparison.noise()
+    settled, edges = [0.0], list[float]()
+    if len(noise) > 1:
+        where, width = np.array(noise).T
+        ax.fill_between(where, -width, width, color=style.MUTED, alpha=0.15, linewidth=0, zorder=0)
+    for one, look in zip(comparison.variants, comparison.looks(), strict=True):
+        if one.label == base:
+            ax.axhline(0, linewidth=0.9, **look)
+        if len(one.differences) < 2:
+            continue
+        place, mean, margin = np.array([part[:3] for part in one.differences]).T
+        ax.fill_between(place, mean - margin, mean + margin, color=look["color"], alpha=0.18, linewidth=0)
+        ax.plot(place, mean, marker="o", markersize=2.2, linewidth=1.2, **look)
+        late = place >= 0.1 * place[-1]
+        settled += [*mean[late]]
+        edges += [*(mean - margin)[late], *(mean + margin)[late]]
+    if len(settled) == 1:
+        raise NotShown("no two measurements that can be compared with the baseline's")
+    shown = beside(settled, edges)
+    ax.set_ylim(limits([*settled, *shown]))
+    _training_axis(ax, comparison)
+    numbers_on(ax.yaxis)
+    ax.set_ylabel(DIFFERENCE)
+    legend(figure, ax)
+    over = " or ".join(sorted({part.basis for one in comparison.variants for part in one.differences}))
+    caption = (
+        f"Held-out loss less that of {base}: below the line is better. Bands: interval of the paired difference, 95 % "
+        f"by the report's rule, from {over}.{_cut_off(ax)}"
+    )
+    if len(noise) > 1:
+        caption += f" Grey: one standard deviation of the difference of two runs of {base} with other seeds."
+    if shown != edges:
+        caption += " Bands that leave the axes go on: a few seeds leave them wide."
+    return Plot("difference", f"Difference to {base} over training", caption, figure)
+
+
+def final_difference(comparison: Comparison) -> Plot:
+    """Draw each finished variant's difference to the baseline at the end. Raises NotShown."""
+    colours = {one.label: look["color"] for one, look in zip(comparison.variants, comparison.looks(), strict=True)}
+    complete = all(one.complete for one in comparison.variants if one.label == comparison.baseline)
+    shown = [one for one in comparison.variants if one.differences and one.complete and complete]
+    if not shown:
+        raise NotShown("no finished run that can be compared with the baseline's")
+    rows = [
+        Interval(
+            one.label,
+            one.differences[-1].mean,
+            one.differences[-1].margin,
+            one.differences[-1].decided and not one.traits.is_chance,
+            colours[one.label],
+            one.traits.is_chance,
+            one.differences[-1].per_seed,
+        )
+        for one in shown
+    ]
+    title = f"Difference to {comparison.baseline} at the end"
+    caption = f"Held-out loss less that of {comparison.baseline}: left of the line is lower."
+    zero = colours.get(comparison.baseline or "", style.MUTED)
+    return Differences("final-difference", title, caption, DIFFERENCE, rows, zero, ranked=False).draw()
+
+
+def learning_rates(comparison: Comparison) -> Plot:
+    """Draw the final held-out loss against the learning rate, a line for each group. Raises NotShown."""
+    shown = [one for one in comparison.variants if one.rate and one.finals]
+    groups = list({one.group: one for one in reversed(shown)}.values())[::-1]
+    if len(groups) == len(shown):
+        raise NotShown("no variant was trained at several learning rates")
+    figure, (ax,) = panels(1)
+    lines = dataclasses.replace(comparison, variants=[dataclasses.replace(one, label=one.group) for one in groups])
+    for look in lines.looks():
+        points = sorted((one.rate or 0.0, one.finals) for one in shown if plain(one.group) == look["label"])
+        means = [float(np.mean(finals)) for _, finals in points]
+        ax.plot([rate for rate, _ in points], means, marker="o", markersize=3.5, linewidth=1.2, **look)
+        for rate, finals in points:
+            ax.plot([rate] * len(finals), finals, "_", color=look["color"], markersize=6)
+    rates = sorted({one.rate for one in shown if one.rate})
+    ax.set_xscale("log")
+    ax.set_xticks(rates, [tick(rate) for rate in rates])
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlabel(RATE)
+    ax.set_ylabel(LOSS)
+    legend(figure, ax)
+    caption = "Final loss of each variant at each rate; a winner only at one rate would be an artefact of the rate."
+    if any(len(one.finals) > 1 for one in shown):
+        caption += " Ticks: single seeds; points: their means."
+    return Plot("learning-rates", "Learning rates", caption, figure)
+
+
+# ------------------------------------------------------------------ curves
+
+
+def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Points]], marker: str = "") -> str:
+    """Draw a thick line for each variant, the mean over seeds at their common places; single seeds thin behind it.
+    Returns what a caption says of them.
+
+    Raises:
+        NotShown: no variant has a curve.
+    """
+    late = []
+    for one, seeds, look in zip(comparison.variants, curves, comparison.looks(), strict=True):
+        name = look.pop("label")
+        for points in seeds.values():
+            late += [loss for place, loss in points if place >= START * points[-1][0] and math.isfinite(loss)]
+            if len(seeds) > 1:
+                ax.plot(*zip(*points), linewidth=0.5, alpha=0.35, **look)
+        counted = [dict(seeds[seed]) for seed in one.seeds if seed in seeds]
+        if counted:
+            places = sorted(set.intersection(*(set(points) for points in counted)))
+            mean = [float(np.mean([points[place] for points in counted])) for place in places]
+            ax.plot(places, mean, label=name, marker=marker, markersize=2.2, linewidth=1.2, **look)
+    if not ax.lines:
+        raise NotShown("the runs recorded no such loss")
+    ax.set_ylim(limits(late))
+    _training_axis(ax, comparison)
+    several = any(len(seeds) > 1 for seeds in curves)
+    return (" Thin lines are single seeds, the thick one their mean." if several else "") + _cut_off(ax)
+
+
+def _smooth(points: Points) -> Points:
+    """Exponential mean over about 2 % of the run, at most 400 points."""
+    keep = math.exp(-1 / max(1.0, 0.02 * len(points)))
+    smooth, total, weight = [], 0.0, 0.0
+    stride = max(1, len(points) // 400)
+    for i, (place, loss) in enumerate(points):
+        total, weight = keep * total + loss, keep * weight + 1
+        if i % stride == 0 or i == len(points) - 1:
+            smooth.append((place, total / weight))
+    return smooth
+
+
+def _cut_off(ax: Axes) -> str:
+    """Return the sentence of a caption about lines that begin outside the axes, which hold all that comes later."""
+    low, high = ax.get_ylim()
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.get_lines()])
+    outside = np.isfinite(values) & ((values < low) | (values > high))
+    return " The steep start is cut off." if outside.any() else ""
+
+
+def _training_axis(ax: Axes, comparison: Comparison) -> None:
+    ax.set_xlabel(comparison.unit)
+    ax.set_xlim(left=0)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    numbers_on(ax.xaxis)

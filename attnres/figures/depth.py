@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from attnres.figures import style
-from attnres.figures.comparison import Comparison, Variant
-from attnres.figures.losses import held_out_panel
+from attnres.figures.cells import cells, scale
+from attnres.figures.comparison import Comparison, Variant, held_out_panel
 from attnres.figures.plot import (
     COLUMN,
     LAYER,
@@ -31,7 +29,6 @@ from attnres.figures.plot import (
     label,
     legend,
     log_if_wide,
-    log_numbers,
     numbers_on,
     panels,
     per_layer,
@@ -143,8 +140,8 @@ def quantity(key: str) -> Quantity:
 
 
 def rows(variant: Variant, key: str) -> np.ndarray | None:
-    """(seeds, depth) values from the inspections, or else the last that training recorded; None where there are none
-    or seeds differ in depth."""
+    """Return (seeds, depth) values from the inspections, or else the last that training recorded; None where there are
+    none or seeds differ in depth."""
     measured = [quantity(key).of(one) for one in variant.inspections.values()]
     if not any(row and any(value is not None for value in row) for row in measured):
         measured = [run[key][-1] for run in variant.dynamics.values() if run.get(key)]
@@ -346,7 +343,11 @@ def over_steps(comparison: Comparison) -> Plot:
             if not table.size:
                 ax.set_axis_off()
                 continue
-            mesh = _draw_table(ax, np.array(steps, dtype=float), table, norm)
+            places = np.array(steps, dtype=float)  # each cell as wide as half the way to the steps beside it
+            gap = np.diff(places).mean() if len(places) > 1 else 1.0
+            between = [[places[0] - gap / 2], (places[1:] + places[:-1]) / 2, [places[-1] + gap / 2]]
+            tops = np.arange(len(table)) - 0.5
+            mesh = cells(ax, table, tops=tops, edges=np.concatenate(between), norm=norm, hatched=False)
         row[0].set_ylim(max(len(table) for _, table in parts) - 0.5, -0.5)
         first, each = next(
             (ax, _each(one, len(table))) for ax, one, (_, table) in zip(row, variants, parts, strict=True) if table.size
@@ -356,7 +357,7 @@ def over_steps(comparison: Comparison) -> Plot:
         row[0].yaxis.set_major_formatter(FuncFormatter(lambda place, _, each=each: f"{place / each:g}"))
         first.set_ylabel(LAYER)
         first.tick_params(labelleft=True)
-        _add_bar(figure, mesh, row, quantity(key).axis)
+        scale(figure, mesh, list(row), quantity(key).axis, aspect=20)
     for column, variant in zip(axes.T, variants, strict=True):
         shown = [ax for ax in column if ax.axison]
         for ax in shown:
@@ -368,32 +369,6 @@ def over_steps(comparison: Comparison) -> Plot:
             head(shown[0], variant.label, inches=inches - 0.1)
     caption = "By depth (downwards) over the steps of training, on one colour scale a row."
     return Plot("dynamics-steps", "Training dynamics by depth", caption, figure)
-
-
-def _draw_table(ax: Axes, steps: np.ndarray, table: np.ndarray, norm: Normalize) -> QuadMesh:
-    """Draw a (rows by depth, steps) table, each cell as wide as half the way to the steps beside it."""
-    gap = np.diff(steps).mean() if len(steps) > 1 else 1.0
-    ax.grid(visible=False)
-    return ax.pcolormesh(
-        np.concatenate([[steps[0] - gap / 2], (steps[1:] + steps[:-1]) / 2, [steps[-1] + gap / 2]]),
-        np.arange(len(table) + 1) - 0.5,
-        np.ma.masked_invalid(table),
-        norm=norm,
-        cmap="viridis",
-        rasterized=True,
-    )
-
-
-def _add_bar(figure: Figure, mesh: QuadMesh, row: Sequence[Axes], words: str) -> None:
-    """Add the colour scale of a row of panels."""
-    bar = figure.colorbar(mesh, ax=list(row), fraction=0.03, pad=0.015)
-    bar.set_label(words, fontsize=SMALL)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0, which="both", labelsize=SMALL)
-    if isinstance(mesh.norm, LogNorm):
-        log_numbers(bar.ax.yaxis, *bar.ax.get_ylim())
-    else:
-        numbers_on(bar.ax.yaxis)
 
 
 def _each(variant: Variant, rows: int) -> int:

@@ -70,7 +70,7 @@ def draw(
 
 
 def _expand(paths: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """Return what to inspect, and the folders that training runs are read from."""
+    """Split the arguments into models to inspect and folders of training runs."""
     models: list[str] = []
     studies: list[Path] = []
     for name in paths:

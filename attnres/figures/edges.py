@@ -139,7 +139,7 @@ def _draw_node(ax: Axes, name: str, place: tuple[float, float], colour: str) -> 
 
 
 def leading(attribution: "Attribution") -> list[tuple[int, Source, float]]:
-    """(number of the read, source, change of ln p) of the edges of a graph, the output's first."""
+    """Return (number of the read, source, change of ln p) of the edges of a graph, the output's first."""
     layout, order = attribution.layout, depths(attribution.layout)
     sizes = sorted((abs(value) for row in attribution.knockout for value in row), reverse=True)
     least = max(FLOOR, sizes[min(DRAWN, len(sizes)) - 1])

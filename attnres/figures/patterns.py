@@ -28,7 +28,7 @@ TITLES: dict[By, str] = {"contribution": "what reads are made of", "weight": "we
 
 
 def shares(inspection: "Inspection", by: By = "contribution") -> Routing:
-    """Return what each source is of the reads that weigh something, means over tokens; see `Routing.of`.
+    """Return the share of each source in the reads that weigh something, means over tokens; see `Routing.of`.
 
     Raises:
         NotShown: a residual that weighs nothing.
@@ -201,7 +201,7 @@ def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 def label_rows(part: "ByLabel", read: int, by: By) -> tuple[np.ndarray, np.ndarray]:
-    """(labels, sources) numbers of one read and their standard errors, NaN where these are not known."""
+    """Return (labels, sources) numbers of one read and their standard errors, NaN where these are not known."""
     means = part.get("contribution", []) if by == "contribution" else part["weights"]
     errors = part.get("contribution_error", []) if by == "contribution" else part["error"]
     sums = [sum(abs(value or 0.0) for value in row[read]) or 1.0 if by == "weight" else 1.0 for row in means]
@@ -220,7 +220,7 @@ def _refuse_constant(part: "ByLabel", by: By) -> None:
 
 
 def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """Kinds of token against the sources of the last read that has several: how much more or less than all tokens
+    """Draw kinds of token against the sources of the last read that has several: how much more or less than all tokens
     read each."""
     part = inspection.kinds
     if part is None:
@@ -252,8 +252,8 @@ def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 def matrix_of(inspection: "Inspection", by: By) -> tuple[np.ndarray, By]:
-    """Return what each output is of each read, rows that sum to one, NaN where output i comes after read l:
-    contributions, or |M[l, i]| / sum_j |M[l, j]|, also for an inspection that has no contributions. Raises `NotShown`
+    """Return the share of each output in each read, (reads, outputs), rows that sum to one, NaN where output i comes
+    after read l: contributions, or |M[l, i]| / sum_j |M[l, j]| for an inspection that has none. Raises `NotShown`
     without a matrix."""
     if inspection.mixing is None:
         raise NotShown(f"{inspection.model['residual']} is not linear in its outputs with one number a source")
@@ -311,8 +311,9 @@ def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
 
 
 def layer_shares(inspection: "Inspection", by: By = "contribution") -> tuple[np.ndarray, By]:
-    """(layers + 1, layers + 1): how much of a layer's reads (last row: of the output's) is the embedding (column 0) and
-    each layer (both sublayers' outputs); NaN for later layers. Reads of one sublayer count as one, their mean."""
+    """Return (layers + 1, layers + 1): how much of a layer's reads (last row: of the output's) is the embedding (column
+    0) and each layer (both sublayers' outputs); NaN for later layers. Reads of one sublayer count as one, their
+    mean."""
     matrix, by = matrix_of(inspection, by)
     matrix, written = np.nan_to_num(matrix), np.array(depths(inspection.layout))
     layers = (matrix.shape[1] - 1) // 2
@@ -326,7 +327,7 @@ def layer_shares(inspection: "Inspection", by: By = "contribution") -> tuple[np.
 
 
 def layers(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """Arcs over the strongest links, and the matrix that they are taken from."""
+    """Draw arcs over the strongest links, and the matrix that they are taken from."""
     values, by = layer_shares(inspection, by)
     count = len(values) - 1
     numbered = count <= 12
@@ -361,8 +362,8 @@ def layers(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 def _arcs(ax: Axes, values: np.ndarray, names: list[str]) -> int:
-    """Nodes down a line, the embedding first; who reads is below what is read. Returns the number of links that stand
-    out; of sources that are alike none does."""
+    """Draw nodes down a line, the embedding first; who reads is below what is read. Returns the number of links that
+    stand out; of sources that are alike none does."""
     count = len(values) - 1
     nodes = [*names, "out"]
     margin = 0.1 * (count + 1)  # the links of the output begin right of the names

@@ -46,7 +46,7 @@ class Plot:
     figure: Figure
 
     def _repr_png_(self) -> bytes:
-        """Return what a notebook shows."""
+        """Return the PNG that a notebook shows."""
         out = io.BytesIO()
         FigureCanvasAgg(self.figure)
         self.figure.savefig(out, format="png", dpi=NOTEBOOK_DPI, facecolor=style.PAPER)
@@ -84,7 +84,8 @@ def head(ax: Axes, text: str, pad: float = 5, inches: float | None = None) -> No
 
 
 def fit(text: str, inches: float, size: float = 8.0) -> str:
-    """`text` in at most three lines of bold letters no wider than `inches`; what is longer loses letters in between.
+    """Return `text` in at most three lines of bold letters no wider than `inches`; what is longer loses letters in
+    between.
 
     >>> fit("block-num_blocks4-seed0", 1.0)
     'block-num_\\nblocks4-seed0'

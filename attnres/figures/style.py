@@ -182,7 +182,7 @@ def on_dark(colour: str) -> str:
 
 
 def variables(dark: bool) -> str:
-    """Declarations of all variables, for one of the two themes."""
+    """Return the declarations of all variables, for one of the two themes."""
     return "".join(f"--{name}:{on_dark(colour) if dark else colour};" for colour, name in NAMES.items())
 
 

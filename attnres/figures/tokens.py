@@ -34,8 +34,8 @@ LETTERS = 68  # in a line: at 3.1 inches each is 3.3 points wide
 
 
 def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """Bars of the sources of the last read that has several, one for each token of the example. What points against the
-    read hangs below zero.
+    """Draw bars of the sources of the last read that has several, one for each token of the example. What points
+    against the read hangs below zero.
 
     Raises:
         NotShown: there is no example, or every read has one source.
@@ -89,9 +89,9 @@ def most_varied(values: np.ndarray) -> int:
 
 
 def example_columns(inspection: "Inspection", by: By, most: int) -> list[tuple[Routing, int, int, np.ndarray]]:
-    """Reads with which blocks begin, `most` at most, and one source of each, token by token: the routing, the row, the
-    source's place and (tokens,) numbers. By weight the embedding; by contribution the source that differs most from
-    token to token.
+    """Return the reads with which blocks begin, `most` at most, and one source of each, token by token: the routing,
+    the row, the source's place and (tokens,) numbers. By weight the embedding; by contribution the source that differs
+    most from token to token.
 
     Raises:
         NotShown: there is no example, or no such read weighs the embedding beside another source.
@@ -240,7 +240,7 @@ def _glyphs() -> frozenset[int]:
 
 
 def drawable(text: str) -> str:
-    """`text` with a dot for each letter that the font does not have."""
+    """Return `text` with a dot for each letter that the font does not have."""
     return "".join(letter if ord(letter) in _glyphs() and letter.isprintable() else "·" for letter in text)
 
 
@@ -256,8 +256,8 @@ def _label(token: str) -> str:
 
 
 def _grouped(sources: Sequence[Source]) -> list[list[int]]:
-    """Places of sources in groups of neighbours, at most nine, and those that stand for themselves: the embedding
-    first, what is open last."""
+    """Return the places of sources in groups of neighbours, at most nine, and those that stand for themselves: the
+    embedding first, what is open last."""
     first = [[i] for i, source in enumerate(sources) if source.kind == "embedding"]
     last = [[i] for i, source in enumerate(sources) if source.open]
     inner = [i for i in range(len(sources)) if [i] not in first + last]

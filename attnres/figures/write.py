@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING
 
 from attnres.errors import UserError, unknown
 from attnres.figures import style
-from attnres.figures.comparison import Comparison, Variant
+from attnres.figures.comparison import (
+    Comparison,
+    Variant,
+    difference,
+    final_difference,
+    held_out_loss,
+    learning_rates,
+    train_loss,
+)
 from attnres.figures.depth import CHOICE, MAGNITUDES, QUANTITIES, by_depth, dynamics, over_steps, source_norms
 from attnres.figures.geometry import keys, learned, queries
-from attnres.figures.losses import difference, final_difference, held_out_loss, learning_rates, train_loss
 from attnres.figures.patterns import at_boundaries, by_kind, label_sources, layers, mixing, patterns
 from attnres.figures.plot import COLUMN, NotShown, Plot
 from attnres.figures.tokens import stacked, token_map
@@ -47,7 +54,7 @@ class Figure:
     by: bool = False
 
     def asked(self, by: By) -> dict[str, By]:
-        """Return what tells it which numbers to draw, where it can be told."""
+        """Return the keyword argument that selects contributions or weights, if the figure takes one."""
         return {"by": by} if self.by else {}
 
     def compared(self, comparison: Comparison, by: By = "contribution") -> Plot:

@@ -7,7 +7,7 @@ maximum, which says whether any head looks there. Neither says how much of the o
 
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from attnres.errors import UserError
 from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
-from attnres.inspect.subject import Text, TextModel, as_model, prompt_ids
+from attnres.inspect.subject import Speller, Text, TextModel, as_model, prompt_ids
 
 ATTENDING = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers, as a config names them, whose attention has weights."""
@@ -37,6 +37,7 @@ class TokenAttention(notebook.Result):
     tokens: list[int]
     mean: Tensor
     largest: Tensor
+    words: Speller = field(default_factory=Speller, repr=False)
 
     def _about(self) -> str:
         return f"{len(self.layers)} layers, {len(self.tokens)} tokens"
@@ -46,7 +47,13 @@ class TokenAttention(notebook.Result):
         for i, layer in enumerate(self.layers):
             for t in range(at + 1):
                 weights = {"mean": self.mean[i, at, t].item(), "largest": self.largest[i, at, t].item()}
-                yield {"layer": layer, "position": t, "id": self.tokens[t], **weights}
+                yield {
+                    "layer": layer,
+                    "position": t,
+                    "token": self.words(self.tokens[t]),
+                    "id": self.tokens[t],
+                    **weights,
+                }
 
     def frame(self, position: int = -1) -> Any:
         """Return a data frame with a row for each layer and token that the one at `position` can attend to.
@@ -60,8 +67,8 @@ class TokenAttention(notebook.Result):
         rows = []
         for i, layer in enumerate(self.layers):
             best = int(self.mean[i, -1].argmax())
-            rows.append((layer, best, self.tokens[best], f"{self.mean[i, -1, best]:.3f}"))
-        head = ("layer", "position", "token id", "mean over heads")
+            rows.append((layer, best, self.words(self.tokens[best]), f"{self.mean[i, -1, best]:.3f}"))
+        head = ("layer", "position", "token", "mean over heads")
         return notebook.table(f"{self!r}: what the last token attends to most", head, rows)
 
 
@@ -88,7 +95,7 @@ def token_attention(model: Any, text: Text) -> TokenAttention:
         if one is not None
     }
     mean, largest = torch.stack(list(shown.values()), 1)
-    return TokenAttention(list(shown), ids[0].tolist(), mean, largest)
+    return TokenAttention(list(shown), ids[0].tolist(), mean, largest, Speller(model))
 
 
 def _summary(weights: Tensor) -> Tensor:

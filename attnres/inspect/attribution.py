@@ -1,5 +1,6 @@
 """Which (read, source) edges a prediction depends on: by taking each away, and by gradient."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.head import evaluating
 from attnres.inspect import notebook
-from attnres.inspect.edits import Ablate, Patch, Watch, intervene, position_of
+from attnres.inspect.edits import Ablate, Edit, Edits, Patch, intervene, position_of
 from attnres.inspect.effects import read_vectors
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, Token, as_model, last_log_probs, prompt_ids, token_id
@@ -57,10 +58,12 @@ class Attribution(notebook.Named, notebook.Result):
     """Changes of ln p(target) when edges are removed, in nats: negative where the prediction relied on the edge.
 
     Attributes:
-        position, target: p is that of token `target` after tokens 0 .. position. log_probability: ln p, unedited.
+        position, target: p is that of token `target` after tokens 0 .. position. log_probability: ln p, with no edge
+            removed.
+        against: with it all changes are those of ln p(target) - ln p(against).
         everywhere: edges were removed at all tokens, else at `position` alone.
         layout: the reads and their sources; reads, sources: their names.
-        knockout: measured changes, rows parallel to `sources`.
+        knockout: measured changes, rows parallel to `sources`; NaN of those that were not measured.
         gradient: the same to first order.
         agreement: of the two.
 
@@ -75,6 +78,7 @@ class Attribution(notebook.Named, notebook.Result):
     knockout: list[list[float]]
     gradient: list[list[float]]
     agreement: Agreement
+    against: int | None = None
 
     def top(self, k: int = TOP, *, by: str = "knockout") -> list[Edge]:
         """Return the k edges with the largest changes, `by` "knockout" or "gradient". Reads with one source are left
@@ -86,6 +90,7 @@ class Attribution(notebook.Named, notebook.Result):
             for read, *rows in zip(self.reads, self.sources, self.knockout, self.gradient)
             if len(rows[0]) > 1
             for edge in zip(*rows)
+            if not math.isnan(edge[1])
         ]
         return sorted(edges, key=lambda edge: -abs(getattr(edge, by)))[:k]
 
@@ -105,7 +110,10 @@ def attribute(
     *,
     position: int = -1,
     target: Token | None = None,
+    against: Token | None = None,
+    edits: Sequence[Edit] = (),
     everywhere: bool = True,
+    most: int | None = None,
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
 ) -> Attribution:
@@ -128,13 +136,46 @@ def attribute(
         input_ids: the text, in letters or as ids; tokens after `position` play no part.
         target: a token, its letters or its id. None is the token that follows `position` in the text; after the last
             one, the model's likeliest.
+        against: measure ln p(target) - ln p(against), the difference of logits, instead of ln p(target).
+        edits: made all the time, edges are removed besides them; their tokens, if any, are at most `position`.
         everywhere: remove edges at all tokens 0 .. position; else at `position` alone.
+        most: measure only so many edges, those of the largest gradient estimates; None is all.
         batch_size: copies in one forward pass.
         progress: called with the number of edges after each pass.
 
     Raises:
         UserError: as `effect`; a position or a target that is not there; a residual that mixes by no weights.
     """
+    *_, last = attributing(
+        model,
+        input_ids,
+        position=position,
+        target=target,
+        against=against,
+        edits=edits,
+        everywhere=everywhere,
+        most=most,
+        batch_size=batch_size,
+        progress=progress,
+    )
+    return last
+
+
+def attributing(
+    model: Model,
+    input_ids: Text,
+    *,
+    position: int,
+    target: Token | None,
+    against: Token | None = None,
+    edits: Sequence[Edit] = (),
+    everywhere: bool = True,
+    most: int | None = None,
+    batch_size: int = 32,
+    progress: Callable[[int], None] | None = None,
+) -> Iterator[Attribution]:
+    """Yield what `attribute` returns as it comes: with the gradients alone, then with each measured batch, the reads
+    nearest to the output first."""
     model = as_model(model)
     ids = prompt_ids(model, input_ids)
     length = ids.shape[1]
@@ -143,33 +184,57 @@ def attribute(
         target_id: int | None = token_id(model, target)
     else:
         target_id = int(ids[0, position + 1]) if position + 1 < length else None
+    rival = None if against is None else token_id(model, against)
     ids = ids[:, : position + 1]
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}: expected at least 1")
     residual = find_residual(model)
+
+    def passes() -> Tensor:
+        with intervene(model, *edits):
+            return last_log_probs(model, ids)
+
     with evaluating(model):
-        probe, log_p, known = _backward(model, residual, ids, target_id)
+        probe, known, row = _backward(model, residual, ids, target_id, rival, edits)
         edges = [(index, source) for index, names in enumerate(probe.sources) for source in names]
-        replay = Replay(model, residual, lambda: last_log_probs(model, ids))
-        knockout = []
-        for start in range(0, len(edges), batch_size):
-            part = edges[start : start + batch_size]
-            with replay.begun(part[0][0], len(part)):
-                knockout += [value - log_p for value in _removed(model, ids, part, known, everywhere)]
+        gradient = [probe.estimate(index, source, everywhere) for index, source in edges]
+        knockout = [math.nan] * len(edges)
+        choice = [len(probe.sources[index]) > 1 for index, _ in edges]
+        before = _margin(row, known, rival).item()
+
+        def so_far() -> Attribution:
+            there = np.array(choice) & ~np.isnan(knockout)
+            return Attribution(
+                position=position,
+                target=known,
+                log_probability=row[known].item(),
+                everywhere=everywhere,
+                layout=probe.layout,
+                knockout=as_rows(knockout, probe.sources),
+                gradient=as_rows(gradient, probe.sources),
+                agreement=agreement(np.array(knockout)[there], np.array(gradient)[there]),
+                against=rival,
+            )
+
+        yield so_far()
+        order = sorted(range(len(edges)), key=lambda i: (-choice[i], -abs(gradient[i])))[:most]
+        order.sort(reverse=True)
+        replay = Replay(model, residual, passes)
+        for start in range(0, len(order), batch_size):
+            part = order[start : start + batch_size]
+            removed = [edges[i] for i in part]
+            with replay.begun(removed[-1][0], len(part)):
+                after = _removed(model, ids, removed, everywhere, edits)
+            for i, value in zip(part, _margin(after, known, rival).tolist(), strict=True):
+                knockout[i] = value - before
             if progress is not None:
                 progress(len(part))
-    gradient = [probe.estimate(index, source, everywhere) for index, source in edges]
-    choice = np.array([len(probe.sources[index]) > 1 for index, _ in edges], dtype=bool)
-    return Attribution(
-        position=position,
-        target=known,
-        log_probability=log_p,
-        everywhere=everywhere,
-        layout=probe.layout,
-        knockout=as_rows(knockout, probe.sources),
-        gradient=as_rows(gradient, probe.sources),
-        agreement=agreement(np.array(knockout)[choice], np.array(gradient)[choice]),
-    )
+            yield so_far()
+
+
+def _margin(log_probs: Tensor, target: int, against: int | None) -> Tensor:
+    """Return ln p(target), less ln p(against) where that is given, of (..., V)."""
+    return log_probs[..., target] - (0.0 if against is None else log_probs[..., against])
 
 
 def agreement(first: np.ndarray, second: np.ndarray, top: int = TOP) -> Agreement:
@@ -201,20 +266,21 @@ def as_rows(values: Sequence[float], sources: Sequence[Sequence[Any]]) -> list[l
     return [[next(rest) for _ in names] for names in sources]
 
 
-class _Probe(Watch):
-    """Adds zero to all weights, whose gradients are then those of the weights: dL/dp_i = <dL/dh, v_i>. As an observer
-    it keeps the inner products of each read's sources, from which the lengths of all edited reads follow."""
+class _Probe(Edits):
+    """Makes some edits, and adds zero to all weights, whose gradients are then those of the weights:
+    dL/dp_i = <dL/dh, v_i>. As an observer it keeps the inner products of each read's sources, from which the lengths of
+    all edited reads follow."""
 
-    def __init__(self, residual: Residual) -> None:
-        super().__init__(residual)
+    def __init__(self, residual: Residual, edits: Sequence[Edit]) -> None:
+        super().__init__(residual, edits)
         self.layout = residual.layout()
-        self.sources = [[source.name for source in read.sources] for read in self.layout]
         self.weights: list[Tensor] = []
         self.zeros: list[Tensor] = []
         self.products: list[Tensor] = []
         self.grads: Sequence[Tensor] = ()
 
     def edit(self, index: int, weights: Tensor) -> Tensor:
+        weights = super().edit(index, weights)
         zeros = torch.zeros_like(weights, requires_grad=True)
         self.weights.append(weights.detach().clone())
         self.zeros.append(zeros)
@@ -249,32 +315,39 @@ def _lengths(weights: Tensor, products: Tensor) -> Tensor:
     return torch.einsum("ti,tij,tj->t", weights, products.to(weights), weights).clamp_min(0).sqrt()
 
 
-def _backward(model: nn.Module, residual: Residual, ids: Tensor, target: int | None) -> tuple[_Probe, float, int]:
-    """Return the gradients of ln p(target), ln p(target), and the target."""
+def _backward(
+    model: nn.Module,
+    residual: Residual,
+    ids: Tensor,
+    target: int | None,
+    against: int | None,
+    edits: Sequence[Edit],
+) -> tuple[_Probe, int, Tensor]:
+    """Return the gradients of ln p(target), less ln p(against), the target, and (V,) log-probabilities."""
     if residual.editor is not None:
-        raise UserError("this model is being edited: leave the `intervene` block before asking for attributions")
-    probe = _Probe(residual)
+        raise UserError("this model is being edited: leave the `intervene` block, and give attribute the edits")
+    probe = _Probe(residual, edits)
     with watched_by(residual, observer=probe, editor=probe), torch.enable_grad():
         row = last_log_probs(model, ids)[0]
         if target is None:
             target = int(row.argmax())
-        grads = torch.autograd.grad(row[target], probe.zeros, allow_unused=True, materialize_grads=True)
-        probe.grads = grads
-    return probe, row[target].item(), target
+        value = _margin(row, target, against)
+        probe.grads = torch.autograd.grad(value, probe.zeros, allow_unused=True, materialize_grads=True)
+    return probe, target, row.detach()
 
 
 def _removed(
-    model: nn.Module, ids: Tensor, edges: Sequence[tuple[int, str]], target: int, everywhere: bool
-) -> list[float]:
-    """ln p(target) with each of the edges removed from a copy of the text of its own."""
+    model: nn.Module, ids: Tensor, edges: Sequence[tuple[int, str]], everywhere: bool, edits: Sequence[Edit]
+) -> Tensor:
+    """Return log-probabilities (edges, V) with each of the edges removed from a copy of the text of its own."""
     shape = (len(edges), ids.shape[1])
-    edits = []
+    removals = []
     for row, (index, source) in enumerate(edges):
         mask = torch.zeros(shape, dtype=torch.bool)
         mask[row, 0 if everywhere else -1 :] = True
-        edits.append(Ablate(source, reads=index, tokens=mask))
-    with torch.no_grad(), intervene(model, *edits):
-        return last_log_probs(model, ids.expand(shape))[:, target].tolist()
+        removals.append(Ablate(source, reads=index, tokens=mask))
+    with torch.no_grad(), intervene(model, *edits, *removals):
+        return last_log_probs(model, ids.expand(shape))
 
 
 def by_size(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from attnres.residuals import Read, Source, columns
+from attnres.residuals import Source
 
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5f6b7a", "#e2e6eb", "#fdfdfc"
 MORE, LESS = "#0072b2", "#d55e00"
@@ -68,12 +68,6 @@ def signed_colour(value: float) -> str:
 def source_colours(sources: Sequence[Source]) -> list[str]:
     """Return a colour for each of a model's sources: of a kind's, from dark to light by number."""
     return [_colour(source, [s.number for s in sources if s.kind == source.kind]) for source in sources]
-
-
-def colours_by_name(layout: Sequence[Read]) -> dict[str, str]:
-    """Return a colour for every source of a model's reads, by name."""
-    sources = columns(read.sources for read in layout)
-    return {source.name: colour for source, colour in zip(sources, source_colours(sources), strict=True)}
 
 
 def _colour(source: Source, numbers: Sequence[int | None]) -> str:

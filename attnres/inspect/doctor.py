@@ -1,8 +1,8 @@
 """Find faults of a model with depth reads that no error tells: frozen queries, wrong optimizer groups, slow paths."""
 
-import contextlib
 import copy
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,6 +24,8 @@ UNREAD = 0.005
 """Share of a read below which a source counts as not read."""
 FULL_RATE = 0.5
 """Part of the model's learning rate from which queries count as training at the full rate; recommended is 0.1."""
+CHECKPOINTED = ("gradient_checkpointing", "grad_checkpointing", "_checkpoint_wrapped_module")
+"""Attributes by which Transformers, timm and torch's checkpoint wrapper mark modules whose layers are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Finding:
 
     Attributes:
         name: a word for programs: frozen, no-gradient, not-optimised, decayed, muon, full-rate, tied, untied, 16-bit,
-            stream-dtype, no-recompute, reentrant, graph-break, plain-torch, saturated, unread.
+            stream-dtype, no-recompute, reentrant, graph-break, not-compiled, plain-torch, saturated, unread.
         found: what was seen, with its numbers.
         cost: what it costs.
         advice: what to do.
@@ -211,11 +213,12 @@ def _passes(model: nn.Module, residual: Residual, example: Any) -> list[Finding]
     for parameter in parameters:
         parameter.grad = None
     try:
+        model.train()
+        found = list(_trained(model, residual, lambda: model(*args, **kwargs)))  # first: recording breaks graphs too
         model.eval()
         with torch.no_grad(), record(model) as trace:
             model(*args, **kwargs)
-        model.train()
-        return [*_trained(model, residual, lambda: model(*args, **kwargs)), *_read(residual, trace)]
+        return [*found, *_read(residual, trace)]
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
@@ -226,12 +229,47 @@ def _passes(model: nn.Module, residual: Residual, example: Any) -> list[Finding]
         torch.set_rng_state(state)
 
 
+@dataclass(frozen=True)
+class _TrainingPass:
+    """What was seen of a forward and a backward pass.
+
+    Attributes:
+        stream: the first hidden state that the residual was given, None where it never started.
+        flagged: modules that say that their layers are checkpointed.
+        forward, recomputed: calls of modules in those, in the forward and in the backward pass.
+        breaks: reasons of graph breaks. uncompiled: frames that torch.compile gave up.
+    """
+
+    stream: Tensor | None
+    flagged: tuple[nn.Module, ...]
+    forward: int
+    recomputed: int
+    breaks: tuple[str, ...]
+    uncompiled: int
+
+
 def _trained(model: nn.Module, residual: Residual, call: Callable[[], Any]) -> Iterator[Finding]:
-    """Yield what a training pass shows: graph breaks, stream, recomputation, gradients, the path of reads."""
-    checkpointed = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+    """Yield what a training pass shows. With reentrant checkpointing none is made, for a depth stream refuses it."""
+    flagged = tuple(one for one in model.modules() if any(getattr(one, name, False) for name in CHECKPOINTED))
+    options = [getattr(getattr(one, "_gradient_checkpointing_func", None), "keywords", {}) for one in flagged]
+    if any(option.get("use_reentrant") for option in options):
+        yield Finding(
+            "reentrant",
+            "activation checkpointing is reentrant",
+            "training stops with an error: gradients of the depth stream's earlier sources would be lost",
+            "Pass use_reentrant=False",
+        )
+        return
+    seen = _training_pass(residual, flagged, call)
+    if seen is not None:
+        yield from (*_recomputation(seen), *_compilation(seen), *_gradients(residual), *_stream(residual, seen))
+
+
+def _training_pass(residual: Residual, flagged: tuple[nn.Module, ...], call: Callable[[], Any]) -> _TrainingPass | None:
+    """Make the pass; return None where its output needs no gradient."""
     starts: list[Tensor] = []
     calls = [0]
-    start = residual.start
+    start, own = residual.start, vars(residual).get("start")  # somebody may have put one in its place already
 
     def begun(embedding: Tensor) -> Any:
         starts.append(embedding.detach())
@@ -241,46 +279,62 @@ def _trained(model: nn.Module, residual: Residual, call: Callable[[], Any]) -> I
         calls[0] += 1
 
     # Where a whole model is flagged, its layers are what it recomputes.
-    inside = {id(part): part for module in checkpointed for part in module.modules() if not list(part.children())}
-    breaks = _graph_breaks()
+    inside = {id(part): part for module in flagged for part in module.modules() if not list(part.children())}
+    breaks, uncompiled = _compiler_counts()
     residual.start = begun
-    hooks = [part.register_forward_hook(counted) for part in inside.values()]
+    # Before the call: torch stops a recomputation as soon as it has what backward needs, within a module's forward.
+    hooks = [part.register_forward_pre_hook(counted) for part in inside.values()]
     try:
         loss = sum(value.float().square().mean() for value in _floats(call()))
         forward, calls[0] = calls[0], 0
         if not isinstance(loss, Tensor) or not loss.requires_grad:
-            return
+            return None
         loss.backward()
     finally:
         for hook in hooks:
             hook.remove()
         del residual.start
-    if forward and not calls[0]:
+        if own is not None:
+            residual.start = own
+    after, given_up = _compiler_counts()
+    stream = starts[0] if starts else None
+    return _TrainingPass(stream, flagged, forward, calls[0], tuple(after - breaks), given_up - uncompiled)
+
+
+def _recomputation(seen: _TrainingPass) -> Iterator[Finding]:
+    """Yield checkpointing that is on and does nothing."""
+    if seen.forward and not seen.recomputed:
         yield Finding(
             "no-recompute",
             "activation checkpointing is on, and backward recomputes no layer",
             "the memory that it should save",
             "Enable it on the layers, with use_reentrant=False",
         )
-    options = [getattr(getattr(part, "_gradient_checkpointing_func", None), "keywords", {}) for part in checkpointed]
-    if any(option.get("use_reentrant") for option in options):
-        yield Finding(
-            "reentrant",
-            "activation checkpointing is reentrant",
-            "gradients of the depth stream's earlier sources are lost",
-            "Pass use_reentrant=False",
-        )
-    new = [reason for reason in _graph_breaks() if reason not in breaks]
-    if new:
+
+
+def _compilation(seen: _TrainingPass) -> Iterator[Finding]:
+    """Yield where torch.compile does not compile."""
+    if seen.breaks:
         yield Finding(
             "graph-break",
-            f"torch.compile breaks the graph: {new[0].splitlines()[0][:160]}",
+            f"torch.compile breaks the graph: {seen.breaks[0].splitlines()[0][:160]}",
             "part of the speed that compiling gives",
             "Remove hooks from the layers, or compile each layer",
         )
+    if seen.uncompiled:
+        yield Finding(
+            "not-compiled",
+            f"torch.compile gave up {seen.uncompiled} frames, which run as they are",
+            "the speed that compiling gives",
+            "Set torch._dynamo.config.suppress_errors = False to see why",
+        )
+
+
+def _gradients(residual: Residual) -> Iterator[Finding]:
+    """Yield parameters of the residual that the backward pass did not reach."""
     trains = {name for name, parameter in residual.named_parameters() if parameter.requires_grad}
     silent = [name for name, parameter in residual.named_parameters() if name in trains and parameter.grad is None]
-    silent += list(_unmoved(residual))
+    silent += list(_unmoved(residual)) if "query" in trains else []
     if silent:
         yield Finding(
             "no-gradient",
@@ -288,15 +342,21 @@ def _trained(model: nn.Module, residual: Residual, call: Callable[[], Any]) -> I
             "they never train",
             "Does every layer take the stream that the layer before it gave? Detached or copied tensors end it",
         )
-    if starts and starts[0].dtype == torch.float16:
+
+
+def _stream(residual: Residual, seen: _TrainingPass) -> Iterator[Finding]:
+    """Yield what is wrong with the hidden state: its dtype, and reads of it that no kernel computes."""
+    if seen.stream is None:
+        return
+    if seen.stream.dtype == torch.float16:
         yield Finding(
             "stream-dtype",
             "the stream is in fp16",
             "sums of outputs overflow at 65,504",
             "Use bf16, or autocast with an fp32 embedding",
         )
-    if starts and residual.traits.has_query:
-        plan = explain([starts[0].flatten(0, -2)] * min(8, residual.num_sublayers), training=True)
+    if residual.traits.has_query:
+        plan = explain([seen.stream.flatten(0, -2)] * min(8, residual.num_sublayers), training=True)
         if plan.backend == "eager":
             yield Finding(
                 "plain-torch", f"reads run in plain torch: {plan.reasons[0]}", "time and memory", "See attnres env"
@@ -338,10 +398,10 @@ def _floats(output: Any) -> Iterator[Tensor]:
     yield from (value for value in values if isinstance(value, Tensor) and value.is_floating_point())
 
 
-def _graph_breaks() -> list[str]:
-    """Return the reasons of torch.compile's graph breaks so far; importing it would take seconds."""
+def _compiler_counts() -> tuple[Counter[str], int]:
+    """Return the reasons of torch.compile's graph breaks so far and the frames that it gave up; to import it would take
+    seconds."""
     if "torch._dynamo" not in sys.modules:
-        return []
-    with contextlib.suppress(AttributeError):
-        return list(sys.modules["torch._dynamo"].utils.counters["graph_break"])
-    return []
+        return Counter(), 0
+    counters = sys.modules["torch._dynamo"].utils.counters
+    return Counter(counters["graph_break"]), counters["frames"]["total"] - counters["frames"]["ok"]

@@ -359,7 +359,7 @@ def intervene(model: Any, *edits: Edit) -> Generator[None]:
     residual = find_residual(model)
     if residual.editor is not None:
         raise UserError("this model is being edited already: give all edits to one `intervene`")
-    editor = _Edits(residual, edits)
+    editor = Edits(residual, edits)
     model = getattr(model, "__self__", model)  # a method's module
     base: Any = getattr(model, "depth_base", model)  # which a head calls, and users may
     hook = base.register_forward_pre_hook(editor.see_cache, with_kwargs=True)
@@ -389,7 +389,7 @@ class Watch(Editor):
         return weights
 
 
-class _Edits(Watch):
+class Edits(Watch):
     """The edits of one `intervene`."""
 
     def __init__(self, residual: Residual, edits: Iterable[Edit]) -> None:

@@ -12,7 +12,7 @@ from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import Edit, intervene
 from attnres.inspect.recording import find_residual
-from attnres.inspect.subject import Model, Text, as_model, prompt_ids
+from attnres.inspect.subject import Model, Speller, Text, as_model, prompt_ids
 from attnres.residuals import Read, watched_by
 from attnres.stats import or_none, ratio
 from attnres.text import short, with_error
@@ -26,13 +26,19 @@ class Prediction(notebook.Result):
 
     ids: Tensor
     log_probs: Tensor
+    words: Speller = field(default_factory=Speller, repr=False)
 
     def _about(self) -> str:
         best = int(self.log_probs[-1].argmax())
-        return f"{len(self.ids)} tokens, then {best} with {short(self.log_probs[-1, best].exp().item(), 3)}"
+        return (
+            f"{len(self.ids)} tokens, then “{self.words(best)}” with {short(self.log_probs[-1, best].exp().item(), 3)}"
+        )
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        return ({"id": i, "loss": loss} for i, loss in zip(self.ids[1:].tolist(), self.losses.tolist()))
+        return (
+            {"token": self.words(i), "id": i, "loss": loss}
+            for i, loss in zip(self.ids[1:].tolist(), self.losses.tolist())
+        )
 
     @property
     def losses(self) -> Tensor:
@@ -63,8 +69,9 @@ class Effect(notebook.Result):
     kl: list[float]
     top: list[dict[str, Any]]
     before: Prediction = field(repr=False, compare=False)
+    words: Speller = field(default_factory=Speller, repr=False, compare=False)
 
-    HIDDEN = ("before",)
+    HIDDEN = ("before", "words")
 
     def _about(self) -> str:
         change = with_error(self.difference, self.error, signed=True)
@@ -72,11 +79,11 @@ class Effect(notebook.Result):
 
     def _records(self) -> Iterator[dict[str, Any]]:
         rows = zip(self.before.ids[1:].tolist(), self.loss_before, self.loss_after, self.kl)
-        return ({"id": i, "before": a, "after": b, "kl": kl} for i, a, b, kl in rows)
+        return ({"token": self.words(i), "id": i, "before": a, "after": b, "kl": kl} for i, a, b, kl in rows)
 
     def _repr_html_(self) -> str:
-        rows = [(part["id"], short(part["before"], 3), short(part["after"], 3)) for part in self.top]
-        return notebook.table(f"{self!r}; likeliest after the text:", ("token id", "before", "after"), rows)
+        rows = [(self.words(part["id"]), short(part["before"], 3), short(part["after"], 3)) for part in self.top]
+        return notebook.table(f"{self!r}; likeliest after the text:", ("token", "before", "after"), rows)
 
 
 def predict(model: Model, input_ids: Text) -> Prediction:
@@ -89,7 +96,7 @@ def predict(model: Model, input_ids: Text) -> Prediction:
     ids = prompt_ids(model, input_ids)
     with evaluating(model), torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
-    return Prediction(ids[0].cpu(), log_probs(logits[0]).cpu())
+    return Prediction(ids[0].cpu(), log_probs(logits[0]).cpu(), Speller(model))
 
 
 def effect(
@@ -131,6 +138,7 @@ def effect(
         kl=nn.functional.kl_div(after.log_probs, before.log_probs, reduction="none", log_target=True).sum(-1).tolist(),
         top=[{"id": i, "before": last[i].item(), "after": edited[i].item()} for i in likeliest],
         before=before,
+        words=Speller(model),
     )
 
 

@@ -217,7 +217,7 @@ class Inspection(notebook.Result):
         by, rows = ("contribution", self.routing.get("contribution")) if self.routing else ("", None)
         if self.routing and rows is None:
             by, rows = "weight", self.routing["weights"]
-        return f"<p>{self!r}</p>" if rows is None else notebook.parts(f"{self!r}: {by}", self.layout, rows)
+        return f"<p>{self!r}</p>" if rows is None else notebook.heat(f"{self!r}: {by}", self.layout, rows, least=1.0)
 
     @property
     def layout(self) -> tuple[Read, ...]:

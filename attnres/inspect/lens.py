@@ -7,7 +7,7 @@ a sum over sources: W_y . N(p_i v_i), and what is left (biases, gates).
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,12 @@ from attnres.inspect import notebook
 from attnres.inspect.edits import position_of
 from attnres.inspect.effects import read_vectors
 from attnres.inspect.recording import find_residual
-from attnres.inspect.subject import Model, Text, TextModel, Token, as_model, prompt_ids, token_id
+from attnres.inspect.subject import Model, Speller, Text, TextModel, Token, as_model, prompt_ids, token_id
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
 from attnres.residuals.watch import with_norm
 from attnres.streams.known_norms import describe_norm
-from attnres.streams.stream import FINISHED, note_progress
+from attnres.streams.passes import FINISHED, note_progress
 from attnres.text import short
 
 
@@ -40,7 +40,7 @@ class Lens(notebook.Result):
         target: (R, T) ln p of the text's next token, of the last the model's likeliest.
         divergence: (R, T) sum_x p(x) ln(p(x) / q(x)) in nats, p the model's prediction and q the read's.
 
-    The data frame has a row a read and position: likeliest id, its probability, target and divergence.
+    The data frame has a row a read and position: likeliest token, its id and probability, target and divergence.
     """
 
     reads: list[str]
@@ -49,6 +49,7 @@ class Lens(notebook.Result):
     probability: list[list[list[float]]]
     target: list[list[float]]
     divergence: list[list[float]]
+    words: Speller = field(default_factory=Speller, repr=False, compare=False)
 
     def _about(self) -> str:
         return f"{len(self.reads)} reads, {len(self.tokens)} tokens"
@@ -58,6 +59,7 @@ class Lens(notebook.Result):
             {
                 "read": read,
                 "position": t,
+                "token": self.words(self.top[r][t][0]),
                 "top": self.top[r][t][0],
                 "probability": self.probability[r][t][0],
                 "target": self.target[r][t],
@@ -69,15 +71,22 @@ class Lens(notebook.Result):
 
     def _repr_html_(self) -> str:
         rows = [
-            (read, self.top[r][-1][0], short(self.probability[r][-1][0], 3), short(self.divergence[r][-1]))
+            (read, self.words(self.top[r][-1][0]), short(self.probability[r][-1][0], 3), short(self.divergence[r][-1]))
             for r, read in enumerate(self.reads)
         ]
-        head = ("read", "likeliest id", "p", "KL to the output, nats")
+        head = ("read", "likeliest token", "p", "KL to the output, nats")
         return notebook.table(f"{self!r}, after the last token", head, rows)
 
 
-def logit_lens(model: Model, text: Text, *, top: int = 5) -> Lens:
+def logit_lens(
+    model: Model, text: Text, *, top: int = 5, position: int | None = None, target: Token | None = None
+) -> Lens:
     """Put every read of a text through the final norm and the head, whatever the head does besides (scales, caps).
+
+    Args:
+        top: tokens of each read.
+        position: of the one token whose reads are wanted; T is then 1. None is all.
+        target: whose ln p is given, instead of the text's next token.
 
     Raises:
         UserError: as `predict`; a residual that mixes by no weights; a module whose head is not found.
@@ -87,19 +96,23 @@ def logit_lens(model: Model, text: Text, *, top: int = 5) -> Lens:
     model = as_model(model)
     vectors = read_vectors(model, text)
     top = min(top, len(vectors.log_probs))
+    at = slice(None) if position is None else slice(place := position_of(position, len(vectors.ids)), place + 1)
     norm, predictions, _ = _end(model, vectors.ids)
     with evaluating(model), torch.no_grad():
-        last = predictions(with_norm(vectors.reads[-1], norm))
-        following = torch.cat([vectors.ids[1:], last[-1].argmax().view(1)])
+        last = predictions(with_norm(vectors.reads[-1][at], norm))
+        following = torch.cat([vectors.ids[1:], vectors.log_probs.argmax().view(1)])[at]
+        if target is not None:
+            following = torch.full_like(following, token_id(model, target))
         rows: list[tuple[Any, ...]] = []
         for h in vectors.reads:
-            read = predictions(with_norm(h, norm))
+            read = predictions(with_norm(h[at], norm))
             best = read.topk(top)
             apart = nn.functional.kl_div(read, last, reduction="none", log_target=True).sum(-1)
-            target = read.gather(1, following[:, None])[:, 0]
-            rows.append((best.indices.tolist(), best.values.exp().tolist(), target.tolist(), apart.tolist()))
+            goal = read.gather(1, following[:, None])[:, 0]
+            rows.append((best.indices.tolist(), best.values.exp().tolist(), goal.tolist(), apart.tolist()))
     ids, chances, targets, divergence = (list(column) for column in zip(*rows, strict=True))
-    return Lens([read.name for read in vectors.layout], vectors.ids.tolist(), ids, chances, targets, divergence)
+    names = [read.name for read in vectors.layout]
+    return Lens(names, vectors.ids[at].tolist(), ids, chances, targets, divergence, Speller(model))
 
 
 @dataclass(frozen=True, repr=False)
@@ -124,10 +137,11 @@ class Direct(notebook.Result):
     rest: float
     sources: dict[str, float]
     outputs: dict[str, float] | None
+    words: Speller = field(default_factory=Speller, repr=False, compare=False)
 
     def _about(self) -> str:
-        less = "" if self.against is None else f" less {self.against}"
-        return f"logit of {self.target}{less} after position {self.position}: {self.logit:.3f}"
+        less = "" if self.against is None else f" less that of “{self.words(self.against)}”"
+        return f"logit of “{self.words(self.target)}”{less} after position {self.position}: {self.logit:.3f}"
 
     def _records(self) -> Iterator[dict[str, Any]]:
         parts = self.sources if self.outputs is None else self.outputs
@@ -136,7 +150,7 @@ class Direct(notebook.Result):
 
     def _repr_html_(self) -> str:
         rows = [(name, short(value, signed=True)) for name, value in {**self.sources, "rest": self.rest}.items()]
-        title = f"What sources add to the logit of token {self.target}, {self.logit:.2f} in all"
+        title = f"What sources add to the {self._about()} in all"
         return notebook.table(title, ("source", "logit"), rows)
 
 
@@ -195,7 +209,14 @@ def direct(
         written = outputs_of(residual.num_sublayers + 1, residual.sublayers)
         outputs = dict(zip([one.name for one in written], of_outputs, strict=True))
     return Direct(
-        len(vectors.ids) - 1, target_id, rival, logit, logit - sum(parts), dict(zip(names, parts, strict=True)), outputs
+        len(vectors.ids) - 1,
+        target_id,
+        rival,
+        logit,
+        logit - sum(parts),
+        dict(zip(names, parts, strict=True)),
+        outputs,
+        Speller(model),
     )
 
 

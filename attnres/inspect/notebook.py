@@ -1,8 +1,10 @@
 """Results as JSON, as data frames with names, and as a notebook shows them: tables in HTML."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,12 +13,59 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.files import write_json
-from attnres.inspect.colours import ink_on, place_of_size, signed_colour
-from attnres.residuals import Read, columns
+from attnres.inspect.colours import ink_on, place_of_size, signed_colour, source_colours
+from attnres.residuals import Read, columns, labels
 from attnres.text import short
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+SAVED = '"{{saved}}"'
+"""What stands in the place of the data in a page without any."""
+
+
+def alone(data: Any) -> str:
+    """Return the explorer's page with its style, its script and `data`, what it shows, in one file that needs no
+    server; of None the page has `SAVED` in the place of the data."""
+    page, style, script = (
+        files("attnres").joinpath("app", f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
+    )
+    text = SAVED if data is None else json.dumps(data).replace("<", "\\u003c")
+    page = page.replace('<link rel="stylesheet" href="page.css">', f"<style>{style}</style>")
+    page = page.replace('<script src="page.js"></script>', f"<script>{script}</script>").replace("{{begin}}", "{}")
+    return page.replace("<!-- saved -->", f'<script type="application/json" id="saved">{text}</script>')
+
+
+SHOWN = 512
+"""Tokens of a pass that a page holds the numbers of."""
+
+
+def framed(data: Any) -> str:
+    """Return `alone(data)` in a frame of its own within a notebook's cell."""
+    page = escape(alone(data))
+    return f'<iframe srcdoc="{page}" style="width:100%;height:640px;border:1px solid #ccc" title="attnres"></iframe>'
+
+
+def sheet(layout: Sequence[Read]) -> dict[str, Any]:
+    """Return the columns and reads of the explorer's tables: names, labels and colours."""
+    across, words = columns(read.sources for read in layout), labels(layout)
+    place = {source.name: i for i, source in enumerate(across)}
+    return {
+        "columns": [
+            {"label": words[source], "short": source.short, "colour": colour, "name": source.name}
+            for source, colour in zip(across, source_colours(across), strict=True)
+        ],
+        "reads": [
+            {
+                "label": words[read],
+                "name": read.name,
+                "layer": read.number,
+                "sources": [place[source.name] for source in read.sources],
+            }
+            for read in layout
+        ],
+    }
+
 
 FLOOR = 0.02
 """The least that a scale of changes runs to, nats or a share: what is smaller stays pale."""
@@ -45,7 +94,7 @@ class Result:
     A subclass is a dataclass, or has a `to_dict` of its own, and says `_about`, `_records` and mostly `_repr_html_`.
     """
 
-    HIDDEN: ClassVar[tuple[str, ...]] = ("layout",)
+    HIDDEN: ClassVar[tuple[str, ...]] = ("layout", "words")
     """Fields that JSON does not have; of a layout it has the names of reads and sources."""
 
     def _about(self) -> str:
@@ -123,11 +172,6 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> 
     cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><caption>{escape(title)}</caption><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def parts(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]]) -> str:
-    """Return `heat` of parts of reads, whose scale ends at 1 or, since contributions may exceed it, at the largest."""
-    return heat(title, layout, values, least=1.0)
 
 
 def heat(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]], least: float = FLOOR) -> str:

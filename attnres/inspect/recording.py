@@ -14,6 +14,7 @@ from attnres.inspect import notebook
 from attnres.inspect.contribution import Contributions
 from attnres.ops import compute_dtype
 from attnres.residuals import Residual, Source, watched_by
+from attnres.stats import plain
 
 
 def find_residual(model: Any) -> Residual:
@@ -354,8 +355,41 @@ class Trace(notebook.Result):
     def _repr_html_(self) -> str:
         if not self.tokens or not all(self.sources):
             return f"<p>{self!r}</p>"
-        by, rows = ("contribution", self.contribution) if all(self.contribution) else ("weight", self.weights)
-        return notebook.parts(f"{self!r}: {by}", self.layout, rows)
+        return notebook.framed(self._shown())
+
+    def _shown(self) -> dict[str, Any]:
+        """Return what the explorer's page shows of it: means over everything recorded, and of the last pass, where its
+        tokens were kept, the token that is chosen."""
+        by = "contribution" if all(self.contribution) else "weight"
+        weights = self.weights
+        pane: dict[str, Any] = {
+            **notebook.sheet(self.layout),
+            "model": 0,
+            "title": f"{self.residual}, {by}s, mean over {self.tokens:,} tokens",
+            "notes": [],
+            "tokens": [],
+            "token": None,
+            "loss": None,
+            "contributions": self.contribution if by == "contribution" else weights,
+            "weights": weights,
+            "marked": len(self.layout) - 1,
+            "largest": [],
+        }
+        rows = self.token_contributions if by == "contribution" else self.token_weights
+        if rows and len(rows) == len(self.layout) and rows[0][0].shape[0] <= notebook.SHOWN:
+            count = rows[0][0].shape[0]
+            last = [source.name for source in self.layout[-1].sources]
+            place = {column["name"]: i for i, column in enumerate(pane["columns"])}
+            pane["names"] = [str(number) for number in range(count)]
+            pane["tokens"] = [f" {number}" for number in range(count)]
+            pane["losses"] = [None] * count
+            pane["largest"] = [place[last[i]] for i in rows[-1][0].abs().argmax(-1).tolist()]
+            pane["every"] = {
+                name: [row[0].tolist() for row in values]
+                for name, values in (("contributions", rows), ("weights", self.token_weights))
+            }
+        view = {"by": by, "cuts": [], "tab": "explain", "edited": True, "text": ""}
+        return plain({"view": view, "message": "", "query": "", "panes": [pane]}, 4)
 
     # -- by label -------------------------------------------------------------------------------------------------
     @property

@@ -1,6 +1,7 @@
 """The model that is looked at and the text that it is given: how token ids become logits, whoever made the model."""
 
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from attnres.errors import UserError, first_line
 from attnres.head import evaluating, log_probs
 from attnres.inspect.recording import find_residual
-from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, stated_context, tokenise
+from attnres.models.encoding import check_ids, check_length, encode_prompt, piece, rows_of, stated_context, tokenise
 from attnres.residuals.watch import unwatched
+from attnres.text import visible
 
 Text = str | Tensor | Sequence[int]
 """One text: in letters, for a model with a tokenizer, or its token ids, (T,) or (1, T)."""
@@ -160,6 +162,34 @@ def tokenizer_of(model: Any) -> Any:
                 "model from its folder"
             ) from error
     return model.read_tokenizer
+
+
+class Speller:
+    """What a token says, its white space visible; its id where the model has no tokenizer, which is read at first use.
+
+    A copy that leaves the process, as by pickle, says ids.
+    """
+
+    def __init__(self, model: Any = None) -> None:
+        self._model = None if model is None else weakref.ref(model)  # a result keeps no model in memory
+        self._own = model.tokenizer if isinstance(model, TextModel) else None
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        model = None if self._model is None else self._model()
+        try:
+            return self._own if self._own is not None or model is None else tokenizer_of(model)
+        except UserError:
+            return None
+
+    def __call__(self, token: int) -> str:
+        return str(token) if self._tokenizer is None else visible(piece(self._tokenizer, token))
+
+    def __reduce__(self) -> Any:
+        return (Speller, ())
+
+    def __deepcopy__(self, memo: Any) -> "Speller":
+        return self
 
 
 def token_id(model: Any, token: Token) -> int:

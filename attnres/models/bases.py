@@ -293,8 +293,8 @@ def class_of(plain: type[PreTrainedModel], config: Any) -> type[Depth]:
 def class_named(name: str, config: type) -> type[Depth] | None:
     """Return the class of ours with this name for a config class of ours; None where neither Transformers nor what this
     process has converted has the plain one."""
-    made = getattr(GENERATED.get(name), "plain_class", None)
-    plain: Any = made or getattr(transformers, name.removeprefix("AttnRes"), None)
+    generated = getattr(GENERATED.get(name), "plain_class", None)
+    plain: Any = generated or getattr(transformers, name.removeprefix("AttnRes"), None)
     return class_of(plain, config) if _takes(plain, config) else None
 
 

@@ -115,8 +115,8 @@ def built(subject: Subject) -> str:
 
 
 def _start_values(subject: Subject, model: DepthMixin) -> Callable[[str, Tensor], bool]:
-    """Return what says whether a parameter of the model's residual, by name, has its start value: a new one's, or,
-    where two new ones differ because they draw it, a draw of their size."""
+    """Return a function that tells whether a parameter of the model's residual has its start value, by name. A
+    parameter that two new models draw differently has it if its size fits the draw."""
     fresh: list[Residual] = []
     for seed in (1, 2):
         with torch.random.fork_rng(devices=[]):

@@ -101,7 +101,7 @@ class ResidualConfigMixin:
 
     @property
     def stored(self) -> dict[str, Any]:
-        """Return what `register_stored` needs of config.json."""
+        """Return the entries of config.json that `register_stored` needs."""
         cls: Any = type(self)
         return {"model_type": cls.model_type, "residual_family": getattr(self, "residual_family", None)}
 
@@ -168,8 +168,8 @@ class ResidualConfigMixin:
 
 
 def stray_settings(config: type, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that some residual's setting has and no field of this class of configs: no model of
-    Transformers' own looks at them."""
+    """Return those of `names` that are settings of some residual and no field of this config class: no model of
+    Transformers' own reads them."""
     fields = {name for cls in config.__mro__ for name in vars(cls).get("__annotations__", {})}
     constructors = [vars(cls)["__init__"] for cls in config.__mro__ if "__init__" in vars(cls)]
     fields |= {name for one in constructors for name in inspect.signature(one).parameters}

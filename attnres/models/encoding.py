@@ -82,8 +82,8 @@ def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
     """
     ids, spans = tokenise(tokenizer, text)
     front = token_in_front(tokenizer)
-    own = len(front) if tuple(ids[: len(front)]) == front else 0
-    return ids[own:], spans[own:]
+    in_front = len(front) if tuple(ids[: len(front)]) == front else 0
+    return ids[in_front:], spans[in_front:]
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
@@ -103,7 +103,8 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
 
 
 def token_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return what the tokenizer itself puts in front of a text, mostly the beginning-of-text token; often nothing.
+    """Return the tokens that the tokenizer itself puts in front of a text, mostly the beginning-of-text token; often
+    none.
 
     A single token that the tokenizer adds is taken for the end's where it is that and does not begin a text, too.
     """
@@ -145,8 +146,8 @@ def check_length(count: int, context: int | None, name: str, what: str = "the te
 
 
 def with_space(text: str, offsets: Offsets) -> list[tuple[int, int]]:
-    """Offsets in which a token has the white space before it, too: some tokenizers leave it out, and tokens of white
-    space alone are then empty.
+    """Return the offsets in which a token has the white space before it, too: some tokenizers leave it out, and tokens
+    of white space alone are then empty.
 
     >>> with_space("a b", [(0, 1), (2, 3)])
     [(0, 1), (1, 3)]
@@ -163,8 +164,8 @@ SPACE = "▁"
 
 
 def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
-    r"""What a token says on its own, with the space at its front that SentencePiece's decoders take from a text's first
-    token; bytes that are no whole character as \xc3."""
+    r"""Return the text of a single token, with the leading space that SentencePiece's decoders strip from a text's
+    first token; bytes that are no whole character as \xc3."""
     text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
     spelling = str(tokenizer.convert_ids_to_tokens(token))
     if "\ufffd" in text:
@@ -175,8 +176,8 @@ def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
 
 
 def pieces(tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets") -> list[str]:
-    """Return what each token of `text` says: the characters at its offsets, which keep the spaces that some tokenizers
-    drop, or `piece` where they are not its own, as with tokens that share a character."""
+    """Return the text of each token of `text`: the characters at its offsets, which keep the spaces that some
+    tokenizers drop, or `piece` where several tokens share a character."""
     token_spans = list(offsets[: len(ids)]) or [(0, 0)] * len(ids)
     spans = [(0, 0), *token_spans, (len(text), len(text))]
     alone = [
@@ -192,8 +193,8 @@ def pieces(tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str
 def characters(
     tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets"
 ) -> tuple[list[str], list[str]]:
-    """Return what tokens say in whole characters, and a name for each: what several tokens spell together stands at the
-    first of them, nothing at the others, whose names say which of how many they are: "漢 (2 of 3)"."""
+    """Return the tokens' texts in whole characters, and a name for each. A character of several tokens stands at the
+    first of them; the names of all say which of how many they are: "漢 (2 of 3)"."""
     shown: list[str] = []
     names: list[str] = []
     first = 0
@@ -204,21 +205,22 @@ def characters(
             end = max(end, offsets[last][1])
             last += 1
         count = last - first
-        whole = text[start:end] if end > start else piece(tokenizer, ids[first])
-        shown += [whole, *[""] * (count - 1)]
-        names += [whole] if count == 1 else [f"{whole} ({place + 1} of {count})" for place in range(count)]
+        character = text[start:end] if end > start else piece(tokenizer, ids[first])
+        shown += [character, *[""] * (count - 1)]
+        names += [character] if count == 1 else [f"{character} ({place + 1} of {count})" for place in range(count)]
         first = last
     return shown, names
 
 
 def spelled(text: str) -> str:
-    r"""What a token says on one line: \n for a line's end, \\ for a backslash, \xc3 for a byte of a character."""
+    r"""Return a token's text on one line: \n for a line's end, \\ for a backslash, \xc3 for a byte of a character."""
     return repr(text)[1:-1].replace(r"\\x", r"\x")
 
 
 def bytes_of(token: str) -> bytes | None:
-    """Of a token's own spelling: "<0xC3>", or one letter a byte as byte-level BPE writes it, which keeps the printable
-    ones of Latin-1 and counts the others on from 256 (Radford et al. 2019); None for another spelling."""
+    """Return the bytes of a token's own spelling: "<0xC3>", or one letter a byte as byte-level BPE writes it, which
+    keeps the printable ones of Latin-1 and counts the others on from 256 (Radford et al. 2019); None for another
+    spelling."""
     if re.fullmatch("<0x[0-9A-F]{2}>", token):
         return bytes.fromhex(token[3:5])
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -25,7 +25,7 @@ _SIXTEEN = (torch.bfloat16, torch.float16)
 _ROWS, _TOKENS = 2, 32
 
 
-class Difference(NamedTuple):
+class LogitDifference(NamedTuple):
     """How far the logits of two models are apart on one batch of tokens.
 
     Attributes:
@@ -119,7 +119,9 @@ def fixed_inputs(model: PreTrainedModel, tokens: int = _TOKENS) -> dict[str, Ten
     return inputs
 
 
-def compare_logits(one: PreTrainedModel, other: PreTrainedModel, arithmetic: torch.dtype | None = None) -> Difference:
+def compare_logits(
+    one: PreTrainedModel, other: PreTrainedModel, arithmetic: torch.dtype | None = None
+) -> LogitDifference:
     """Compare the logits of two models, or what they put out instead, in evaluation mode on `fixed_inputs`.
 
     Args:
@@ -132,7 +134,7 @@ def compare_logits(one: PreTrainedModel, other: PreTrainedModel, arithmetic: tor
     actual.sub_(expected)
     largest = actual.abs_().max().item()
     name = str(dtype).removeprefix("torch.")
-    return Difference(
+    return LogitDifference(
         largest, scale, largest / scale if scale else largest, BOUNDS[dtype], name, expected[..., 0].numel()
     )
 
@@ -140,8 +142,8 @@ def compare_logits(one: PreTrainedModel, other: PreTrainedModel, arithmetic: tor
 def logits(
     model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor], arithmetic: torch.dtype | None = None
 ) -> Tensor:
-    """Logits (rows, tokens, vocabulary), or what a model without them puts out first, in evaluation mode and without a
-    cache; in the model's own dtypes by default. `inputs` are ids or named arguments."""
+    """Return logits (rows, tokens, vocabulary), or what a model without them puts out first, in evaluation mode and
+    without a cache; in the model's own dtypes by default. `inputs` are ids or named arguments."""
     with evaluating(model):
         if arithmetic is None:
             return _main(_run(model, inputs))
@@ -151,7 +153,7 @@ def logits(
 
 @torch.no_grad()
 def _run(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Any:
-    """Return what a model puts out for ids or named arguments, without a cache."""
+    """Return a model's output for ids or named arguments, without a cache."""
     arguments: dict[str, Any] = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False

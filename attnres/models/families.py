@@ -70,7 +70,7 @@ def layer_count(config: Any) -> int | None:
 
 
 def _named(name: str, **other) -> Family:
-    """Transformers' usual class names."""
+    """Return Transformers' usual class names."""
     return Family(config=f"{name}Config", causal_lm=f"{name}ForCausalLM", **other)
 
 
@@ -174,7 +174,7 @@ class FamilyRow(NamedTuple):
 
 
 def families_table() -> list[FamilyRow]:
-    """Return what converts, how exactly, and what is refused and why."""
+    """Return a row for each family: whether it converts, how exactly, or why it is refused."""
     rows = []
     for key, family in FAMILIES.items():
         note = "" if family.normed else "attention and MLP take the stream with no norm before them"

@@ -118,7 +118,8 @@ class WeightFiles:
         return state.digest()
 
     def _tensors(self) -> Iterator[tuple[str, int, str]]:
-        """Name, number of elements and dtype of each tensor. Raises UserError for a file that is cut short."""
+        """Yield the name, number of elements and dtype of each tensor. Raises UserError for a file that is cut
+        short."""
         for path in self.paths:
             try:
                 with safe_open(path, framework="pt") as file:
@@ -140,7 +141,7 @@ def other_weights(path: Path) -> str | None:
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Names of the files that hold a model's weights: those in its index, or the one that is there without.
+    """Return names of the files that hold a model's weights: those in its index, or the one that is there without.
 
     Raises:
         UserError: an index that names none, files that lie in another folder, or that are no safetensors.
@@ -299,7 +300,7 @@ _ADVICE = "remove it: the run and its other snapshots do not need it"
 
 
 def tensors_of(residual: Residual) -> dict[str, Tensor]:
-    """Return what a snapshot of a residual holds, by name; nothing where that is nothing or is not light."""
+    """Return the tensors of a residual that a snapshot holds, by name; none if it has none or is too large."""
     tensors = residual.state_dict()
     return tensors if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) <= LIGHT else {}
 
@@ -333,7 +334,7 @@ def residual_at(config: Any, path: Path) -> Residual:
 
 
 def _misfit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
-    """Return what keeps tensors from being those of a residual; empty where nothing does."""
+    """Return why tensors are not those of a residual; empty if they are."""
     if expected.keys() != tensors.keys():
         return f"it holds {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(expected))}"
     for name, tensor in tensors.items():

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.residuals import Observer, watched_by
+from attnres.streams.passes import hidden_states_wanted
 from attnres.streams.readers import Parts
-from attnres.streams.stream import Stream, hidden_states_wanted
+from attnres.streams.stream import Stream
 
 
 def note_hidden_states(parts: Parts, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

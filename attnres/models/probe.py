@@ -22,17 +22,17 @@ def probe(model: PreTrainedModel) -> Family:
     base: nn.Module = getattr(model, model.base_model_prefix, model)
     try:
         path, layers = _find_layers(base, model.config)
-        found = find_reads(base, list(layers), lambda: logits(model, fixed_inputs(model, 4)))
+        pattern = find_reads(base, list(layers), lambda: logits(model, fixed_inputs(model, 4)))
     except NoFitError as reason:
         raise UserError(f"{name} cannot have depth reads: it {reason}") from None
     return Family(
-        sublayers=kinds_of(len(found.reads)),
+        sublayers=kinds_of(len(pattern.reads)),
         config=type(model.config).__name__,
         causal_lm=name,
         layers=path,
-        reads=found.reads,
-        final_norm=found.final_norm or "",
-        normed=found.normed,
+        reads=pattern.reads,
+        final_norm=pattern.final_norm or "",
+        normed=pattern.normed,
         branch_weights=(),
     )
 

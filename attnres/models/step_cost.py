@@ -8,7 +8,7 @@ and the recurrence of linear attention do not count: MFU is of the plain model's
 Bytes are those between a device's memory and its cores, counted vector by vector: one vector of width d per token, in
 the stream's dtype. Scalars per token (logits, maxima, 1/rms) and the one read of the output are left out. A Triton or C
 kernel moves what is counted here; plain torch moves more. `benchmarks/traffic.py` counts other implementations with the
-same unit, docs/kernels.md compares both with measured times.
+same unit, docs/explanation/kernels.md compares both with measured times.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from torch import nn
 
 from attnres.residuals import Residual, residual_class
 from attnres.residuals.mechanisms.block import Block
+from attnres.residuals.mechanisms.compose import Compose
 from attnres.residuals.mechanisms.depth_attention import DepthAttention
 from attnres.residuals.mechanisms.full import Full
 
@@ -97,6 +98,9 @@ def _attention(config: Any, length: int) -> float:
 
 ADD = 3
 """a + b out of place."""
+SCALED_SUM = 3 + 3 + ADD
+"""A sublayer's part in a sum that is not plain (`block_sum`): the output and the sum in, the sum out. Backward: the
+sum's gradient and the output in, the output's gradient out, which is added to that of the plain sum."""
 STANDARD = 8
 """A sublayer of the standard residual, addition and norm fused: h, f -> h, x. Backward: dx, h and the stream's gradient
 -> that gradient."""
@@ -108,7 +112,8 @@ def read_sealed(n: float, reads: int) -> float:
 
 
 def read_sealed_backward(n: float, reads: int, carried: float) -> float:
-    """Sources, outputs' gradients and what later reads left for the sources in; the sources' gradients out."""
+    """Return the vectors moved: the sources, outputs' gradients and what later reads left for the sources in; the
+    sources' gradients out."""
     return n + reads + carried + n
 
 
@@ -123,7 +128,8 @@ def merge(opens: int, *, added: bool, sealed: bool = True, norm: bool = True, ke
 
 
 def merge_backward(opens: int, *, carried: int, sealed: bool = True) -> float:
-    """The gradient, h, the open sources and their carried gradients in; gradients of these and of the output out."""
+    """Return the vectors moved: the gradient, h, the open sources and their carried gradients in; gradients of these
+    and of the output out."""
     return 2 + opens + carried + opens + sealed
 
 
@@ -146,11 +152,16 @@ def step_vectors(residual: Residual) -> float | None:
     counted: another one than standard, Block or Full, or settings that no kernel has."""
     if type(residual) is residual_class("standard"):
         return float(STANDARD * residual.num_sublayers)
+    if isinstance(residual, Compose):
+        standard = sum(part.stop - part.first for part in residual.laid if part.rule is None)
+        moved = [step_vectors(part.rule) for part in residual.laid if part.rule is not None]
+        return None if None in moved else STANDARD * standard + sum(filter(None, moved))
     if not isinstance(residual, DepthAttention) or type(residual) not in (Block, Full):
         return None
     if residual.special is not None or residual.window is not None:
         return None
-    return sum(
+    scaled = isinstance(residual, Block) and residual.exponent != 0.0
+    return scaled * SCALED_SUM * residual.num_sublayers + sum(
         group(
             len(residual.sealed(start)),
             [len(residual.opens(index)) for index in range(start, stop)],

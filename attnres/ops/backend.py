@@ -4,6 +4,7 @@ Shapes: T tokens, n sealed sources, k open sources, S reads, d width. `eager` is
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -241,8 +242,15 @@ class Kernels(NamedTuple):
         few_compiled: by phase, the values of a source up to which a compiler is given torch operations; of larger ones
             our operators make faster reads and keep less for backward.
         most_open: open sources of a merge up to which it is; None for any number.
+        host: its tensors are in the process's memory and computed by its threads.
+        devices: returns those of the type that are here. missing: returns why there are none, None where there is one.
+        bf16: whether a device computes in bf16 natively; elsewhere bf16 is slower than fp32.
+        unrounded: dtypes to which plain torch does not round a read before its norm (`is_read_rounded`).
+        whole_scores: the longest sequence for which attention is faster with whole score matrices than fused.
+        version: of the build, which decides the last bits. switched: gives a context with or without the kernels.
         torch_norm: PyTorch's own RMSNorm, forward and backward, is one kernel of the device and less work for the host
             than a call of ours: it makes norms that no read is fused with.
+        traced: the backend is made of torch operations and launches that a compiler's graph can hold.
     """
 
     device: str
@@ -257,7 +265,26 @@ class Kernels(NamedTuple):
     few_compiled: dict[int, int] = {}  # noqa: RUF012
     most_open: int | None = None
     torch_norm: bool = False
+    traced: bool = False
     bank: Any = None
+    host: bool = False
+    devices: Callable[[], list[torch.device]] = list
+    missing: Callable[[], str | None] = lambda: None
+    bf16: Callable[[torch.device], bool] = lambda _: False
+    unrounded: frozenset[torch.dtype] = frozenset()
+    whole_scores: int = 0
+    version: Callable[[], str | None] = lambda: None
+    switched: Callable[[bool], AbstractContextManager[Any]] = lambda _: nullcontext()
+
+
+KERNELS: dict[str, Kernels] = {}
+"""The kernels of each type of device, as `dispatch` has registered them."""
+
+
+def is_read_rounded(like: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a read is rounded to `dtype` before its norm, and kept so for backward."""
+    kernels = KERNELS.get(like.device.type)
+    return kernels is None or dtype not in kernels.unrounded
 
 
 def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]:

@@ -541,6 +541,12 @@ def _is_bf16(tensor: Tensor) -> bool:
     return tensor.dtype is torch.bfloat16
 
 
+def has_bf16(_: torch.device) -> bool:
+    """Return whether the processor multiplies in bf16."""
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("arm_bf16"))
+
+
 KERNELS = Kernels(
     device="cpu",
     name="cpu",
@@ -552,4 +558,13 @@ KERNELS = Kernels(
     cached=True,
     few_compiled={1: 1 << 17, 2: 1 << 17},
     bank=CpuBank,
+    host=True,
+    devices=lambda: [torch.device("cpu")],
+    bf16=has_bf16,
+    # Plain torch computes fp16 here, where the gradient of a weight is a small difference of products with the read: a
+    # rounded read makes it two to four times as inexact as rounding the gradient does.
+    unrounded=frozenset({torch.float16}),
+    whole_scores=512,  # in bf16 faster, in fp32 no slower: benchmarks/results/attention_cpu.json
+    version=version,
+    switched=switched,
 )

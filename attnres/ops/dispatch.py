@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from attnres.ops import cpu, eager, gpu
-from attnres.ops.backend import MAX_ONE_PASS, Backend, Call, in_two_phases, vectors_moved
+from attnres.ops.backend import KERNELS, MAX_ONE_PASS, Backend, Call, in_two_phases, vectors_moved
 from attnres.ops.precision import compute_dtype
 from attnres.ops.sharded import refuse_sharded
 
-KERNELS = {row.device: row for row in (cpu.KERNELS, gpu.KERNELS)}
-"""The kernels of each device: those of another one are a folder, and its row here."""
+KERNELS.update((row.device, row) for row in (cpu.KERNELS, gpu.KERNELS))  # another device: a folder, and its row here
 
 _log = logging.getLogger("attnres")
 

@@ -23,10 +23,11 @@ from attnres.ops.backend import (
     ReadInputs,
     Sealed,
     check_shapes,
+    is_read_rounded,
     scalar_rows,
 )
 from attnres.ops.norms import inverse_rms, normalise, normalise_backward
-from attnres.ops.precision import compute_dtype, full_precision, is_read_rounded, rounded_sum
+from attnres.ops.precision import compute_dtype, full_precision, rounded_sum
 from attnres.ops.sharded import settled
 
 

@@ -17,10 +17,10 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from attnres.errors import UserError
-from attnres.ops.backend import MergeInputs
+from attnres.ops.backend import MergeInputs, is_read_rounded
 from attnres.ops.dispatch import KERNELS
 from attnres.ops.norms import Norm
-from attnres.ops.precision import compute_dtype, is_read_rounded, rounded_sum
+from attnres.ops.precision import compute_dtype, rounded_sum
 
 MOST_COMPILED = 40
 """Tensors of a read that a compiler is given as torch operations; its work grows with their square."""

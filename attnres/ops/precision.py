@@ -6,24 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of logits, softmax and norm statistics: at least fp32, fp64 for fp64 sources."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float32 if dtype in _NARROW else torch.promote_types(dtype, torch.float32)
 
 
 def rounded_sum(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x + y rounded once, to `dtype`: under autocast both may be in less than the stream is."""
     return (x.to(torch.promote_types(x.dtype, dtype)) + y).to(dtype)
-
-
-def is_read_rounded(like: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a read is rounded to `dtype` before its norm, and kept so for backward.
-
-    Not fp16 on a CPU, which plain torch computes: the gradient of a weight is a small difference of products with the
-    read, so that a rounded read makes it two to four times as inexact as rounding the gradient does.
-    """
-    return like.device.type != "cpu" or dtype != torch.float16
 
 
 def full_precision(reference: Tensor) -> AbstractContextManager[Any]:

@@ -3,7 +3,8 @@
 An operator is made from the record that the function takes: its arguments are the record's fields, those of a record
 within it in its place. It picks its backend when it runs. What it returns of fake tensors is what plain torch returns,
 with which every backend agrees in shapes and dtypes. Autograd stays in two_phase.py, whose Functions call these while a
-graph is traced.
+graph is traced. An operator whose backend launches Triton kernels is taken apart before the graph comes to a compiler's
+backend, as `torch.library.triton_op` does: Inductor then launches the kernels as its own, with no call of Python.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from attnres.ops import eager
 from attnres.ops.backend import (
@@ -23,7 +25,7 @@ from attnres.ops.backend import (
     ReadInputs,
     Sealed,
 )
-from attnres.ops.dispatch import backend_for
+from attnres.ops.dispatch import KERNELS, backend_for
 from attnres.ops.precision import compute_dtype
 
 _LIBRARY = torch.library.Library("attnres", "DEF")
@@ -97,6 +99,7 @@ class _Operator:
         _LIBRARY.define(f"{name}({', '.join(schema for _, schema in arguments)}) -> Tensor[]")
         _LIBRARY.impl(name, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"attnres::{name}", self._fake)
+        torch.library.register_torch_dispatch(f"attnres::{name}", FunctionalTensorMode, self._taken_apart)
         self.operator = getattr(torch.ops.attnres, name).default
 
     def _run(self, *values: Any) -> list[Tensor]:
@@ -112,6 +115,16 @@ class _Operator:
             results.append(tensor.contiguous())
             places.add(tensor.data_ptr())
         return results
+
+    def _taken_apart(self, mode: Any, operator: Any, types: Any, values: Any, names: Any) -> Any:
+        inputs = _nested(self.record, iter(values))
+        backend = self.choose(inputs)
+        if not any(row.traced and row.load() is backend for row in KERNELS.values()):
+            return mode.__torch_dispatch__(operator, types, values, names)
+        with mode:
+            like = next(tensor for tensor in _leaves(values) if tensor is not None)
+            results = _leaves(self.call(backend, inputs))
+            return [like.new_empty(0, dtype=torch.float32) if tensor is None else tensor for tensor in results]
 
     def _fake(self, *values: Any) -> list[Tensor]:
         like = next(tensor for tensor in _leaves(values) if tensor is not None)
@@ -137,7 +150,9 @@ def _or_none(tensor: Tensor) -> Tensor | None:
 
 def _merged(backend: Backend, m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     x, saved, partial = backend.merge(m)
-    return x, saved._replace(h=None) if saved.h is m.output else saved, partial  # an input, which `merge` puts there
+    if saved.h is not None and saved.h is m.output:  # an input, which `merge` puts there if h has its dtype
+        saved = saved._replace(h=None if m.output.dtype == m.dtype else m.output.to(m.dtype))
+    return x, saved, partial
 
 
 def _merged_back(backend: Backend, m: MergeGradInputs) -> MergeGrads:

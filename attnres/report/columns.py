@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnres.report.runs import Study
 from attnres.report.stats import Paired, paired_at, strongest_baseline, unequal
-from attnres.report.table import Row, Table
+from attnres.report.table import ComparisonTable, VariantRow
 from attnres.text import UNKNOWN, csv_text, memory, number, with_error
 
 if TYPE_CHECKING:
@@ -27,9 +27,9 @@ class Column:
     """
 
     name: str
-    value: Callable[[Row, Table], Any]
+    value: Callable[[VariantRow, ComparisonTable], Any]
     title: str = ""
-    text: Callable[[Row, Table], str] = lambda row, table: UNKNOWN
+    text: Callable[[VariantRow, ComparisonTable], str] = lambda row, table: UNKNOWN
     short: str = ""
     optional: bool = False
 
@@ -38,42 +38,42 @@ def _of_pair(name: str, value: Callable[[Paired], Any], **shown: Any) -> Column:
     return Column(name, lambda row, _: None if row.paired is None else value(row.paired), **shown)
 
 
-def _difference(row: Row, table: Table) -> str:
+def _difference(row: VariantRow, table: ComparisonTable) -> str:
     if row.label == table.baseline:
         return "baseline"
     return UNKNOWN if row.paired is None else with_error(row.paired.mean, row.paired.se, signed=True)
 
 
-def _extra(row: Row, table: Table) -> str:
+def _extra(row: VariantRow, table: ComparisonTable) -> str:
     count, base = row.largest("extra_parameters"), row.largest("parameters") - row.largest("extra_parameters")
     return number(count, 0) + (f" ({100 * count / base:.2f} %)" if count and base > 0 else "")
 
 
-def _step_time(row: Row, table: Table) -> str:
+def _step_time(row: VariantRow, table: ComparisonTable) -> str:
     if table.doubt or math.isnan(row.step_ratio):
         return UNKNOWN
     low, high = row.step_quartiles
     return f"{row.step_ratio:.2f}×" + ("" if math.isnan(low) or low == high else f" ({low:.2f}–{high:.2f})")
 
 
-def _tokens_saved(row: Row, table: Table) -> str:
+def _tokens_saved(row: VariantRow, table: ComparisonTable) -> str:
     if row.saving is None or row.traits.is_chance or math.isnan(row.tokens_saved):
         return UNKNOWN
     return f"{row.tokens_saved:.2f}×"
 
 
-def _time_saved(row: Row, table: Table) -> float:
+def _time_saved(row: VariantRow, table: ComparisonTable) -> float:
     """Return how many times this row's time the baseline needs for the same loss, each by its own step."""
     base = table.row(table.baseline).step_ratio if table.baseline else math.nan  # both beside the plain model, if timed
     return math.nan if row.saving is None else row.saving.of_compute(row.step_ratio / base)
 
 
-def _time_saved_text(row: Row, table: Table) -> str:
+def _time_saved_text(row: VariantRow, table: ComparisonTable) -> str:
     hidden = table.doubt or _tokens_saved(row, table) == UNKNOWN or math.isnan(_time_saved(row, table))
     return UNKNOWN if hidden else f"{_time_saved(row, table):.2f}×"
 
 
-def _perplexity(row: Row, table: Table) -> str:
+def _perplexity(row: VariantRow, table: ComparisonTable) -> str:
     return UNKNOWN if math.isnan(row.loss) else f"{row.perplexity:.{'2f' if row.perplexity < 1e6 else '2e'}}"
 
 
@@ -144,7 +144,7 @@ COLUMNS = (
 """All there is to say of a variant: in this order in the CSV file, those with a title in the table."""
 
 
-def shown(table: Table) -> list[Column]:
+def shown(table: ComparisonTable) -> list[Column]:
     """Return the columns of a table that is printed."""
 
     def known(column: Column) -> bool:
@@ -153,7 +153,7 @@ def shown(table: Table) -> list[Column]:
     return [column for column in COLUMNS if column.title and known(column)]
 
 
-def plain_cells(table: Table, columns: list[Column]) -> list[str]:
+def plain_cells(table: ComparisonTable, columns: list[Column]) -> list[str]:
     """Return the cells of the plain model's row, which was timed and not trained; none where there is nothing to
     show."""
     if table.doubt or math.isnan(table.plain_tokens_per_s):
@@ -162,7 +162,7 @@ def plain_cells(table: Table, columns: list[Column]) -> list[str]:
     return [known.get(column.name, "") for column in columns]
 
 
-def print_table(table: Table, verdict: str, console: "Console | None" = None) -> None:
+def print_table(table: ComparisonTable, verdict: str, console: "Console | None" = None) -> None:
     """Print the table, the verdict and the notes."""
     from rich import box
     from rich.console import Console
@@ -198,7 +198,7 @@ def print_table(table: Table, verdict: str, console: "Console | None" = None) ->
         console.print(Text(note, style="dim"))
 
 
-def to_csv(table: Table) -> str:
+def to_csv(table: ComparisonTable) -> str:
     """Give one line a variant with plain numbers (SI units, nats), both standard errors and the 95 % interval."""
     rows = ([_plain(column.value(row, table)) for column in COLUMNS] for row in table.rows)
     return csv_text([column.name for column in COLUMNS], rows)

@@ -22,7 +22,7 @@ from attnres.report.columns import curves_csv, plain_cells, print_table, shown, 
 from attnres.report.runs import Run, Study, load_study
 from attnres.report.sections import Section, comparison_of, example, sections
 from attnres.report.stats import equal_conditions
-from attnres.report.table import Row, Table, build_table
+from attnres.report.table import ComparisonTable, VariantRow, build_table
 from attnres.report.verdict import verdict
 from attnres.typed import leaves
 
@@ -49,7 +49,7 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
     return written
 
 
-def page(study: Study, table: Table, comparison: Comparison, drawn: Sequence[Section]) -> str:
+def page(study: Study, table: ComparisonTable, comparison: Comparison, drawn: Sequence[Section]) -> str:
     """Return the HTML text."""
     parts = [
         _section("Comparison", _table(table, comparison)),
@@ -108,7 +108,8 @@ def _prose(text: str) -> str:
 
 
 def _same_conditions(study: Study) -> str:
-    """Return what may be said of the runs' conditions, from their configurations and data."""
+    """Return a sentence about whether the runs were trained under equal conditions, from their configurations and
+    data."""
     if len(study.labels) < 2:
         return ""
     if not equal_conditions(study):
@@ -119,7 +120,7 @@ def _same_conditions(study: Study) -> str:
 
 
 def _part(part: Section) -> str:
-    """Figures of all variants in the open, those of single variants folded."""
+    """Return the figures of all variants in the open, those of single variants folded."""
     folded = (_details(label, figure_cards(plots), open_=False) for label, plots in part.folded.items())
     return (figure_cards(part.plots) if part.plots else "") + "".join(folded)
 
@@ -161,7 +162,7 @@ def figure_cards(plots: Sequence[Plot], anchor: str = "") -> str:
 # ------------------------------------------------------------------ tables
 
 
-def _table(table: Table, comparison: Comparison) -> str:
+def _table(table: ComparisonTable, comparison: Comparison) -> str:
     colours = {one.label: look["color"] for one, look in zip(comparison.variants, comparison.looks(), strict=True)}
     columns = shown(table)
     head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in columns)
@@ -177,7 +178,7 @@ def _table(table: Table, comparison: Comparison) -> str:
     )
 
 
-def _row(table: Table, row: Row, colour: str) -> str:
+def _row(table: ComparisonTable, row: VariantRow, colour: str) -> str:
     star = "" if row.complete else ' <span class="err">unfinished</span>'
     swatch = f'<span class="swatch" style="{style.declared("background", colour)}"></span>'
     out = [f'<th scope="row">{swatch}<span class="name">{escape(row.label)}{star}</span></th>']
@@ -194,7 +195,7 @@ def _row(table: Table, row: Row, colour: str) -> str:
 
 
 def _configuration(study: Study) -> str:
-    """Return what all runs share, what differs from variant to variant, and the machine."""
+    """Return tables of the settings that all runs share, of those that differ, and of the machine."""
     # Seed, name and folder are each run's own.
     hidden = {"seed", "name", "out", "resume"}
     by_label = {

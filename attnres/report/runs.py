@@ -20,6 +20,7 @@ from attnres.inspect.inspection import Inspection
 from attnres.reading import read_json
 from attnres.residuals import Traits, traits_of
 from attnres.text import label_and_seed, run_name
+from attnres.training.config import with_all_settings
 from attnres.training.records import (
     ADVICE,
     TIMES,
@@ -125,7 +126,7 @@ def load_run(folder: Path | str) -> Run:
         raise UserError(
             f"{folder} holds a model and no run: expected what attnres train or attnres compare has written"
         )
-    config: Any = checked(fields, RunConfig, path, ADVICE)
+    config: Any = with_all_settings(checked(fields, RunConfig, path, ADVICE))
     seed = int(config.get("seed") or 0)
     names = (folder.resolve().name, str(config.get("name") or ""))  # the folder may have been renamed: it counts first
     taken = (label_and_seed(name) for name in names)
@@ -191,13 +192,15 @@ def _load_folder(folder: Path) -> Study:
     planned = [label for label in plan.get("labels", []) if label in labels]
     # Without a plan: standard first, its control next, the rest by name.
     first = {run.label: run for run in reversed(runs)}
-    rest = sorted((label for label in labels if label not in planned), key=lambda label: _label_order(first[label]))
+    unplanned = sorted(
+        (label for label in labels if label not in planned), key=lambda label: _label_order(first[label])
+    )
     here = {(run.label, run.seed) for run in runs}
     return Study(
         title=folder.resolve().name,
-        labels=planned + rest,
+        labels=planned + unplanned,
         runs=runs,
-        baseline=_baseline(runs, planned + rest, plan.get("baseline")),
+        baseline=_baseline(runs, planned + unplanned, plan.get("baseline")),
         speed=_read(folder / TIMES, Timing) or None,
         missing=[
             run_name(label, seed)
@@ -270,7 +273,7 @@ def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _read_inspection(folder: Path, residual: str) -> tuple[Inspection | None, str]:
-    """Return what was measured of the run's model, and why it cannot be read: a report can do without."""
+    """Return a run's inspection, or None and the reason if it cannot be read: a report can do without."""
     try:
         if (folder / "inspection.json").is_file():
             return Inspection.load(folder / "inspection.json"), ""

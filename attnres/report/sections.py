@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnres.figures import FIGURES, Plot
-from attnres.figures.comparison import Comparison, Difference, Points, Variant
+from attnres.figures.comparison import Comparison, LossDifference, Points, Variant
 from attnres.figures.patterns import differ
 from attnres.figures.plot import STEP, TOKENS, NotShown, number
 from attnres.figures.tokens import example_columns
@@ -150,7 +150,7 @@ def _variant(study: Study, label: str, baseline: str | None, last: Paired | None
         held_out={run.seed: _points(run, run.val) for run in runs if run.val},
         train={run.seed: _points(run, run.train) for run in runs if len(run.train) > 1},
         differences=[
-            Difference(runs[0].tokens_at(pair.step), pair.mean, pair.margin, pair.basis, pair.per_seed)
+            LossDifference(runs[0].tokens_at(pair.step), pair.mean, pair.margin, pair.basis, pair.per_seed)
             for pair in pairs
         ],
         group=kind_name(study, label),

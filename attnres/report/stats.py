@@ -105,7 +105,7 @@ def pairs(runs: list[Run], others: list[Run]) -> list[tuple[Run, Run]]:
 
 
 def why_unpaired(study: Study, label: str, other: str) -> str:
-    """Return what keeps two labels from being compared, to follow a colon."""
+    """Return the reason why two labels are not compared, to follow a colon."""
     mine, theirs = study.of(label), study.of(other)
     reasons = dict.fromkeys(name for a in mine for b in theirs for name in unequal(a, b))
     if reasons:
@@ -124,7 +124,7 @@ def equal_conditions(study: Study) -> bool:
 
 
 def kind(run: Run) -> tuple[str, str]:
-    """Return what a variant is without its learning rate: the residual, its settings, and how its parameters are
+    """Return a variant's identity without its learning rate: the residual, its settings, and how its parameters are
     trained, the residual's own rate as a fraction of the rate.
 
     What is off or has no value counts as not given: an older run's configuration may lack it.
@@ -195,17 +195,21 @@ def against(study: Study, other: str) -> dict[str, Paired]:
 
     Questions written down beforehand are answered at 5 %, all others together by Holm.
     """
-    found: dict[str, Paired] = {}
+    differences: dict[str, Paired] = {}
     for label in study.labels:
         matched = pairs(study.of(label), study.of(other)) if label != other else []
         if steps := common_steps(matched):
-            found[label] = paired_at(matched, steps[-1], study=study)
-    effects = judged([one.effect for one in found.values()], [is_planned(study, label, other) for label in found])
-    return {label: replace(one, effect=effect) for (label, one), effect in zip(found.items(), effects, strict=True)}
+            differences[label] = paired_at(matched, steps[-1], study=study)
+    effects = judged(
+        [one.effect for one in differences.values()], [is_planned(study, label, other) for label in differences]
+    )
+    return {
+        label: replace(one, effect=effect) for (label, one), effect in zip(differences.items(), effects, strict=True)
+    }
 
 
 def paired(study: Study, label: str, other: str) -> Paired | None:
-    """`label` minus `other`; None where they share no seed, step or windows."""
+    """Return `label` minus `other`; None where they share no seed, step or windows."""
     return against(study, other).get(label)
 
 

@@ -30,7 +30,7 @@ SPREAD = 1.5
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantRow:
     """What is known of one variant. NaN or None: not known."""
 
     label: str
@@ -103,21 +103,21 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
+class ComparisonTable:
     """Rows in the study's order, what they are held against, and the notes that belong under them."""
 
-    rows: list[Row]
+    rows: list[VariantRow]
     baseline: str | None
     interleaved: bool  # speeds and step-time ratios come from variants timed in turn, not from separate runs
     notes: list[str]
     doubt: str = ""  # why tokens/s and step times are not shown
     plain_tokens_per_s: float = math.nan  # of the plain Transformers model around the same weights, timed in turn
 
-    def row(self, label: str) -> Row:
+    def row(self, label: str) -> VariantRow:
         return next(row for row in self.rows if row.label == label)
 
 
-def build_table(study: Study) -> Table:
+def build_table(study: Study) -> ComparisonTable:
     """Compute the rows from a study; nothing is formatted yet."""
     baseline = strongest_baseline(study)
     interleaved = baseline is not None and not math.isnan(_timed(study, baseline))
@@ -136,11 +136,13 @@ def build_table(study: Study) -> Table:
             speed = _median_of(counted, "tokens_per_s")
         loss = mean_loss(study, label)
         saved = saving(curves[label], curves[baseline]) if baseline and label in pairs else None
-        rows.append(Row(label, runs, counted, *loss, pairs.get(label), speed, ratio, _quartiles(study, label), saved))
+        rows.append(
+            VariantRow(label, runs, counted, *loss, pairs.get(label), speed, ratio, _quartiles(study, label), saved)
+        )
     doubt = _doubt(study, rows) if interleaved else ""
     notes = _notes(study, rows, baseline, interleaved, doubt)
     rate = _tokens_a_step(study.runs[0]) / plain if study.runs else math.nan
-    return Table(rows, baseline, interleaved, notes, doubt, rate)
+    return ComparisonTable(rows, baseline, interleaved, notes, doubt, rate)
 
 
 # ------------------------------------------------------------------ what a run knows
@@ -170,7 +172,7 @@ def _median_of(runs: list[Run], key: str) -> float:
 
 
 def _entry(study: Study, label: str) -> dict[str, Any]:
-    """Return what speed.json has of a variant, or nothing."""
+    """Return the entry of a variant in speed.json, empty if there is none."""
     return (study.speed or {}).get("variants", {}).get(label) or {}
 
 
@@ -196,7 +198,7 @@ def _quartiles(study: Study, label: str) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _doubt(study: Study, rows: list[Row]) -> str:
+def _doubt(study: Study, rows: list[VariantRow]) -> str:
     """Return why a timing says nothing: too few rounds, or rounds that differ too much; empty where it says
     something."""
     entries = (study.speed or {}).get("variants", {})
@@ -218,7 +220,7 @@ def _tokens_a_step(run: Run) -> float:
 # ------------------------------------------------------------------ notes under the table
 
 
-def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: bool, doubt: str) -> list[str]:
+def _notes(study: Study, rows: list[VariantRow], baseline: str | None, interleaved: bool, doubt: str) -> list[str]:
     notes = _what_the_losses_error_is(rows)
     pairs = [row.paired for row in rows if row.paired is not None]
     if pairs:
@@ -270,7 +272,7 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
     return notes
 
 
-def _how_far(row: Row) -> str:
+def _how_far(row: VariantRow) -> str:
     if row.finished:
         return f"{row.label} ({row.finished} of {len(row.runs)} seeds finished, whose numbers these are)"
     steps = row.runs[0].steps
@@ -281,7 +283,7 @@ def _last(study: Study, baseline: str | None) -> int:
     return min((run.last_step for run in study.of(baseline)), default=0) if baseline else 0
 
 
-def _what_the_losses_error_is(rows: list[Row]) -> list[str]:
+def _what_the_losses_error_is(rows: list[VariantRow]) -> list[str]:
     """Over what the errors in the column of losses are, see `stats.mean_loss`."""
     seeds = [row.finished or len(row.runs) for row in rows if not math.isnan(row.loss_se)]
     if not seeds:

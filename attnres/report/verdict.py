@@ -5,13 +5,13 @@ from collections.abc import Iterable, Sequence
 
 from attnres.report.runs import Study
 from attnres.report.stats import Paired, kind, kind_name, paired, sweeps_lr, why_unpaired
-from attnres.report.table import Row, Table
+from attnres.report.table import ComparisonTable, VariantRow
 from attnres.text import digits_for, listed, number, with_error
 
 Pairs = list[tuple[str, Paired]]
 
 
-def verdict(study: Study, table: Table) -> str:
+def verdict(study: Study, table: ComparisonTable) -> str:
     """Return one or a few sentences: who is better than the baseline, by how much, and who cannot be told from it."""
     done = [row for row in table.rows if row.complete and not math.isnan(row.loss)]
     if not done:
@@ -45,7 +45,7 @@ def verdict(study: Study, table: Table) -> str:
     for row in unpaired:
         reasons.setdefault(why_unpaired(study, row.label, base), []).append(row.label)
     for reason, labels in reasons.items():
-        sentences.append(f"{listed(labels)} stand{'s' * _one(labels)} beside {base} without a verdict: {reason}.")
+        sentences.append(f"{listed(labels)} stand{'s' * (len(labels) == 1)} beside {base} without a verdict: {reason}.")
     sentences += equal_rates
     sentences += _against_control(study, tested, controls)
     sentences += _among_best(study, compared)
@@ -66,28 +66,26 @@ def _apart(pairs: Iterable[tuple[str, Paired | None]]) -> tuple[Pairs, Pairs, Pa
     return [item for item in decided if item[1].mean < 0], [item for item in decided if item[1].mean > 0], tied
 
 
-def _against_baseline(rows: list[Row], base: str) -> str:
-    """`full beats standard by 0.116 ± 0.004 nats per token, block by ...; rescaled is within its error ...`; of fewer
-    seeds than say anything of another `full ends below standard by ...`, and that they do not."""
+def _against_baseline(rows: list[VariantRow], base: str) -> str:
+    """Return `full is below standard by 0.116 ± 0.004 nats per token, block by ...; rescaled (...): the interval
+    includes 0`; of one seed `full ends below ...`, and that other seeds may differ."""
     better, worse, tied = _apart((row.label, row.paired) for row in rows)
     many = all(row.paired.over_seeds for row in rows if row.paired is not None)
-    beats, loses = ("beats", "is worse than") if many else ("ends below", "ends above")
+    verb = "is" if many else "ends"
     clauses = []
-    for verb, group in ((beats, better), (loses, worse)):
+    for side, group in (("below", better), ("above", worse)):
         for label, pair in group[:1]:
-            parts = [f"{label} {verb} {base} by {_size(pair)} nats per token"]
+            parts = [f"{label} {verb} {side} {base} by {_size(pair)} nats per token"]
             clauses.append(", ".join(parts + [f"{label} by {_size(pair)}" for label, pair in group[1:]]))
     if tied:
         names = [f"{label} ({_interval(pair)})" for label, pair in tied]
-        clauses.append(
-            f"{listed(names)} {'is within its error' if _one(names) else 'are within their errors'} of {base}"
-        )
+        clauses.append(f"{listed(names)}: {_includes_0(names)}")
     fewest = min(len(row.paired.per_seed) for row in rows if row.paired is not None)
     unseen = f" From {fewest} seed{'s' * (fewest > 1)}: what another would change is in none of these errors."
     return "; ".join(clauses) + "." + ("" if many else unseen)
 
 
-def _chance(row: Row, base: str) -> str:
+def _chance(row: VariantRow, base: str) -> str:
     """Say what the difference of a control that is the baseline's function means: never that it is better or
     worse."""
     assert row.paired is not None
@@ -98,12 +96,12 @@ def _chance(row: Row, base: str) -> str:
     return f"{row.label}, the control, computes what {base} computes: its {size} is what chance does to {runs}{unseen}."
 
 
-def _against_control(study: Study, tested: list[Row], controls: list[Row]) -> list[str]:
+def _against_control(study: Study, tested: list[VariantRow], controls: list[VariantRow]) -> list[str]:
     """Say whether the others also beat the control, which has the scaling and nothing that is learned."""
     if not controls or not tested:
         return []
     control = min(controls, key=lambda row: row.loss).label
-    won, lost, rest = _apart((row.label, paired(study, row.label, control)) for row in tested)
+    won, lost, tied = _apart((row.label, paired(study, row.label, control)) for row in tested)
     sentences = []
     if won:
         sizes = listed([f"{_size(pair)} for {label}" for label, pair in won])
@@ -111,14 +109,13 @@ def _against_control(study: Study, tested: list[Row], controls: list[Row]) -> li
     if lost:
         sizes = listed([f"{label} by {_size(pair)}" for label, pair in lost])
         sentences.append(f"Worse than {control}, the control: {sizes}.")
-    if rest:
-        names = [label for label, _ in rest]
-        gain = f"{listed(names)} gain{'s' * _one(names)} nothing beyond the error"
-        sentences.append(f"Over {control}, the control, {gain}.")
+    if tied:
+        names = [label for label, _ in tied]
+        sentences.append(f"Over {control}, the control, {listed(names)}: {_includes_0(names)}.")
     return sentences
 
 
-def _among_best(study: Study, rows: list[Row]) -> list[str]:
+def _among_best(study: Study, rows: list[VariantRow]) -> list[str]:
     """Say whether the two best can be told apart."""
     better = {label for label, _ in _apart((row.label, row.paired) for row in rows)[0]}
     ranked = [row.label for row in sorted(rows, key=lambda row: row.loss) if row.label in better]
@@ -126,19 +123,19 @@ def _among_best(study: Study, rows: list[Row]) -> list[str]:
     if pair is None:
         return []
     if not pair.decided:
-        return [f"{ranked[0]} and {ranked[1]} are within their error of one another ({_interval(pair)})."]
+        return [f"{ranked[0]} and {ranked[1]} are not told apart: the interval includes 0 ({_interval(pair)})."]
     ahead, behind = ranked[:2] if pair.mean < 0 else ranked[1::-1]
-    return [f"{ahead} is ahead of {behind} by {_size(pair)}."]
+    return [f"{ahead} is below {behind} by {_size(pair)}."]
 
 
-def _best_of_each(rows: list[Row]) -> list[Row]:
+def _best_of_each(rows: list[VariantRow]) -> list[VariantRow]:
     """Return the row of each variant with the lowest loss: in a sweep of learning rates each is judged at its best
     rate."""
     best = {kind(row.runs[0]): row for row in sorted(rows, key=lambda row: -row.loss)}
     return [row for row in rows if row is best[kind(row.runs[0])]]
 
 
-def _at_equal_rates(study: Study, rows: list[Row], base: str) -> list[str]:
+def _at_equal_rates(study: Study, rows: list[VariantRow], base: str) -> list[str]:
     """Say for each other variant at how many of the learning rates it shares with the baseline it wins, unless that
     is the baseline's alone, which is said already. What computes the baseline's function wins nothing."""
     first = {row.label: row.runs[0] for row in rows if row.label == base or not row.traits.is_chance}
@@ -167,5 +164,5 @@ def _interval(pair: Paired) -> str:
     return f"{mean}; 95 %: {low} to {high}" if pair.margin >= 0 else f"{mean}, its error unknown"
 
 
-def _one(names: Sequence[str]) -> bool:
-    return len(names) == 1
+def _includes_0(names: Sequence[str]) -> str:
+    return "the interval includes 0" if len(names) == 1 else "the intervals include 0"

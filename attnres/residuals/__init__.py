@@ -9,10 +9,12 @@ from attnres.residuals.layout import (
     Traits,
     columns,
     depths,
+    labels,
     layout_of,
     outputs,
     sublayer_name,
 )
+from attnres.residuals.mechanisms.compose import compose
 from attnres.residuals.registry import (
     RESIDUALS,
     changed_settings,
@@ -45,7 +47,9 @@ __all__ = [
     "changed_settings",
     "check_settings",
     "columns",
+    "compose",
     "depths",
+    "labels",
     "layout_of",
     "make_residual",
     "outputs",

@@ -36,7 +36,9 @@ class Residual(Described, Watched, Cut, Banked, Precise):
     """Classes whose keyword arguments are settings of the mechanism too, handed on to them."""
     slow: tuple[str, ...] = ()
     """Parameters that train at a tenth of the model's rate: the d products of query and key add up to a logit."""
-    even_start: ClassVar[bool] = False
+    hands_on_sum: bool = False
+    """What `handed_on` gives is the plain sum of the embedding and all outputs."""
+    even_start: bool = False
     """Output weights start alike at any depth, also in a family that draws them smaller with depth (GPT-2)."""
     heeds_recompute: bool = False
     """The mechanism's own `read` keeps less where `recompute_reads` is set; else a read is checkpointed."""
@@ -74,6 +76,11 @@ class Residual(Described, Watched, Cut, Banked, Precise):
     def hidden_state(self, state: State) -> Tensor:
         """Return the state as a vector (..., d) for `output_hidden_states`: of depth reads, the sum of all sources."""
         raise NotImplementedError
+
+    def handed_on(self, state: State) -> Tensor:
+        """Return the stream (..., d) that layers of another rule go on with, after the last sublayer: at the start of a
+        rule that starts as the standard residual the plain sum of all outputs."""
+        return self.hidden_state(state)
 
     def init_parameters(self) -> None:
         """Set every parameter of this module to its start value (through `torch.nn.init` or `start_at`)."""

@@ -172,6 +172,28 @@ def depths(layout: Sequence[Read]) -> list[int]:
     return [places.setdefault(read.sublayer, len(places)) for read in layout]
 
 
+def labels(layout: Sequence[Read]) -> dict[Read | Source, str]:
+    """Return what readers call each read and source: "L3 attention", "L3 MLP", "block 2 (L1-L2)", "output".
+
+    Layers count from 0, blocks from 1 with the layers of what they sum; a mechanism's own words stay as they are.
+    """
+    per_layer = len({read.kind for read in layout if read.number == 0}) or 1
+    words = {"mlp": "MLP"}
+
+    def label(one: Read | Source) -> str:
+        if one.number is None:
+            return one.name
+        into = f" {one.into}" if isinstance(one, Read) and one.into else ""
+        if isinstance(one, Read) or (one.span is not None and len(one.span) == 1 and one.kind != "block"):
+            return f"L{one.number} {words.get(one.kind, one.kind)}{into}"
+        if one.span is None or not len(one.span):
+            return one.name
+        first, last = ((place - 1) // per_layer for place in (max(1, one.span[0]), max(1, one.span[-1])))
+        return f"{one.name} (L{first}{'' if first == last else f'-L{last}'})"
+
+    return {one: label(one) for read in layout for one in (read, *read.sources)}
+
+
 class Traits(NamedTuple):
     """What a mechanism is, for those who choose what to show of it.
 

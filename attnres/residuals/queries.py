@@ -10,7 +10,8 @@ from attnres.residuals.base import Residual
 from attnres.residuals.settings import positive
 
 QUERY_LR = 0.1
-"""Learning rate of queries and gains, relative to the model's. At 1.0 a model loses for good (docs/results.md)."""
+"""Learning rate of queries and gains, relative to the model's. At 1.0 a model loses for good
+(docs/results/lasting.md)."""
 
 
 class Queried(Residual):
@@ -28,18 +29,19 @@ class Queried(Residual):
 
     query_lr: float = 1.0
     query: nn.Parameter
-    gain: nn.Parameter
+    gain: nn.Parameter | None
     query_scale: Tensor
 
-    def add_queries(self, reads: int) -> None:
-        """Make the parameters of `reads` reads, without values."""
-        self.query = nn.Parameter(torch.empty(reads, self.width))
-        self.gain = nn.Parameter(torch.empty(reads, self.width))
+    def add_queries(self, reads: int, rank: int | None = None) -> None:
+        """Make the parameters of `reads` reads, without values; of keys of `rank` numbers queries alone."""
+        self.query = nn.Parameter(torch.empty(reads, self.width if rank is None else rank))
+        self.gain = nn.Parameter(torch.empty(reads, self.width)) if rank is None else None
 
     def init_queries(self, std: float = 0.0) -> None:
         """Set queries to zero, or draw w from N(0, std^2), and gains g to 1."""
         nn.init.normal_(self.query, std=std / self.query_lr) if std else nn.init.zeros_(self.query)
-        nn.init.constant_(self.gain, 1.0 if self.query_lr == 1.0 else 0.0)
+        if self.gain is not None:
+            nn.init.constant_(self.gain, 1.0 if self.query_lr == 1.0 else 0.0)
         if "query_scale" in self._buffers:
             nn.init.constant_(self.query_scale, self.query_lr)
 
@@ -50,7 +52,9 @@ class Queried(Residual):
 
     @property
     def gains(self) -> Tensor:
-        """The key gains g, (reads, d)."""
+        """The key gains g, (reads, d); ones where there are none."""
+        if self.gain is None:
+            return torch.ones_like(self.query)
         return self.gain if self.query_lr == 1.0 else 1.0 + self.gain * self.query_lr
 
     @torch.no_grad()

@@ -1,23 +1,22 @@
 """Residual mechanisms by name: those that ship with the package, and those of a user's own file."""
 
-import hashlib
-import importlib.util
+import functools
 import inspect
 import os
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from attnres.errors import MECHANISM_FILE, UserError, unknown
-from attnres.files import user_path
+from attnres.errors import UserError, unknown
+from attnres.imports import from_file
 from attnres.ops import compute_dtype
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import Traits
 from attnres.residuals.mechanisms import MECHANISMS
+from attnres.residuals.mechanisms.compose import Compose
 from attnres.residuals.queries import QUERY_LR, Queried
 from attnres.residuals.values import VALUE_KINDS
 
@@ -158,31 +157,9 @@ def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
 
 
 def _from_file(entry: str) -> type[Residual]:
-    file, _, label = entry.rpartition(":")
-    path = user_path(file).resolve()
-    if not path.is_file():
-        raise UserError(f"residual '{entry}': there is no file {path}; expected FILE.py:CLASS")
-    # A name of its own for each file and content, so that a class is made once and can be pickled in this process.
-    content = path.read_bytes()
-    digest = hashlib.sha256(bytes(path) + content).hexdigest()[:12]
-    module_name = f"{MECHANISM_FILE}{path.stem}_{digest}"
-    module = sys.modules.get(module_name)
-    if module is None:
-        spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        try:
-            # Not by the spec's loader: it takes the bytecode of a file for that of one changed within a second.
-            exec(compile(content, path, "exec", dont_inherit=True), vars(module))
-        except (Exception, SystemExit) as error:
-            del sys.modules[module_name]
-            raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error
-    mechanism = getattr(module, label, None)
-    if mechanism is None:
-        raise unknown(f"class in {path}", label, [name for name, value in vars(module).items() if _is_mechanism(value)])
+    mechanism, file, content = from_file(entry, "class", _is_mechanism)
     register(mechanism)
-    _FILES[mechanism.name] = f"{path}:{label}", hashlib.sha256(content).hexdigest()
+    _FILES[mechanism.name] = file, content
     return mechanism
 
 
@@ -191,15 +168,16 @@ def _is_mechanism(value: Any) -> bool:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the settings that a residual takes, with their defaults: `value_residual` is one of every residual,
-    `query_lr` of those with queries that train at a tenth of the learning rate."""
+    """Return the settings that a residual takes, with their defaults: `value_residual` and `layers` are of every
+    residual, `query_lr` of those with queries that train at a tenth of the learning rate."""
     mechanism = residual_class(name)
     parameters = [
         p for maker in (mechanism, *mechanism.parts) for p in inspect.signature(maker.__init__).parameters.values()
     ]
     settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    slow = issubclass(mechanism, Queried) and mechanism.slow
-    return settings | {"value_residual": "none"} | ({"query_lr": 1.0} if slow else {})
+    slow = issubclass(mechanism, Compose) or (issubclass(mechanism, Queried) and mechanism.slow)
+    own = {"value_residual": "none"} | ({"query_lr": 1.0} if slow else {})
+    return settings | own | ({} if issubclass(mechanism, Compose) else {"layers": None})
 
 
 def settings_in_full(name: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -229,6 +207,7 @@ def make_residual(
     sublayers: Sequence[str] | None = None,
     value_residual: str = "none",
     query_lr: float | None = 1.0,
+    layers: str | None = None,
     **settings: Any,
 ) -> Residual:
     """Return the residual called `name` for L sublayers of width d.
@@ -242,6 +221,9 @@ def make_residual(
             (`Queried`); None takes 0.1 where they need it, and is ignored by residuals without queries. With 1.0 the
             optimizer has to give them a tenth: see `attnres.regroup`.
 
+        layers: those that have the rule ("-2:", "12:24", "::3", "5", "even", "odd"), others have the standard residual
+            (`Compose`); None are all.
+
     Where `read_scale` is left at "mean" and the first pass shows that this is another model at the start than the
     standard residual (small embeddings, a large eps), a UserWarning says so.
 
@@ -250,7 +232,7 @@ def make_residual(
     """
     if name == "standard":
         settings = {key: value for key, value in settings.items() if key not in settings_of("block")}
-        query_lr = None
+        query_lr, layers = None, None
     takes_rate = "query_lr" in settings_of(name)
     check_settings(name, settings if takes_rate or query_lr in (None, 1.0) else {**settings, "query_lr": query_lr})
     if num_sublayers < 1 or width < 1:
@@ -258,9 +240,14 @@ def make_residual(
     if value_residual not in VALUE_KINDS:
         raise unknown("value_residual", str(value_residual), VALUE_KINDS)
     mechanism: Any = residual_class(name)
+    if layers is not None:
+        settings = {"rules": [[mechanism.name, layers, settings]]}
+        mechanism = cast(Any, Compose)
     residual: Residual = mechanism.__new__(mechanism, num_sublayers, width, **settings)
     if sublayers is not None:
         residual.sublayers = tuple(sublayers)
+    if isinstance(residual, Compose):
+        residual.make = functools.partial(_part, width=width, sublayers=residual.sublayers, query_lr=query_lr)
     mechanism.__init__(residual, num_sublayers, width, **settings)
     residual.value_kind = value_residual
     if isinstance(residual, Queried) and takes_rate and query_lr != 1.0:
@@ -272,3 +259,13 @@ def make_residual(
     default = torch.get_default_dtype()
     precise = compute_dtype(default)
     return residual if precise == default else residual.to(precise)
+
+
+def _part(
+    name: str, num_sublayers: int, settings: Mapping[str, Any], read_scale: str, *, query_lr: Any, **options: Any
+) -> Residual:
+    """Return a rule of some of a network's layers; what not every rule has of its options is left out."""
+    known = settings_of(residual_class(name).name)
+    shared = {"query_lr": query_lr} | ({"read_scale": read_scale} if read_scale != "mean" else {})
+    shared = {key: value for key, value in shared.items() if key in known} | dict(settings)
+    return make_residual(name, num_sublayers, **options, **shared)

@@ -12,7 +12,7 @@ SUBLAYERS, WIDTH = 24, 256
 """Depth L and width d at which parameters are counted."""
 
 
-class Row(NamedTuple):
+class MechanismRow(NamedTuple):
     """One mechanism.
 
     Attributes:
@@ -40,7 +40,7 @@ class Row(NamedTuple):
         return self._asdict()
 
 
-def mechanisms(names: Collection[str] = ()) -> list[Row]:
+def mechanisms(names: Collection[str] = ()) -> list[MechanismRow]:
     """Return a row for each mechanism that is known: those that ship, and a user's own that were registered.
 
     Args:
@@ -56,12 +56,12 @@ def mechanisms(names: Collection[str] = ()) -> list[Row]:
         words, traits = residual.about or About("", "", "", ""), residual.traits
         parameters = sum(parameter.numel() for parameter in residual.parameters())
         starts, settings = traits.starts_standard, tuple(settings_of(name))
-        rows.append(Row(name, *words, parameters, traits.linear, starts, traits.is_control, settings))
+        rows.append(MechanismRow(name, *words, parameters, traits.linear, starts, traits.is_control, settings))
     return rows
 
 
-def as_markdown(rows: list[Row]) -> str:
-    """Return the table as docs/mechanisms.md has it."""
+def as_markdown(rows: list[MechanismRow]) -> str:
+    """Return the table as docs/reference/mechanisms.md has it."""
     lines = [
         "| mechanism | rule | start | parameters | moves | linear | starts as standard | source |",
         "|---|---|---|---|---|---|---|---|",

@@ -28,7 +28,7 @@ from attnres.models import DepthMixin
 from attnres.models.bases import checkpoint_activations
 from attnres.ops import cpu
 from attnres.progress import quiet_transformers
-from attnres.scale.cut import Cut, layers_of
+from attnres.scale.cut import PipelineCut, layers_of
 
 FUSED = "attnres_counted"
 
@@ -67,7 +67,7 @@ def kept_bytes(
         layer.register_forward_pre_hook(lambda *_, index=index: place.move(index), prepend=True)
     model.depth_layers[-1].register_forward_hook(lambda *_: place.move(len(model.depth_layers)))
     in_layers = {id(parameter) for parameter in model.depth_layers.parameters()} if itemsize == 2 else set()
-    whole = _Called(model, losses)
+    called = _Called(model, losses)
     kept: Kept = Counter()
     with FakeTensorMode(), cpu.switched(on=False), torch.autocast("cpu", dtype, enabled=itemsize == 2):
         state = {
@@ -77,7 +77,7 @@ def kept_bytes(
                 device="cpu",
                 requires_grad=tensor.requires_grad,
             )
-            for name, tensor in itertools.chain(whole.named_parameters(), whole.named_buffers())
+            for name, tensor in itertools.chain(called.named_parameters(), called.named_buffers())
         }
         ids = torch.zeros(batch, tokens, dtype=torch.long)
         first: dict[int, int] = {}
@@ -88,7 +88,7 @@ def kept_bytes(
 
         try:
             with place, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                result = functional_call(whole, state, (ids, ids))
+                result = functional_call(called, state, (ids, ids))
         except Exception as error:  # whatever a layer does with numbers
             raise UserError(f"layers of {type(model).__name__} do not run on shapes alone: {error}") from error
         gc.collect()
@@ -180,7 +180,7 @@ class Activations:
             inside = count(tokens=COUNTED)
             self.remade = max(kept_of(inside, layer, layer + 1) for layer in range(len(model.depth_layers))) * times
 
-    def of(self, cut: Cut, stage: int, tp: int, copies: bool) -> float:
+    def of(self, cut: PipelineCut, stage: int, tp: int, copies: bool) -> float:
         """Return the bytes of one micro-batch in a stage, and of bf16 copies of its matrices.
 
         In slices what goes into a layer's attention and MLP is of all tokens, everything else of a share.

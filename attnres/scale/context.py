@@ -98,7 +98,8 @@ class _Attention:
         return sdpa_attention_forward(module, query, keys, values, attention_mask, **options)
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """All tokens of keys or values (B, heads, T/P, head_dim); gradients of all ranks' queries are added up."""
+        """Return all tokens of keys or values (B, heads, T/P, head_dim); gradients of all ranks' queries are added
+        up."""
         shape = torch.Size((*part.shape[:2], self.slices.shape[1], part.shape[3]))
         stride = torch.empty(shape, device="meta").stride()
         whole = DTensor.from_local(part.contiguous(), self.slices.mesh, [Shard(2)], shape=shape, stride=stride)

@@ -31,7 +31,7 @@ from attnres.residuals import Residual
 from attnres.residuals.state import Slot
 
 
-class Cut(NamedTuple):
+class PipelineCut(NamedTuple):
     """Where a network is cut into stages, and which rank of the pipeline has which stage.
 
     Attributes:
@@ -75,7 +75,9 @@ class Crossing(NamedTuple):
         return 0 if self.local else sum(math.prod(self.slots[place].axes) for place in self.sent)
 
 
-def crossings(residual: Residual, cut: Cut, *, cached: bool = True, keep_made: bool = True) -> tuple[Crossing, ...]:
+def crossings(
+    residual: Residual, cut: PipelineCut, *, cached: bool = True, keep_made: bool = True
+) -> tuple[Crossing, ...]:
     """Return the crossings between the stages of a cut, in order.
 
     Args:
@@ -103,7 +105,7 @@ def vectors(table: Sequence[Crossing]) -> int:
     return sum(crossing.vectors for crossing in table)
 
 
-def most_kept(table: Sequence[Crossing], cut: Cut) -> dict[int, int]:
+def most_kept(table: Sequence[Crossing], cut: PipelineCut) -> dict[int, int]:
     """Return how many vectors a token each rank keeps at most for one microbatch, for its later stages."""
     most = dict.fromkeys(cut.ranks, 0)
     for rank in most:
@@ -166,7 +168,7 @@ def balanced(costs: Sequence[float], stages: int, *, first: float = 0.0, last: f
     return tuple(stop - start for start, stop in pairwise(bounds))
 
 
-def cut_of(layers: Sequence[int], ranks: Sequence[int], *, sublayers: int = 2) -> Cut:
+def cut_of(layers: Sequence[int], ranks: Sequence[int], *, sublayers: int = 2) -> PipelineCut:
     """Return the cut with these numbers of layers a stage; `sublayers` are those of a layer.
 
     Raises:
@@ -177,10 +179,10 @@ def cut_of(layers: Sequence[int], ranks: Sequence[int], *, sublayers: int = 2) -
             f"the layers of the stages are {list(layers)}: give {len(ranks)} numbers, one a stage; only the first (the "
             "embedding alone) and the last (the head alone) may be 0"
         )
-    return Cut(tuple(sublayers * bound for bound in accumulate(layers, initial=0)), tuple(ranks))
+    return PipelineCut(tuple(sublayers * bound for bound in accumulate(layers, initial=0)), tuple(ranks))
 
 
-def layers_of(cut: Cut, sublayers: int) -> list[range]:
+def layers_of(cut: PipelineCut, sublayers: int) -> list[range]:
     """Return the layers of each stage, where a layer has so many sublayers.
 
     >>> layers_of(cut_of([2, 1], [0, 1]), 2)

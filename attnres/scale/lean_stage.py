@@ -29,7 +29,7 @@ _log = logging.getLogger("attnres")
 
 
 def missing() -> list[str]:
-    """Return what of the private names is not there, or has other parameters; empty with a torch that fits."""
+    """Return the private names that this torch lacks or that have other parameters; empty with a torch that fits."""
     names = []
     for name, parameters in OVERRIDDEN.items():
         method = getattr(PipelineStage, name, None)

@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
 from attnres.ops import compute_dtype
-from attnres.scale.cut import Cut, balanced, crossings, cut_of, placed
+from attnres.scale.cut import PipelineCut, balanced, crossings, cut_of, placed
 from attnres.scale.lean_stage import LeanStage, stage_class
 from attnres.scale.shard import local
 from attnres.scale.stage import RankCache, StageModule, refuse_stages, shapes, shell
@@ -124,7 +124,7 @@ def plan_cut(
     virtual: int,
     layers: tuple[int, ...] | None = None,
     costs: tuple[list[float], float] | None = None,
-) -> Cut:
+) -> PipelineCut:
     """Return where the model is cut: as `layers` a stage say, or balanced by the costs of its layers and of its head.
 
     Costs are `layer_costs`, multiplications, unless others are given, as `layer_times` measures them.
@@ -142,7 +142,7 @@ def plan_cut(
     return cut_of(layers, where, sublayers=len(model.residual.itself().sublayers))
 
 
-def refuse_schedule(model: DepthMixin, cut: Cut, name: str, *, shards: int, loss: str) -> None:
+def refuse_schedule(model: DepthMixin, cut: PipelineCut, name: str, *, shards: int, loss: str) -> None:
     """Raise UserError for a model, in so many shares and with this kind of loss, that the schedule would train wrongly
     or not at all."""
     if shards > 1 and cut.stages > 1 and cut.ranks[0] == cut.ranks[-1] and _tied(model):
@@ -190,7 +190,7 @@ class Pipeline:
     def __init__(
         self,
         model: DepthMixin,
-        cut: Cut,
+        cut: PipelineCut,
         *,
         schedule: str,
         microbatches: int,

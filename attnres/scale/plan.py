@@ -17,7 +17,7 @@ from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
 from attnres.models.step_cost import PEAKS, step_flops, step_vectors
 from attnres.scale.activation_bytes import Activations
-from attnres.scale.cut import Cut, crossings, layers_of, most_kept, vectors
+from attnres.scale.cut import PipelineCut, crossings, layers_of, most_kept, vectors
 from attnres.scale.pipeline import check_schedule, plan_cut, stages_each
 from attnres.scale.tensor import check_slices, sliced_weights
 
@@ -226,7 +226,7 @@ def _planned(
     kept: Activations,
     flops: float,
 ) -> Planned | None:
-    """Return what a layout takes, with so many operations a token; None of one that cannot be."""
+    """Return the memory, traffic and time of a layout; None if the layout cannot be."""
     try:
         if layout.pp > 1:
             check_schedule(layout.schedule, layout.pp, layout.virtual, load.microbatches)
@@ -236,7 +236,7 @@ def _planned(
         return None
     laid = _LaidOut(model, load, layout, plan_cut(model, layout.pp, layout.schedule, layout.virtual, costs=costs))
     memory, traffic = laid.memory(kept), laid.traffic()
-    rest: dict[str, Any] = {
+    fields: dict[str, Any] = {
         **(layout._asdict() if layout.pp > 1 else layout._replace(schedule="none")._asdict()),
         **memory,
         **traffic,
@@ -250,7 +250,7 @@ def _planned(
         vectors=vectors(laid.table),
         vectors_naive=vectors(crossings(model.residual.itself(), laid.cut, cached=False)),
         kept=max(most_kept(laid.table, laid.cut).values()),
-        **rest,
+        **fields,
     )
 
 
@@ -267,7 +267,7 @@ class _LaidOut:
         owned: parameters of each rank but the residual's, before they are shared out.
     """
 
-    def __init__(self, model: DepthMixin, load: Load, layout: _Layout, cut: Cut) -> None:
+    def __init__(self, model: DepthMixin, load: Load, layout: _Layout, cut: PipelineCut) -> None:
         self.model, self.load, self.layout, self.cut = model, load, layout, cut
         self.table = crossings(model.residual.itself(), cut)
         self.tokens = load.batch * load.context
@@ -378,7 +378,7 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
     return held
 
 
-def _parameters(model: DepthMixin, cut: Cut, layers: Sequence[range]) -> tuple[list[list[int]], list[int]]:
+def _parameters(model: DepthMixin, cut: PipelineCut, layers: Sequence[range]) -> tuple[list[list[int]], list[int]]:
     """Return for each rank the numbers of parameters in each of its layers, and in what is in no layer; the residual's,
     which are whole on every one, are in neither."""
     counts = [_numel(layer) for layer in model.depth_layers]

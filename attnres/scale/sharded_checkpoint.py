@@ -163,6 +163,6 @@ def _crc32(file: Path) -> int:
 
 
 def _cause(error: BaseException) -> str:
-    """The first failure of a rank inside a CheckpointException, in a line."""
+    """Return the first failure of a rank inside a CheckpointException, in a line."""
     failures = getattr(error, "failures", None) or {}
     return next((first_line(wrapped[0]) for wrapped in failures.values()), first_line(error))

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.models import DepthMixin
 from attnres.residuals import Residual
-from attnres.scale.cut import Crossing, Cut
-from attnres.streams.stream import FINISHED, Stream, note_progress
+from attnres.scale.cut import Crossing, PipelineCut
+from attnres.streams.passes import FINISHED, note_progress
+from attnres.streams.stream import Stream
 
 
 class RankCache:
@@ -247,7 +248,7 @@ class StageModule(nn.Module):
         self,
         model: DepthMixin,
         stage: int,
-        cut: Cut,
+        cut: PipelineCut,
         table: tuple[Crossing, ...],
         cache: RankCache,
         losses: Callable[[Any, dict[str, Any], Tensor], Tensor],
@@ -264,7 +265,7 @@ class StageModule(nn.Module):
         self.caching = any(not crossing.local and crossing.held for crossing in table)
         self._take_apart(model, cut)
 
-    def _take_apart(self, model: DepthMixin, cut: Cut) -> None:
+    def _take_apart(self, model: DepthMixin, cut: PipelineCut) -> None:
         base, layers, sublayers = model.depth_base, model.depth_layers, len(self.residual.itself().sublayers)
         here = range(self.index_in // sublayers, self.index_out // sublayers)
         self.entry = Entry(self.residual if self.first else None)
@@ -340,7 +341,7 @@ class StageModule(nn.Module):
         return {"inputs_embeds": like}
 
     def _left(self, stream: Stream, number: int) -> tuple[Tensor, ...]:
-        """Return what goes to the next stage."""
+        """Return the tensors for the next stage."""
         assert self.goes is not None
         slots, dtype = self.goes.slots, stream.like.dtype
         packed = stream.residual("pack", stream.written(), self.index_out)
@@ -356,7 +357,7 @@ class StageModule(nn.Module):
 
 
 def shapes(crossing: Crossing, batch: int, tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return what travels for one microbatch, as tensors without memory that want gradients."""
+    """Return the tensors sent for one micro-batch, on the meta device, with gradients."""
     axes = (crossing.slots[place].axes for place in crossing.sent)
     return tuple(
         torch.empty(batch, tokens, *inner, width, dtype=dtype, device="meta", requires_grad=True) for inner in axes

@@ -15,7 +15,8 @@ from attnres.residuals.program import take_bank
 from attnres.residuals.state import as_it_is
 from attnres.streams.inputs import Inputs
 from attnres.streams.known_norms import describe_norm
-from attnres.streams.stream import REENTRANT_IS_REFUSED, UNREAD, Stream, hidden_states_wanted, reentrant
+from attnres.streams.passes import REENTRANT_IS_REFUSED, hidden_states_wanted, reentrant
+from attnres.streams.stream import UNREAD, Stream
 
 
 def start_stream(residual: nn.Module, embedding: Tensor, *, hooked: bool = False) -> Stream:

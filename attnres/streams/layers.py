@@ -11,8 +11,20 @@ from attnres.errors import UserError
 from attnres.residuals import Residual
 from attnres.streams.banked import start_stream
 from attnres.streams.neighbours import fit_fsdp1, keep_from_decay, tell_of_frozen_reads
-from attnres.streams.readers import REMEDY, Parts, make_reading, make_taking, make_whole, place_of, replaced, with_first
-from attnres.streams.stream import FINISHED, STARTED, WAITING, Handed, Stream, note_progress, passed_over, progress
+from attnres.streams.passes import FINISHED, STARTED, WAITING, note_progress, progress
+from attnres.streams.readers import (
+    REMEDY,
+    Handed,
+    Parts,
+    make_reading,
+    make_taking,
+    make_whole,
+    passed_over,
+    place_of,
+    replaced,
+    with_first,
+)
+from attnres.streams.stream import Stream
 
 _CAPTURES = "transformers.utils.output_capturing"
 """Where Transformers' hooks are from that collect hidden states."""

@@ -3,15 +3,17 @@ they lie in a model."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
+from attnres.residuals.base import verbs
 from attnres.streams.inputs import Inputs
 from attnres.streams.known_norms import Exchanged, exchange, is_rms_norm, own_class
-from attnres.streams.stream import FINISHED, Handed, Stream, note_progress, passed_over
+from attnres.streams.passes import FINISHED, note_progress
+from attnres.streams.stream import Stream
 
 
 class _Reading(Exchanged):
@@ -304,3 +306,48 @@ def _reach(module: nn.Module, path: str) -> nn.Module | None:
         return module.get_submodule(path)
     except AttributeError:
         return None
+
+
+# ------------------------------------------------------------------ a stream between two layers
+
+
+def passed_over(stream: Stream, count: int) -> Stream:
+    """Return the stream before sublayer `count`, where those up to there are skipped: they write zeros.
+
+    Raises:
+        UserError: later layers take their values from the first, which is skipped.
+    """
+    if stream.index >= count:
+        return stream
+    if stream.index == 0 and stream.residual("itself").value_mix is not None:
+        raise UserError(
+            "the first layer was skipped (layerdrop), from whose values later layers take some (value_residual): "
+            "set the config's layerdrop to 0"
+        )
+    while stream.index < count:
+        stream.read(None)
+        stream = stream + torch.zeros_like(stream.like)
+    stream.inside = False
+    return stream
+
+
+class Handed(NamedTuple):
+    """A stream between two layers as a tuple of tensors: what a checkpointed layer takes in a compiled pass.
+
+    Attributes:
+        state: with every output written. like, values: as `Stream` has them.
+    """
+
+    state: Any
+    index: int
+    like: Tensor
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, stream: Stream) -> "Handed":
+        return cls(stream.written(), stream.index, stream.like, stream.values)
+
+    def stream(self, residual: nn.Module) -> Stream:
+        """Return the stream that goes on from here."""
+        tracked, call = torch.is_grad_enabled(), verbs(residual)
+        return Stream(residual, self.state, self.index, self.like, None, self.values, call, tracked)

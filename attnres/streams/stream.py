@@ -6,16 +6,14 @@ becomes a `Stream`, each pre-norm reads when it is given one, and the residual a
 
 import dataclasses
 import operator
-import sys
-from collections.abc import Callable, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
-from torch.utils.checkpoint import CheckpointFunction, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from attnres.errors import UserError
 from attnres.residuals import NormLike, Residual, Ways
@@ -24,17 +22,9 @@ from attnres.residuals.state import as_it_is
 from attnres.residuals.watch import unwatched
 from attnres.streams.inputs import Inputs
 from attnres.streams.known_norms import describe_norm
+from attnres.streams.passes import REENTRANT_IS_REFUSED, reentrant
 
-_ADDITIONS = frozenset(
-    {
-        operator.add,
-        torch.add,
-        torch.Tensor.add,
-        torch.Tensor.__add__,
-        torch.Tensor.__radd__,
-        torch._C.TensorBase.__add__,
-    }
-)
+_ADDITIONS = {operator.add, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch._C.TensorBase.__add__}
 """What torch, or Dynamo when it exports, calls an addition."""
 
 
@@ -43,44 +33,6 @@ UNREAD = (
     "(attnres.attach takes such layers with norms=None). A tool that changes a layer's output before its "
     "hooks run (nnsight) adds to the MLP's output instead"
 )
-
-REENTRANT_IS_REFUSED = (
-    "reentrant checkpointing runs the layers of a depth stream, whose gradients it would drop: checkpoint them with "
-    "use_reentrant=False"
-)
-_REENTRANT, _CALL = CheckpointFunction.forward.__code__, nn.Module._wrapped_call_impl.__code__
-
-hidden_states_wanted: ContextVar[bool] = ContextVar("hidden_states_wanted", default=False)
-"""Whether the running pass is asked for its hidden states, all of which a bank does not keep."""
-
-WAITING, STARTED, FINISHED = "waiting", "started", "finished"
-_progress: ContextVar[str | None] = ContextVar("progress", default=None)
-
-
-def note_progress(stage: str) -> None:
-    """Take note of how far the running pass of a base model is: `WAITING` for its first layer, its stream `STARTED`, or
-    `FINISHED` by what reads it last. Not under a compiler, which has no context variables."""
-    if not torch.compiler.is_compiling():
-        _progress.set(stage)
-
-
-def progress() -> str | None:
-    """Return how far the running pass, or the last one, is."""
-    return _progress.get()
-
-
-def reentrant(residual: nn.Module) -> Sequence[Any] | None:
-    """Return what torch's reentrant checkpointing was given, where it runs layers of the module that has the residual,
-    or a part of one: with gradients off, and passing on those of tensors alone. None where it runs all of that module,
-    or nothing: then the gradients are made when it runs again."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _REENTRANT:
-            return frame.f_locals["args"]
-        if frame.f_code is _CALL and frame.f_locals["self"]._modules.get("residual") is residual:
-            return None
-        frame = frame.f_back
-    return None
 
 
 def is_addition(func: Callable) -> bool:
@@ -224,7 +176,9 @@ class Stream:
         name = getattr(func, "__name__", str(func))
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             raise TypeError(f"torch's '{name}' was given a depth stream: {_CHANGES}")
-        args, kwargs = _pytree.tree_map_only(Stream, _as_vector, (args, kwargs or {}), is_leaf=_is_stream)
+        args, kwargs = _pytree.tree_map_only(
+            Stream, lambda one: one.hidden_state(), (args, kwargs or {}), is_leaf=lambda one: isinstance(one, Stream)
+        )
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -294,56 +248,6 @@ class Stream:
 
     def dim(self) -> int:
         return self.like.ndim
-
-
-def passed_over(stream: Stream, count: int) -> Stream:
-    """Return the stream before sublayer `count`, where those up to there are skipped: they write zeros.
-
-    Raises:
-        UserError: later layers take their values from the first, which is skipped.
-    """
-    if stream.index >= count:
-        return stream
-    if stream.index == 0 and stream.residual("itself").value_mix is not None:
-        raise UserError(
-            "the first layer was skipped (layerdrop), from whose values later layers take some (value_residual): "
-            "set the config's layerdrop to 0"
-        )
-    while stream.index < count:
-        stream.read(None)
-        stream = stream + torch.zeros_like(stream.like)
-    stream.inside = False
-    return stream
-
-
-class Handed(NamedTuple):
-    """A stream between two layers as a tuple of tensors: what a checkpointed layer takes in a compiled pass.
-
-    Attributes:
-        state: with every output written. like, values: as `Stream` has them.
-    """
-
-    state: Any
-    index: int
-    like: Tensor
-    values: Tensor | None
-
-    @classmethod
-    def of(cls, stream: Stream) -> "Handed":
-        return cls(stream.written(), stream.index, stream.like, stream.values)
-
-    def stream(self, residual: nn.Module) -> Stream:
-        """Return the stream that goes on from here."""
-        tracked, call = torch.is_grad_enabled(), verbs(residual)
-        return Stream(residual, self.state, self.index, self.like, None, self.values, call, tracked)
-
-
-def _is_stream(value: Any) -> bool:
-    return isinstance(value, Stream)
-
-
-def _as_vector(stream: Stream) -> Tensor:
-    return stream.hidden_state()  # that of its own class
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], tuple[nn.Module, int, bool]]:

@@ -36,7 +36,7 @@ from attnres.files import copy_files, recover_folder, replaced_folder, user_path
 from attnres.folders import refuse_other
 from attnres.progress import quiet_transformers
 from attnres.reading import read_json
-from attnres.residuals import settings_in_full
+from attnres.residuals import changed_settings
 from attnres.training import finetune
 from attnres.training.config import same_configuration, same_text
 from attnres.training.optim import empty_state, entry_of, load_state_tensors, state_tensors
@@ -83,7 +83,7 @@ def keep(run: Path, step: int) -> None:
 
 
 def kept(run: Path, step: int) -> Path:
-    """RUN/kept/STEP, the step in six digits or more."""
+    """Return RUN/kept/STEP, the step in six digits or more."""
     return run / "kept" / f"{step:06d}"
 
 
@@ -115,7 +115,7 @@ def restore(
 
 
 def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | None:
-    """The `state` of the checkpoint in `folder`, or None if there is none.
+    """Return the `state` of the checkpoint in `folder`, or None if there is none.
 
     Raises UserError if it is damaged, is not one of ours, or belongs to another configuration or other data.
     """
@@ -130,7 +130,7 @@ def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any])
 
 
 def stored_state(folder: Path) -> dict[str, Any]:
-    """What state.json of a checkpoint holds. Raises UserError if it is damaged or not one of ours."""
+    """Return the content of a checkpoint's state.json. Raises UserError if it is damaged or not one of ours."""
     values = read_json(folder / "state.json")
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, IN_SHARES):
         raise UserError(
@@ -140,7 +140,7 @@ def stored_state(folder: Path) -> dict[str, Any]:
 
 
 def as_saved(folder: str | Path, restore: Callable[[], T]) -> T:
-    """What `restore` makes of the state in `folder`; raises UserError where the state does not have its form."""
+    """Call `restore` on the state in `folder`; raises UserError where the state does not have its form."""
     try:
         return restore()
     except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -148,9 +148,8 @@ def as_saved(folder: str | Path, restore: Callable[[], T]) -> T:
 
 
 def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
-    """The model of the checkpoint in `folder`, checked against `state`: its residual and settings (which the shapes
-    of the tensors do not tell) and the tensors. Raises UserError if damaged.
-    """
+    """Return the model of the checkpoint in `folder`, checked against `state`: its residual and settings (which the
+    shapes of the tensors do not tell) and the tensors. Raises UserError if damaged."""
     from attnres.models import load
 
     if state["format"] == IN_SHARES:
@@ -198,7 +197,7 @@ def load_optimizers(
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """CRC-32 of the names and bytes of tensors, in order of name."""
+    """Return the CRC-32 of the names and bytes of tensors, in order of name."""
     value = 0
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         value = zlib.crc32(name.encode(), value)
@@ -318,7 +317,8 @@ def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unfilled(folder: Path, state: dict[str, Any]) -> Any:
-    """The model of a checkpoint in shares, whose numbers `fill` reads; its files are checked. Raises UserError."""
+    """Return the model of a checkpoint in shares, whose numbers `fill` reads; its files are checked. Raises
+    UserError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from attnres.models.classes import register_stored
@@ -341,11 +341,11 @@ def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
     """Refuse the config of a model in `path` that has another residual than the run of `state`: UserError."""
     ours = state["config"]["model"]
     residual, settings = (getattr(config, name, None) for name in ("residual", "residual_settings"))
-    same = residual == ours["residual"]
-    if not same or settings_in_full(ours["residual"], settings) != settings_in_full(ours["residual"], ours["settings"]):
+    wanted = changed_settings(ours["residual"], ours["settings"])
+    if residual != ours["residual"] or changed_settings(ours["residual"], settings) != wanted:
         raise UserError(
-            f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} "
-            f"{ours['settings']}: {DAMAGED}"
+            f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} {wanted}: "
+            f"{DAMAGED}"
         )
 
 
@@ -353,7 +353,7 @@ def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, NumPy's, PyTorch's and (on CUDA) the device's generators, as plain JSON."""
+    """Return the states of Python's, NumPy's, PyTorch's and (on CUDA) the device's generators, as plain JSON."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (other code draws there)
     state = {

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from attnres.errors import UserError
 from attnres.typed import leaves, overlay
 
-Setting = int | float | bool | str
+Setting = int | float | bool | str | None
 
 
 @dataclass
@@ -83,7 +83,7 @@ class OptimConfig:
     """Peak learning rate of Muon, scaled per matrix so that an update has the RMS of an AdamW update."""
     base_width: int | None = None
     """Width of the model whose learning rates these are: the rates and start values of a new model of another width are
-    scaled as in muP (docs/architecture.md). None takes the rates as they are."""
+    scaled as in muP (docs/explanation/architecture.md). None takes the rates as they are."""
     min_lr_ratio: float = 0.1
     """Last learning rate as a fraction of the peak."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -220,13 +220,13 @@ class TrainConfig:
 
 
 def merged_settings(model: ModelConfig) -> dict[str, Setting]:
-    """The residual's settings with the plain `block_size` and `num_blocks` merged in, once each or UserError."""
+    """Return the residual's settings with the plain `block_size` and `num_blocks` merged in, once each or UserError."""
     settings = dict(model.settings)
     for name in ("block_size", "num_blocks"):
         value = getattr(model, name)
         if value is None:
             continue
-        if settings.get(name, value) != value:
+        if settings.get(name) not in (None, value):
             raise UserError(
                 f"model.{name} is {value} but model.settings gives {name} = {settings[name]}: give one of the two"
             )
@@ -235,12 +235,12 @@ def merged_settings(model: ModelConfig) -> dict[str, Setting]:
 
 
 def size_or_default(model: ModelConfig) -> str | dict[str, Any]:
-    """The size of a new model."""
+    """Return the size of a new model."""
     return "nano" if model.size is None else model.size
 
 
 def tokenizer_or_default(data: DataConfig) -> str:
-    """The tokenizer that is taken where neither the configuration nor a pretrained model names one."""
+    """Return the tokenizer that is taken where neither the configuration nor a pretrained model names one."""
     return "bpe:4096" if data.tokenizer is None else data.tokenizer
 
 
@@ -248,7 +248,7 @@ def tokenizer_or_default(data: DataConfig) -> str:
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """Nested plain dict, fit for JSON; `from_dict` undoes it."""
+    """Return a nested plain dict, fit for JSON; `from_dict` undoes it."""
     values = dataclasses.asdict(config)
     values["optim"]["betas"], values["keep_at"] = list(values["optim"]["betas"]), list(values["keep_at"])
     return values
@@ -279,7 +279,8 @@ def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> Tra
 
 
 def unused(values: Mapping[str, Any]) -> dict[str, str]:
-    """Names of the fields that change nothing beside these values (all, by dotted names), and what each is for."""
+    """Return names of the fields that change nothing beside these values (all, by dotted names), and what each is
+    for."""
     needed = {
         "optimizer muon": (values["optim.optimizer"] == "muon", "optim.muon_lr", "optim.momentum"),
         "schedule wsd": (values["optim.schedule"] == "wsd", "optim.decay"),
@@ -304,16 +305,27 @@ was an earlier version's `gradient_checkpointing` reads."""
 _CONTENT = "model.residual_sha256"
 
 
+def with_all_settings(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `to_dict` form with every setting of its residual: an earlier version wrote those that were given."""
+    from attnres.residuals.registry import is_known, settings_in_full
+
+    model = values.get("model", {})
+    name = model.get("residual", ModelConfig.residual)
+    if not is_known(name):
+        return dict(values)
+    return {**values, "model": {**model, "settings": settings_in_full(name, model.get("settings"))}}
+
+
 def deciding(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `to_dict` form that decide what a run computes, by dotted name; what an earlier version
     did not have it did as by default."""
     gone = {name: default for name, (default, _) in GONE.items()}
-    fields = {**gone, **dict(leaves(to_dict(TrainConfig()))), **dict(leaves(values))}
+    fields = {**gone, **dict(leaves(to_dict(TrainConfig()))), **dict(leaves(with_all_settings(values)))}
     return {name: value for name, value in fields.items() if name not in FREE and not name.startswith("parallel.")}
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Dotted names of the fields in which two `to_dict` forms differ and which change what is computed."""
+    """Return dotted names of the fields in which two `to_dict` forms differ and which change what is computed."""
     left, right = deciding(ours), deciding(theirs)
     names = list(dict.fromkeys([*left, *right]))
     if None in (left.get(_CONTENT), right.get(_CONTENT)):  # an earlier version wrote none

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def prepare_from(data: DataConfig, *, progress: bool = True) -> "Prepared":
-    """The tokens that a configuration asks for: made, or found where they were made before."""
+    """Return the tokens that a configuration asks for: made, or found where they were made before."""
     from attnres.data import prepare
     from attnres.data.stream import HEAD, refuse_prepared
 
@@ -30,7 +30,7 @@ def prepare_from(data: DataConfig, *, progress: bool = True) -> "Prepared":
 
 
 def held_out(prepared: "Prepared", data: DataConfig) -> Tensor:
-    """The windows on which every run with this configuration is validated: (count, seq_len + 1) int64."""
+    """Return the windows on which every run with this configuration is validated: (count, seq_len + 1) int64."""
     from attnres.data import held_out_windows
 
     return held_out_windows(prepared.tokens("val"), data.seq_len, data.val_windows)
@@ -39,7 +39,7 @@ def held_out(prepared: "Prepared", data: DataConfig) -> Tensor:
 def open_data(
     data: DataConfig, who: Processes, *, batch_size: int, seed: int, progress: bool
 ) -> tuple["Prepared", "Batches", Tensor]:
-    """The prepared data, the batches and the held-out windows; the first process prepares, the others wait.
+    """Return the prepared data, the batches and the held-out windows; the first process prepares, the others wait.
 
     Raises:
         UserError: on the first process; the others leave.
@@ -66,7 +66,7 @@ def open_data(
 
 
 def data_record(prepared: "Prepared", windows: Tensor) -> dict[str, Any]:
-    """The content of data.json, equal for runs on the same data.
+    """Return the content of data.json, equal for runs on the same data.
 
     {"tokenizer_sha256", "vocab_size", "splits": {name: {"tokens", "documents", "files" with checksums, ...}},
     "windows_sha256": of the held-out windows}

@@ -21,7 +21,8 @@ import attnres
 from attnres import typed
 from attnres.errors import UserError
 from attnres.files import write_json
-from attnres.ops import cpu, explain
+from attnres.ops import explain
+from attnres.ops.dispatch import KERNELS
 from attnres.reading import read_json
 from attnres.text import listed
 from attnres.training.parallel import Processes
@@ -32,17 +33,17 @@ if TYPE_CHECKING:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device computes in bf16 natively; elsewhere bf16 is slower than fp32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != "cpu":
-        return False
-    features = torch.cpu.get_capabilities()
-    return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("arm_bf16"))
+    """Return whether the device computes in bf16 natively; elsewhere bf16 is slower than fp32."""
+    return device.type in KERNELS and KERNELS[device.type].bf16(device)
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors are in the process's own memory and computed by its threads."""
+    return device.type in KERNELS and KERNELS[device.type].host
 
 
 def emulated(device: torch.device, dtype: str) -> str | None:
-    """What a user is told of a precision that the device computes by emulation; None of another."""
+    """Return a warning for a precision that the device computes by emulation; None for another."""
     if dtype != "bf16" or has_bf16(device):
         return None
     return (
@@ -52,12 +53,12 @@ def emulated(device: torch.device, dtype: str) -> str | None:
 
 
 def name_of(device: torch.device) -> str:
-    """The product's name of a GPU or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    """Return the product's name of a GPU or of the processor."""
+    return processor() if is_host(device) else torch.get_device_module(device).get_device_name(device)
 
 
 def describe(device: torch.device, dtype: str) -> dict[str, Any]:
-    """The content of environment.json: versions, device, processor, threads, precision, commit and date."""
+    """Return the content of environment.json: versions, device, processor, threads, precision, commit and date."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -95,8 +96,8 @@ def reset_peak_memory(device: torch.device) -> None:
     What an earlier run in this process left behind is given back first.
     """
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    if not is_host(device):
+        torch.get_device_module(device).reset_peak_memory_stats(device)
         return
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -104,9 +105,9 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that tensors took on CUDA; on the CPU the largest resident set of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """Return the most bytes that tensors took on a GPU; on the CPU the largest resident set of the process."""
+    if not is_host(device):
+        return torch.get_device_module(device).max_memory_allocated(device)
     try:
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
@@ -120,14 +121,14 @@ def peak_memory(device: torch.device) -> int:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, or None."""
+    """Return the installed version of a package, or None."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
 
 
 def processor() -> str:
-    """The processor's name and the number of its cores."""
+    """Return the processor's name and the number of its cores."""
     name = platform.processor()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -140,7 +141,7 @@ def processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this package lies in; None for an installed package."""
+    """Return the commit of the checkout that this package lies in; None for an installed package."""
     root = Path(attnres.__file__).parent.parent
     if not (root / ".git").exists():
         return None
@@ -156,20 +157,15 @@ def _commit() -> str | None:
 # ------------------------------------------------------------------ fast steps
 
 
-EAGER_UP_TO = 512
-"""Longest sequence for which a CPU multiplies whole score matrices; for longer ones fused attention is faster."""
-
-
 def tune(model: "PreTrainedModel", device: torch.device, seq_len: int) -> None:
     """Choose the attention implementation and, on a CPU, let freed memory be reused; for every residual alike.
 
-    Plain matrix products are faster than PyTorch's fused attention on a CPU for short sequences in bf16, and no slower
-    in fp32 (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken. A family whose scores
-    PyTorch's fused attention cannot make (Gemma 2, GPT-OSS) keeps whole matrices everywhere.
+    Up to `Kernels.whole_scores` tokens plain matrix products are taken, beyond that PyTorch's fused attention. A family
+    whose scores that cannot make (Gemma 2, GPT-OSS) keeps whole matrices everywhere.
     """
-    fused = model._supports_sdpa and not (device.type == "cpu" and seq_len <= EAGER_UP_TO)
+    fused = model._supports_sdpa and seq_len > (KERNELS[device.type].whole_scores if device.type in KERNELS else 0)
     model.set_attn_implementation("sdpa" if fused else "eager")
-    if device.type == "cpu":
+    if is_host(device):
         keep_freed_memory()
 
 
@@ -204,20 +200,20 @@ _NAMES = {
 
 
 def arithmetic(who: Processes, width: int, loss: str | None) -> ArithmeticRecord:
-    """What this process computes with, for depth reads of vectors of `width`; `loss` is how the loss is made where that
-    depends on what is installed, None where it was asked for."""
+    """Return what decides the last bits of this process's results, for depth reads of vectors of `width`; `loss` is how
+    the loss is computed where that depends on what is installed, None where it was asked for."""
     backend = explain([torch.zeros(1, width, device=who.device)]).backend
     here: ArithmeticRecord = {
-        "device": torch.cuda.get_device_name(who.device) if who.device.type == "cuda" else _processor(),
+        "device": _processor() if is_host(who.device) else name_of(who.device),
         "reads": backend,
-        "kernels": cpu.version() if backend == "cpu" else None,
+        "kernels": next((row.version() for row in KERNELS.values() if row.name == backend), None),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "attnres": attnres.__version__,
     }
     if loss is not None:
         here["loss"] = loss
-    return {**here, "threads": torch.get_num_threads()} if who.device.type == "cpu" else here
+    return {**here, "threads": torch.get_num_threads()} if is_host(who.device) else here
 
 
 @contextmanager
@@ -235,12 +231,13 @@ def restored_arithmetic(
         UserError: what differs cannot be kept, by name.
     """
     with ExitStack() as stack:
-        if who.device.type == "cpu":
+        if is_host(who.device):
             if threads := recorded.get("threads"):
                 stack.callback(torch.set_num_threads, torch.get_num_threads())
                 torch.set_num_threads(threads)
-            if recorded.get("reads") in ("cpu", "eager"):
-                stack.enter_context(cpu.switched(recorded["reads"] == "cpu"))
+            kernels = KERNELS[who.device.type]
+            if recorded.get("reads") in (kernels.name, "eager"):
+                stack.enter_context(kernels.switched(recorded["reads"] == kernels.name))
         here: dict[str, Any] = {**arithmetic(who, width, loss)}
         other = [name for name in recorded if name in here and here[name] != recorded[name]]
         if other and not different:
@@ -253,5 +250,6 @@ def restored_arithmetic(
 
 
 def _processor() -> str:
-    """Its name without the number of its cores, which changes no result, and the instructions that torch uses."""
+    """Return the processor's name without the number of its cores, which changes no result, and the instructions that
+    torch uses."""
     return f"{processor().rpartition(', ')[0]} ({torch.backends.cpu.get_cpu_capability()})"

@@ -27,7 +27,7 @@ class Feed:
         self.next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step, on the device; raises what `Batches.at` raises."""
+        """Return the inputs and targets of a step, on the device; raises what `Batches.at` raises."""
         ready, self.next = self.next, None
         x, y = ready[1].result() if ready is not None and ready[0] == step else self._make(step)
         if step + 1 < self.steps:
@@ -44,7 +44,8 @@ class Feed:
 
 
 def to_device(numbers: list[float], like: Tensor) -> Tensor:
-    """A tensor of numbers, of the dtype and on the device of another, which need not have done what it was asked."""
+    """Return a tensor of numbers, of the dtype and on the device of another, which need not have done what it was
+    asked."""
     values = torch.tensor(numbers, dtype=like.dtype)
     return values.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else values.to(like.device)
 
@@ -64,7 +65,7 @@ class Moment(NamedTuple):
         return cls(event)
 
     def seconds_until(self, later: "Moment") -> float:
-        """Seconds from this moment to a later one, for which it waits."""
+        """Return seconds from this moment to a later one, for which it waits."""
         if isinstance(self.at, torch.cuda.Event) and isinstance(later.at, torch.cuda.Event):
             later.at.synchronize()
             return self.at.elapsed_time(later.at) / 1000
@@ -85,7 +86,7 @@ class Numbers:
             self.arrived.record()
 
     def read(self) -> list[float]:
-        """The numbers, as soon as they are there."""
+        """Return the numbers, as soon as they are there."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.values.tolist()
@@ -109,13 +110,13 @@ class Arriving:
         self.moments.append((began, ended, usual))
 
     def steps(self, *, to_come: int = 0) -> Iterator[tuple[int, list[float]]]:
-        """Each step's numbers in their order, but for the last `to_come` steps."""
+        """Yield each step's numbers in their order, but for the last `to_come` steps."""
         while len(self.numbers) > to_come:
             step, numbers = self.numbers.popleft()
             yield step, numbers.read()
 
     def times(self, *, to_come: int = 0) -> Iterator[tuple[float, bool]]:
-        """Each step's seconds and whether it was a usual one, but for the last `to_come` steps."""
+        """Yield each step's seconds and whether it was a usual one, but for the last `to_come` steps."""
         while len(self.moments) > to_come:
             began, ended, usual = self.moments.popleft()
             yield began.seconds_until(ended), usual

@@ -63,7 +63,7 @@ def _add_lora(model: Any, config: FinetuneConfig, seed: int) -> None:
 
 
 def import_peft() -> Any:
-    """The package peft; raises UserError where it is not installed."""
+    """Return the package peft; raises UserError where it is not installed."""
     try:
         return importlib.import_module("peft")
     except ImportError as error:
@@ -76,19 +76,19 @@ def import_peft() -> Any:
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by the names they have without LoRA, and without LoRA's own."""
+    """Yield parameters by the names they have without LoRA, and without LoRA's own."""
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             yield name.replace(_WRAPPED, ""), parameter
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """LoRA's parameters by name; none without LoRA."""
+    """Return LoRA's parameters by name; none without LoRA."""
     return {name: parameter.detach() for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of that name is one of LoRA's."""
+    """Return whether a parameter of that name is one of LoRA's."""
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -114,7 +114,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def base_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """The state of a model as if it had no LoRA; None where it has none, and its own state will do."""
+    """Return the state of a model as if it had no LoRA; None where it has none, and its own state will do."""
     if not adapter_tensors(model):
         return None
     return {n.replace(_WRAPPED, ""): t for n, t in model.state_dict().items() if not is_adapter(n)}

@@ -55,7 +55,7 @@ def write_inspection(
     kind = guess_language(text)
 
     def documents() -> Iterator[Encoded]:
-        """The windows that begin in one document, together."""
+        """Yield the windows that begin in one document, together."""
         for document in np.unique(place):
             windows = [start for start, number in zip(starts, place) if number == document]
             ids = np.concatenate([tokens[start : start + length] for start in windows])
@@ -80,8 +80,8 @@ def write_inspection(
 
 
 def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokenizer: Any, kind: str) -> np.ndarray:
-    """Kinds of the tokens of the windows at `starts`, which begin in the document at `first`; -1 where the text does
-    not say.
+    """Return the kinds of the tokens of the windows at `starts`, which begin in the document at `first`; -1 where the
+    text does not say.
 
     A document is decoded from where it begins, which decides what stands in a string or begins a sentence, and encoded
     again, which says where in the text each token lies.
@@ -104,14 +104,14 @@ def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokeni
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """How many of the first tokens are the same."""
+    """Return how many of the first tokens are the same."""
     shorter = min(len(a), len(b))
     differ = np.flatnonzero(np.array(a[:shorter]) != np.array(b[:shorter]))
     return int(differ[0]) if len(differ) else shorter
 
 
 def _example(tokens: "Tokens", starts: list[int], tokenizer: Any) -> str:
-    """Held-out text: the beginning of the first document that is long enough, else of the first window."""
+    """Return held-out text: the beginning of the first document that is long enough, else of the first window."""
     begins = tokens.document_starts().astype(np.int64)
     lengths = np.diff(np.append(begins, len(tokens))) - 1
     long = np.flatnonzero(lengths >= EXAMPLE)
@@ -121,7 +121,7 @@ def _example(tokens: "Tokens", starts: list[int], tokenizer: Any) -> str:
 
 
 def _until(ends: np.ndarray) -> int:
-    """The place of the first end, or of the array's."""
+    """Return the place of the first end, or of the array's."""
     return int(np.argmax(ends)) if ends.any() else len(ends)
 
 
@@ -136,7 +136,7 @@ def recorded(model: Any) -> AbstractContextManager[Any]:
 
 
 def magnitudes(trace: Any, model: Any, unit: int) -> dict[str, Any]:
-    """The RMS of outputs, inputs and gradients of a recorded pass and, of depth reads, how they choose.
+    """Return the RMS of outputs, inputs and gradients of a recorded pass and, of depth reads, how they choose.
 
     `unit` is what the pass's loss is multiplied by to be a mean, so that gradients are those of a mean loss.
     """

@@ -39,6 +39,7 @@ class Layout:
         batch_size, accumulation: sequences of a step over all processes, micro-batches of a step.
         seq_len: tokens of a sequence.
         dtype: "bf16" for autocast over fp32 parameters, or "fp32".
+        compile: a model that is sharded or cut into stages is compiled by parts (`compile_parts`).
     """
 
     who: Processes
@@ -47,6 +48,7 @@ class Layout:
     accumulation: int = 1
     seq_len: int = 1
     dtype: str = "fp32"
+    compile: bool = False
 
     @property
     def shares(self) -> int:
@@ -73,6 +75,15 @@ def parallelize(objective: Objective, layout: Layout) -> "PlacedModel":
     if max(layout.parallel.shard, layout.parallel.tp, layout.parallel.cp) > 1:
         return ShardedModel(objective, layout)
     return PlacedModel(objective, layout)
+
+
+def compile_parts(model: Any) -> None:
+    """Let the attention and the MLP of every layer be compiled apart: one graph a kind. A whole layer would have
+    another graph for each number of sources that its reads have, and past eight of them none."""
+    for layer in model.depth_layers:
+        for part in layer.children():
+            if any(parameter.ndim > 1 for parameter in part.parameters()):
+                part.compile()
 
 
 class PlacedModel:
@@ -122,7 +133,7 @@ class PlacedModel:
         return total
 
     def tokens_here(self, targets: Tensor) -> Tensor:
-        """Return what of (B, T) a pass of this process gives losses of."""
+        """Return the part of (B, T) whose losses a pass of this process gives."""
         return targets
 
     @contextlib.contextmanager
@@ -138,7 +149,7 @@ class PlacedModel:
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
-        """Return the mean loss of each held-out window, `rows` in a pass, on every process."""
+        """Return mean loss and in-context score of each held-out window (count, 2), on every process."""
         return validate.window_losses(self.model, windows, self.who, self.plain.cast, rows, self.plain.kind)
 
     def gathered(self) -> Any:
@@ -189,6 +200,8 @@ class ShardedModel(PlacedModel):
                 raise UserError(
                     f"data.seq_len is {self.layout.seq_len}: too few tokens for {self.summed} processes (tp, cp)"
                 )
+        if self.layout.compile:
+            compile_parts(self.model)
         if self.layout.parallel.shard > 1:
             shard(self.model, self.plain, self._sharing, dtype=self._products)
 
@@ -205,7 +218,9 @@ class ShardedModel(PlacedModel):
         def losses(x: Tensor, y: Tensor) -> Tensor:  # by the module whose call gathers what no layer has
             return self.plain(x, self.tokens_here(y), held_out=True)
 
-        return validate.shared_out(losses, self.plain, windows, self.who, rows, (self.rank, self.shares))
+        return validate.shared_out(
+            losses, self.tokens_here, self.plain, windows, self.who, rows, (self.rank, self.shares)
+        )
 
     def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
         from attnres.scale.shard import mean_gradients, sum_gradients
@@ -245,6 +260,8 @@ class PipelinedModel(ShardedModel):
         self.rebuild = _rebuilder(model)
 
         def prepare(stage: Any) -> None:
+            if layout.compile:
+                compile_parts(stage.model)
             if parallel.shard > 1:
                 shard(stage.model, stage, self._sharing, reshard=False, dtype=self._products)
 
@@ -298,10 +315,12 @@ class PipelinedModel(ShardedModel):
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
         from attnres.scale.shard import let_go
 
-        losses = torch.zeros(len(windows), dtype=torch.float64, device=self.who.device)
+        losses = torch.zeros(len(windows), 2, dtype=torch.float64, device=self.who.device)
+        weights = validate.token_weights(windows.shape[1] - 1).to(self.who.device)
         share = torch.arange(len(windows))[self.rank :: self.shares]
         size = rows * self.layout.accumulation
         with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
             for stage in self.pipeline.stages:
                 stack.enter_context(evaluating(stage))
             for start in range(0, math.ceil(len(windows) / self.shares), size):
@@ -309,7 +328,8 @@ class PipelinedModel(ShardedModel):
                 filled = torch.zeros(size, dtype=torch.long)  # a pipeline takes whole batches: window 0 again
                 filled[: len(part)] = part
                 tokens = windows[filled].to(self.who.device)
-                values = self.pipeline.evaluate(tokens[:, :-1], tokens[:, 1:]).double().mean(1)
+                values = self.pipeline.evaluate(tokens[:, :-1], tokens[:, 1:]).double()
+                values = (values[:, None] * weights).sum(-1)
                 losses[part.to(self.who.device)] = values[: len(part)]
         for stage in self.pipeline.stages:
             let_go(stage)
@@ -330,7 +350,7 @@ def _groups(mesh: DeviceMesh, names: tuple[str, str]) -> Any:
 
 
 def _rebuilder(model: Any) -> Callable[[dict[str, Tensor] | None], Any]:
-    """Return what makes the model anew on one process from its tensors; None of None."""
+    """Return a function that builds the model on one process from its tensors; None of None."""
     device = next(model.parameters()).device
     cls, config, generation = type(model), copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
 
@@ -338,12 +358,12 @@ def _rebuilder(model: Any) -> Callable[[dict[str, Tensor] | None], Any]:
         if tensors is None:
             return None
         with torch.random.fork_rng(devices=[]):
-            whole = cls(config)
-        places = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+            model = cls(config)
+        places = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, tensor in tensors.items():
             places[name].data = tensor
-        whole.generation_config = generation
-        return whole.to(device).train()
+        model.generation_config = generation
+        return model.to(device).train()
 
     return rebuild
 
@@ -356,7 +376,7 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
     names = who.gather(list(tensors))
     owners = {name: rank for rank in reversed(range(who.world_size)) for name in names[rank]}
     shapes = {name: value for part in who.gather(_forms(tensors)) for name, value in part.items()}
-    whole: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}
     for name, owner in owners.items():
         tensor = tensors.get(name)
         if isinstance(tensor, DTensor):
@@ -370,8 +390,8 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
             torch.distributed.recv(tensor, owner)
         if who.first:
             assert tensor is not None
-            whole[name] = tensor.detach().cpu().clone()
-    return whole if who.first else None
+            gathered[name] = tensor.detach().cpu().clone()
+    return gathered if who.first else None
 
 
 def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import nn
 
 from attnres.errors import Interrupted, UserError, foreign
@@ -130,11 +131,11 @@ def finish(run: "Run") -> dict[str, Any]:
     Raises:
         UserError: something cannot be written, on the first process; the others leave.
     """
-    memory, model = run.peak_memory(), run.placed.gathered()
-    return run.who.of_first(lambda: _write(run, model, memory))
+    memory, final, model = run.peak_memory(), run.losses_at_end(), run.placed.gathered()
+    return run.who.of_first(lambda: _write(run, model, memory, final))
 
 
-def _write(run: "Run", model: Any, memory: int) -> dict[str, Any]:
+def _write(run: "Run", model: Any, memory: int, final: np.ndarray) -> dict[str, Any]:
     config, run_state, folder = run.config, run.run_state, run.output.folder
     run.output.sync()
     _write_inspection(run, model)
@@ -142,6 +143,7 @@ def _write(run: "Run", model: Any, memory: int) -> dict[str, Any]:
     with replaced_folder(folder / "model") as temporary:
         checkpoint.save_model(model, temporary)
         copy_files(run.files_beside(), temporary)
+    validate.save_windows(folder, None, final[:, 0])
     losses = validate.read_windows(validate.windows_path(folder, run_state.step))
     seconds = statistics.median(run_state.times or [run_state.last_s])
     tokens = config.batch_size * config.data.seq_len
@@ -151,6 +153,11 @@ def _write(run: "Run", model: Any, memory: int) -> dict[str, Any]:
         "val_loss": run_state.val_loss,
         "val_se": or_none(standard_error(losses)),
         "perplexity": perplexity(float(losses.mean())),
+        "last_three": validate.last_three(folder),
+        "final_loss": float(final[:, 0].mean()),
+        "final_se": or_none(standard_error(final[:, 0])),
+        "final_windows": len(final),
+        "in_context": float(final[:, 1].mean()),
         "train_loss": run_state.train_loss,
         "tokens_per_s": tokens / seconds,
         "step_s": seconds,

@@ -75,7 +75,7 @@ class StackedMuon(torch.optim.Muon):
             torch._foreach_add_(parameters, changes.unbind(), alpha=-rate)
 
     def _momenta(self, parameters: list[Any], group: dict[str, Any]) -> Sequence[Tensor]:
-        """Return what is to be orthogonalised, of DTensors this rank's shares; their momenta move on."""
+        """Update the momenta and return the matrices to orthogonalise, of DTensors this rank's shards."""
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
@@ -159,8 +159,10 @@ class OwnedMuon(StackedMuon):
             mesh, places = parameter.device_mesh, parameter.placements
             update = self._momenta([parameter], group)[0]
             form = {"shape": parameter.shape, "stride": parameter.stride()}
-            whole = DTensor.from_local(update, mesh, places, run_check=False, **form).full_tensor()
-            delta = DTensor.from_local(_orthogonal(whole, group), mesh, [Replicate()] * mesh.ndim, run_check=False)
+            full_update = DTensor.from_local(update, mesh, places, run_check=False, **form).full_tensor()
+            delta = DTensor.from_local(
+                _orthogonal(full_update, group), mesh, [Replicate()] * mesh.ndim, run_check=False
+            )
             _add(parameter, delta.redistribute(mesh, places).to_local(), group)
 
 
@@ -219,7 +221,7 @@ class _Divided:
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return what torch's Muon adds to a parameter with this update. It is given one of zeros, without momentum."""
+    """Return the orthogonalised update, as torch's Muon adds it to a parameter of zeros without momentum."""
     if precision(update.device) is torch.float32:
         return orthogonal([update], group)[0].to(update.dtype) * -rate_of(update.shape, group)
     parameter = nn.Parameter(torch.zeros_like(update))

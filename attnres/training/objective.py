@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from attnres.errors import UserError
 from attnres.head import (
     Head,
+    LossSums,
     Soft,
-    Sums,
     body_of,
     called_losses,
     head_of,
@@ -45,7 +45,7 @@ class Teacher:
 
 
 def divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL( softmax(teacher / T) || softmax(logits / T) ) in nats: (..., vocabulary) twice -> (...), fp32."""
+    """Return T^2 KL( softmax(teacher / T) || softmax(logits / T) ) in nats: (..., vocabulary) twice -> (...), fp32."""
     ours = F.log_softmax(logits.float() / temperature, dim=-1)
     theirs = F.log_softmax(teacher.float() / temperature, dim=-1)
     return temperature**2 * F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
@@ -56,12 +56,12 @@ Cast = Callable[[], AbstractContextManager[Any]]
 
 
 def precision(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
-    """What a forward pass runs in: nothing for "fp32", autocast over fp32 parameters for "bf16"."""
+    """Return the context of a forward pass: none for "fp32", autocast over fp32 parameters for "bf16"."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if dtype == "bf16" else nullcontext()
 
 
 def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = None) -> str:
-    """How the loss of a micro-batch of so many tokens is made: "whole" or "chunked".
+    """Return how the loss of a micro-batch of so many tokens is made: "whole" or "chunked".
 
     Args:
         choice: one of these, or "auto": not whole where it would be made in more than two parts and the model's head
@@ -98,15 +98,19 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.kind, self.cast, self.teacher = model, kind, cast, teacher
         run = model if kind == "whole" else body_of(model)
-        self._runs = {"eager": run, "compiled": torch.compile(run) if compiled else run}  # no further submodules
+        self._run = (torch.compile(run) if compiled else run,)  # a tuple, so that it is no further submodule
 
     def forward(self, x: Tensor, y: Tensor, *, eager: bool = False, held_out: bool = False) -> Any:
-        """Return the sums over a batch: x, y (B, T) int64; `eager` leaves the compiled form aside. `held_out`: return
-        the losses of its tokens instead."""
-        if held_out:
-            return held_out_losses(self.model, x, y, self.cast, self.kind)
+        """Return the sums over a batch: x, y (B, T) int64; `eager` leaves what is compiled aside. `held_out`: return
+        the losses of its tokens instead, without it too."""
+        with torch.compiler.set_stance("force_eager") if eager or held_out else nullcontext():
+            if held_out:
+                return held_out_losses(self.model, x, y, self.cast, self.kind)
+            return self._sums(x, y)
+
+    def _sums(self, x: Tensor, y: Tensor) -> LossSums:
         theirs = None if self.teacher is None else self._teach(self.teacher, x)
-        run = self._runs["eager" if eager else "compiled"]
+        (run,) = self._run
         with self.cast(), whole_sequences():
             output = run(input_ids=x, use_cache=False)
             if self.kind == "chunked":
@@ -117,10 +121,10 @@ class Objective(nn.Module):
                 return sums_in_parts(cast(Head, head_of(self.model)), output.last_hidden_state, y, soft)
         entropy = token_losses(output.logits, y).sum()
         if self.teacher is None or theirs is None:
-            return Sums(entropy, entropy.detach(), torch.zeros_like(entropy))
+            return LossSums(entropy, entropy.detach(), torch.zeros_like(entropy))
         apart = divergence(output.logits, theirs, self.teacher.temperature).sum()
         weight = self.teacher.weight
-        return Sums((1 - weight) * entropy + weight * apart, entropy.detach(), apart.detach())
+        return LossSums((1 - weight) * entropy + weight * apart, entropy.detach(), apart.detach())
 
     @torch.no_grad()
     def _teach(self, teacher: Teacher, x: Tensor) -> Tensor:
@@ -133,6 +137,7 @@ class Objective(nn.Module):
 
 @torch.no_grad()
 def held_out_losses(model: Any, x: Tensor, y: Tensor, cast_to: Cast, kind: str) -> Tensor:
-    """Cross-entropy in nats of every token: x, y (B, T) int64 -> (B, T) fp32, whatever the dtype of the forward."""
+    """Return the cross-entropy in nats of every token: x, y (B, T) int64 -> (B, T) fp32, whatever the dtype of the
+    forward."""
     with cast_to():
         return called_losses(model, {"input_ids": x}, y, kind)

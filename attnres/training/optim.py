@@ -83,12 +83,12 @@ class Transfer:
         query_lr = next((part.query_lr for part in model.modules() if isinstance(part, Queried)), 1.0)
         if base_width is None:
             return cls(query_lr=query_lr)
-        own = {id(parameter) for parameter in _final_norm(model).parameters()}
-        final = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in own)
+        final_norm_ids = {id(parameter) for parameter in _final_norm(model).parameters()}
+        final = frozenset(name for name, parameter in model.named_parameters() if id(parameter) in final_norm_ids)
         return cls(model.residual("itself").width / base_width, final, query_lr)
 
     def divisor(self, kind: str, name: str, *, muon: bool = False) -> float:
-        """What the rate of a parameter of this kind and name is divided by."""
+        """Return the number that the learning rate of a parameter of this kind and name is divided by."""
         last = name.rpartition(".")[2]
         if kind == "matrix":
             return math.sqrt(self.ratio) if muon else self.ratio
@@ -122,7 +122,8 @@ VECTORS = ("bias", "A_log")
 
 
 def kinds(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the trainable parameters of `model` by kind: read, residual, vector, embedding, head, lora, matrix.
+    """Return names of the trainable parameters of `model` by kind: read, residual, vector, embedding, head, lora,
+    matrix.
 
     Of the residual is what `model.residual` or a `Residual` anywhere in the model has; reads are what the latter calls
     `slow`. A parameter shared by two modules (tied embeddings) counts once.
@@ -157,7 +158,7 @@ def kinds(model: nn.Module) -> dict[str, list[str]]:
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
-    """AdamW over every group of a model's parameters, or AdamW and Muon; see `optimizers_of`."""
+    """Return AdamW over every group of a model's parameters, or AdamW and Muon; see `optimizers_of`."""
     transfer = Transfer.of(model, config.base_width)
     return optimizers_of(dict(model.named_parameters()), kinds(model), config, transfer)
 
@@ -165,8 +166,8 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
 def optimizers_of(
     parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Sequence[str]], config: OptimConfig, transfer: Transfer
 ) -> list[torch.optim.Optimizer]:
-    """AdamW, or AdamW and Muon, over those of the named `kinds` that are among `parameters`, with what the model's
-    width does to their rates.
+    """Return AdamW, or AdamW and Muon, over those of the named `kinds` that are among `parameters`, with what the
+    model's width does to their rates.
 
     Each group holds `kind`, `names` (of its parameters, in order) and `peak_lr`, which `set_learning_rate` scales.
     AdamW is fused where PyTorch has it for the model's device. Muon's updates are scaled to the RMS of AdamW's
@@ -238,7 +239,8 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float) 
 
 
 def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """The optimizers' whole state, flat: `PARAMETER::ENTRY` -> tensor (all that AdamW and Muon keep are tensors)."""
+    """Return the optimizers' whole state, flat: `PARAMETER::ENTRY` -> tensor (all that AdamW and Muon keep are
+    tensors)."""
     flat = {}
     for optimizer in optimizers:
         for name, parameter in _named(optimizer):
@@ -276,7 +278,7 @@ def load_state_tensors(optimizers: list[torch.optim.Optimizer], flat: dict[str, 
 
 
 def empty_state(optimizers: list[torch.optim.Optimizer], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Zeros to be filled with these entries of `state_tensors`, of the parameters that the optimizers have."""
+    """Return zeros to be filled with these entries of `state_tensors`, of the parameters that the optimizers have."""
     parameters = {name: parameter for optimizer in optimizers for name, parameter in _named(optimizer)}
     flat = {}
     for key, shape in shapes.items():
@@ -288,7 +290,7 @@ def empty_state(optimizers: list[torch.optim.Optimizer], shapes: Mapping[str, Se
 
 
 def entry_of(key: str) -> tuple[str, str]:
-    """`PARAMETER::ENTRY` as the two."""
+    """Return `PARAMETER::ENTRY` as the two."""
     name, _, entry = key.rpartition("::")
     return name, entry
 
@@ -328,7 +330,8 @@ def cosine(step: int, steps: int, *, warmup: int = 0, floor: float = 0.0) -> flo
 
 
 def wsd(step: int, steps: int, *, warmup: int = 0, decay: int = 0, floor: float = 0.0) -> float:
-    """Warm-up, stable, decay: 1 until `decay` steps before the end, then a line down to `floor` at the last step.
+    """Return the factor of warm-up, stable, decay: 1 until `decay` steps before the end, then a line down to `floor` at
+    the last step.
 
     >>> [wsd(step, 10, warmup=2, decay=4) for step in (1, 2, 6, 8, 10)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
@@ -341,7 +344,8 @@ def wsd(step: int, steps: int, *, warmup: int = 0, decay: int = 0, floor: float 
 def fraction_of_peak(
     step: int, steps: int, *, schedule: str = "cosine", warmup: float = 0.0, decay: float = 0.2, floor: float = 0.0
 ) -> float:
-    """The schedule by name, `warmup` and `decay` as fractions of `steps`; raises UserError for an unknown name."""
+    """Return the schedule by name, `warmup` and `decay` as fractions of `steps`; raises UserError for an unknown
+    name."""
     warm = round(warmup * steps)
     if schedule == "cosine":
         return cosine(step, steps, warmup=warm, floor=floor)

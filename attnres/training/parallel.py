@@ -38,7 +38,8 @@ class Processes:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of `values` over the processes, in place; exact copies everywhere, so that all decide alike."""
+        """Return the sum of `values` over the processes, in place; exact copies everywhere, so that all decide
+        alike."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
@@ -49,7 +50,7 @@ class Processes:
             dist.barrier()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's JSON value, in order of rank."""
+        """Return every process's JSON value, in order of rank."""
         if self.world_size == 1:
             return [value]
         gathered: list[Any] = [None] * self.world_size
@@ -57,12 +58,12 @@ class Processes:
         return [json.loads(text) for text in gathered]
 
     def share(self, value: Any) -> Any:
-        """The first process's JSON value, whatever the others give."""
+        """Return the first process's JSON value, whatever the others give."""
         return self.gather(value)[0]
 
     def of_first(self, make: Callable[[], Any]) -> Any:
-        """The JSON value that `make` gives on the first process. What it refuses (UserError) ends all of them: the
-        first raises it, the others leave with status 2."""
+        """Return the JSON value that `make` gives on the first process. What it refuses (UserError) ends all of them:
+        the first raises it, the others leave with status 2."""
         with self.alike():
             value = make() if self.first else None
         return self.share(value)
@@ -87,12 +88,13 @@ class Processes:
             raise SystemExit(2)
 
     def same(self, end: UserError | Interrupted) -> BaseException:
-        """What to raise where all processes end for the same reason: it on the first, on the others what leaves with
-        its status."""
+        """Return the exception with which all processes end for one reason: the error itself on the first, an exit with
+        its status on the others."""
         return end if self.first else SystemExit(end.code if isinstance(end, Interrupted) else 2)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """`model` with its gradients averaged over the processes in each backward (DDP), or itself if there is one."""
+        """Return `model` with its gradients averaged over the processes in each backward (DDP), or itself if there is
+        one."""
         if self.world_size == 1:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
@@ -123,7 +125,7 @@ def losses_said(who: Processes, where: str) -> Generator[None]:
 
 
 def _first_to_notice() -> bool:
-    """Whether no other process of this start has asked before; True where nobody can be asked."""
+    """Return whether no other process of this start has asked before; True where nobody can be asked."""
     try:
         port = int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timedelta(seconds=5))
@@ -166,7 +168,7 @@ def _meet() -> tuple[dist.Store, int]:
 
 
 def join_processes(device: str = "auto") -> Processes:
-    """The processes that `torchrun` started (gloo on the CPU, nccl on CUDA); without it there is one.
+    """Return the processes that `torchrun` started (gloo on the CPU, nccl on CUDA); without it there is one.
 
     The group lasts until the process ends, because a second one cannot be made from the same store; a group that is
     there already is used. Raises UserError for a device that is not there, or that all of several would share.

@@ -60,6 +60,7 @@ def prepare_run(config: TrainConfig, world_size: int = 1, start: "Checkpoint | N
     Raises:
         UserError: a value that is impossible, changes nothing, or does not fit the model, the layout or the processes.
     """
+    from attnres.residuals import settings_in_full
     from attnres.training.start import check_shapes, open_start
 
     from_dict(dataclasses.asdict(config))  # refuses values of a wrong type
@@ -91,6 +92,7 @@ def prepare_run(config: TrainConfig, world_size: int = 1, start: "Checkpoint | N
         data = _tokenized_for(start, config.data)
         if optim.residual_lr is None:
             optim = dataclasses.replace(optim, residual_lr=optim.lr)
+    model = dataclasses.replace(model, settings=settings_in_full(model.residual, model.settings))
     config = dataclasses.replace(config, model=model, data=data, optim=optim)
 
     config, notes = _fit_defaults(config, world_size, start)
@@ -339,10 +341,8 @@ def _refuse_layout(config: TrainConfig) -> None:
         raise UserError(
             f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp alone"
         )
-    if config.compile:
-        raise UserError(
-            f"compile is on and parallel.{table} above 1: compiled layers in shares or stages are not worked out"
-        )
+    if config.compile and table in ("tp", "cp"):
+        raise UserError(f"compile is on and parallel.{table} above 1: compile takes shard and pp alone")
     if table != "shard" and finetune.distill_weight:
         raise UserError(
             f"distill_weight is given and parallel.{table} above 1: a teacher cannot be cut along, use dp and shard"
@@ -354,14 +354,19 @@ def _refuse_layout(config: TrainConfig) -> None:
             "stages, or all tokens of a sequence in slices; give --depth-every 0"
         )
     if parallel.pp > 1:
-        from attnres.scale.pipeline import check_schedule, stages_each
+        from attnres.scale.pipeline import check_schedule, schedule_named, stages_each
 
         virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
         check_schedule(parallel.pp_schedule, parallel.pp, virtual, config.accumulation)
+        if config.compile and schedule_named(parallel.pp_schedule).apart:
+            raise UserError(
+                f"compile is on and parallel.pp_schedule is {parallel.pp_schedule}, which makes gradients of inputs "
+                "and of weights apart: what is compiled makes them at once. Choose 1f1b, interleaved or gpipe"
+            )
 
 
 def idle(config: TrainConfig, defaults: TrainConfig | None = None) -> dict[str, str]:
-    """The settings that are given (are not `defaults`) and change nothing, with what each of them is for."""
+    """Return the settings that are given (are not `defaults`) and change nothing, with what each of them is for."""
     values, known = (dict(leaves(to_dict(one))) for one in (config, defaults or TrainConfig()))
     return {name: what for name, what in unused(values).items() if values[name] != known[name]}
 
@@ -374,7 +379,7 @@ def refuse_idle(config: TrainConfig, defaults: TrainConfig | None = None) -> Non
 
 
 def without_idle(config: TrainConfig, kept: Container[str] = ()) -> TrainConfig:
-    """A copy in which settings that change nothing, but for those `kept`, are the defaults."""
+    """Return a copy in which settings that change nothing, but for those `kept`, are the defaults."""
     defaults, changes = to_dict(TrainConfig()), dict[str, dict[str, Any]]()
     for part, _, name in (idle_name.partition(".") for idle_name in idle(config) if idle_name not in kept):
         changes.setdefault(part, {})[name] = defaults[part][name]

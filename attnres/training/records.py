@@ -81,6 +81,11 @@ class Summary(TypedDict, total=False):
     val_loss: float | None
     val_se: float | None
     perplexity: float
+    last_three: float
+    final_loss: float
+    final_se: float | None
+    final_windows: Count
+    in_context: float
     train_loss: float | None
     tokens_per_s: Positive
     step_s: Positive
@@ -104,6 +109,8 @@ class Finished(TypedDict):
     step_s: Positive
     parameters: Count
     extra_parameters: Count
+    final_loss: NotRequired[float]
+    in_context: NotRequired[float]
 
 
 class MetricsLine(TypedDict):
@@ -130,6 +137,7 @@ class ValLine(MetricsLine):
     loss: float
     windows: NotRequired[Count]
     se: NotRequired[float | None]
+    in_context: NotRequired[float]
 
 
 Numbers = list[float | None]
@@ -268,11 +276,11 @@ class Metrics:
             self.tracker.log(kind, step, values)
 
     def in_place(self) -> bool:
-        """Whether the file is still the one of its name."""
+        """Return whether the file is still the one of its name."""
         return is_same_file(self.file.fileno(), self.path)
 
     def text(self) -> str:
-        """What is in the file, though it may have been removed."""
+        """Return the content of the file, though it may have been removed."""
         with self._no_room():
             self.file.seek(0)
             return self.file.read()
@@ -299,7 +307,8 @@ class Metrics:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file; a missing file has none. Raises UserError for one that is not ours."""
+    """Return the complete lines of a metrics file; a missing file has none. Raises UserError for one that is not
+    ours."""
     if not Path(path).exists():
         return []
     lines = []
@@ -310,7 +319,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def line_of(value: Any, where: str, advice: str) -> dict[str, Any]:
-    """A line as its kind has to be. Raises UserError."""
+    """Return a line as its kind has to be. Raises UserError."""
     line: dict[str, Any] = dict(checked(value, MetricsLine, where, advice))
     return checked(line, LINES.get(line["kind"], MetricsLine), where, advice)
 
@@ -369,13 +378,13 @@ class Tracker:
 
 
 def tracked(folder: Path) -> Tracked:
-    """The content of tracker.json in a run's folder, or of a new one: other runs may have its name."""
+    """Return the content of tracker.json in a run's folder, or of a new one: other runs may have its name."""
     path = folder / TRACKED
     return checked(read_json(path), Tracked, path, ADVICE) if path.exists() else {"id": uuid.uuid4().hex[:16]}
 
 
 def import_tracker(kind: str) -> ModuleType:
-    """The package of a tracker; raises UserError if there is none of that name or it is not installed."""
+    """Return the package of a tracker; raises UserError if there is none of that name or it is not installed."""
     modules = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
     if kind not in modules:
         raise unknown("tracker", kind, ("none", *modules))
@@ -410,7 +419,7 @@ class RunState:
 
 
 def run_state_of(state: dict[str, Any]) -> RunState:
-    """A checkpoint's `progress`; one that the run could not go on from raises ValueError."""
+    """Return a checkpoint's `progress`; one that the run could not go on from raises ValueError."""
     try:
         run_state: RunState = fit(state["progress"], RunState)
     except Misfit as error:

@@ -29,7 +29,7 @@ from attnres.stats import or_none, standard_error
 from attnres.training import checkpoint, environment, finetune, start, validate
 from attnres.training.checkpoint import random_state, set_random_state
 from attnres.training.config import TrainConfig, to_dict
-from attnres.training.data import data_record, open_data
+from attnres.training.data import data_record, held_out, open_data
 from attnres.training.environment import tune
 from attnres.training.feed import Feed
 from attnres.training.interrupt import Signals
@@ -57,7 +57,8 @@ class Run:
         self.start_model = prepared.start
         self.who, self.output = who, Output(config, who, in_place)
         self.layout = Layout(
-            who, config.parallel, config.batch_size, config.accumulation, config.data.seq_len, config.dtype
+            *(who, config.parallel, config.batch_size, config.accumulation, config.data.seq_len, config.dtype),
+            compile=config.compile and max(config.parallel.shard, config.parallel.pp) > 1,
         )
         self.run_state = RunState()
         self.saved: int | None = None  # step of the last checkpoint
@@ -80,7 +81,9 @@ class Run:
         self.peak = None if peak is None else peak * who.world_size  # a second
         groups = kinds(self.model)  # of the whole model: a stage has no embedding beside its head to tell by
         transfer = Transfer.of(self.model, config.optim.base_width)
-        objective = Objective(self.model, self.kind, self.cast, self.teacher, compiled=config.compile)
+        objective = Objective(
+            self.model, self.kind, self.cast, self.teacher, compiled=config.compile and not self.layout.compile
+        )
         with who.alike():
             self.placed = parallelize(objective, self.layout)
         self.model = self.placed.model
@@ -178,7 +181,7 @@ class Run:
             self.bars.say(f"{self.config.name}: --cuda-graphs: steps are {path}")
 
     def cast(self) -> AbstractContextManager[Any]:
-        """The precision of a forward pass."""
+        """Return the precision of a forward pass."""
         return precision(self.config.dtype, self.who.device)
 
     # -------------------------------------------------------------- what is written
@@ -283,27 +286,35 @@ class Run:
     def _validate(self) -> None:
         """The held-out loss, to metrics.jsonl and val/STEP.npy."""
         run_state = self.run_state
-        losses = self.placed.window_losses(self.windows, self.layout.rows)
+        losses, in_context = self.placed.window_losses(self.windows, self.layout.rows).T
         run_state.val_loss = float(losses.mean())
         if not math.isfinite(run_state.val_loss):
             raise self.who.same(self._diverged(run_state.step, run_state.val_loss, self.steps.norm))
         if self.who.first:
             validate.save_windows(self.output.folder, run_state.step, losses)
-        self._write("val", loss=run_state.val_loss, windows=len(losses), se=or_none(standard_error(losses)))
+        known = {"loss": run_state.val_loss, "windows": len(losses), "se": or_none(standard_error(losses))}
+        self._write("val", **known, in_context=float(in_context.mean()))
+
+    def losses_at_end(self) -> np.ndarray:
+        """Return the held-out losses of the last step on `AT_THE_END` times the windows, or as many as there are."""
+        count = validate.AT_THE_END * self.config.data.val_windows
+        windows = held_out(self.prepared, dataclasses.replace(self.config.data, val_windows=count))
+        return self.placed.window_losses(windows, self.layout.rows)
 
     def _snapshot(self) -> None:
-        """What the residual has learned, to residual/STEP.safetensors."""
+        """Write the residual's parameters to residual/STEP.safetensors."""
         tensors = collected(tensors_of(self.model.residual("itself")), self.who)
         if tensors:
             write_snapshot(self.output.folder, self.run_state.step, tensors)
 
     def _saved_state(self, here: Path) -> dict[str, Any] | None:
-        """The state of the checkpoint, if there is one; refuses a folder of a run on other data."""
+        """Return the state of the checkpoint, if there is one; refuses a folder of a run on other data."""
         same_data(self.output.folder, self.record)
         return checkpoint.read_state(here, to_dict(self.config), self.data)
 
     def _recorded(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        """What the checkpoint was computed with; with another layout the loss of a pass of another size is no part."""
+        """Return the arithmetic that the checkpoint was computed with; with another layout without how the loss is
+        computed, for passes are of another size."""
         if state is None:
             return {}
         recorded, ours = dict(state.get("arithmetic") or {}), to_dict(self.config)
@@ -313,15 +324,15 @@ class Run:
         return recorded
 
     def files_beside(self) -> dict[str, Path]:
-        """The files that go beside the model, as far as they are still there."""
+        """Return the files that go beside the model, as far as they are still there."""
         return {name: file for name, file in self.extra_files.items() if file.is_file()}
 
     def peak_memory(self) -> int:
-        """The most that any process took, in this session or an earlier one."""
+        """Return the most that any process took, in this session or an earlier one."""
         return max(self.run_state.peak_memory_bytes, *self.who.gather(environment.peak_memory(self.who.device)))
 
     def taken_away(self) -> UserError:
-        """What is said of a run whose folder was taken away."""
+        """Return the error for a run whose folder was taken away."""
         folder = self.output.folder
         return UserError(
             f"{self.output.gone} was removed or renamed, or files in it, while the run was going on: what it had up to "
@@ -329,7 +340,7 @@ class Run:
         )
 
     def _records(self) -> dict[str, dict[str, Any]]:
-        """What the run begins with, by file."""
+        """Return the records that the run begins with, by file."""
         if self.start is None:
             return {"data.json": self.record}
         return {"data.json": self.record, "start.json": {**self.start, "trainable": self.trainable}}
@@ -338,7 +349,7 @@ class Run:
         self.output.write(kind, self.run_state.step, **values)
 
     def _diverged(self, step: int, loss: float, norm: float) -> UserError:
-        """What is said of a loss or gradient that is not finite; the folder says at which step that was."""
+        """Return the error for a loss or gradient that is not finite, and write its step to the folder."""
         if self.who.first:
             write_json(self.output.folder / DIVERGED, {"step": step})
         kept = f"the checkpoint of step {self.saved} is kept" if self.saved else "no checkpoint was made yet"

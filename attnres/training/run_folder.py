@@ -23,12 +23,12 @@ DIVERGED = "diverged.json"
 
 
 def ended(folder: Path) -> bool:
-    """Whether a run of this folder is finished, or diverged and would again."""
+    """Return whether a run of this folder is finished, or diverged and would again."""
     return any((folder / name).is_file() for name in ("summary.json", DIVERGED))
 
 
 def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[str, Any] | None:
-    """Whether a run of `config` may be (re)started in `folder`; returns the summary if it is finished already.
+    """Return the summary of a finished run of `config` in `folder`; None if it may be started or continued there.
 
     Raises UserError for a folder that holds something else, a run of another configuration, or a run and no `resume`.
     Changes nothing, for another process may be working there: see `attnres.files.locked`.
@@ -48,7 +48,7 @@ def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[s
 
 
 def free_beside(folder: Path) -> Path:
-    """A folder that is not there yet, beside one that was taken away: NAME.saved, NAME.saved2, ..."""
+    """Return a folder that is not there yet, beside one that was taken away: NAME.saved, NAME.saved2, ..."""
     names = (folder.with_name(f"{folder.name}.saved{number}") for number in ["", *range(2, 1000)])
     return next(path for path in names if not path.exists())
 
@@ -141,7 +141,8 @@ class Output:
             self.metrics.sync()
 
     def is_away(self) -> bool:
-        """Whether the folder, or the metrics in it, are no longer where they were; False but in the first process."""
+        """Return whether the folder, or the metrics in it, are no longer where they were; False but in the first
+        process."""
         here = self.in_place is None or self.in_place()
         return self.metrics is not None and not (here and self.metrics.in_place())
 

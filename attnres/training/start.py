@@ -23,7 +23,7 @@ import torch
 
 from attnres.errors import UserError, foreign
 from attnres.head import evaluating
-from attnres.residuals import Residual, make_residual, residual_class
+from attnres.residuals import Residual, changed_settings, make_residual, residual_class, settings_in_full
 from attnres.training.config import FinetuneConfig, ModelConfig, TrainConfig, size_or_default
 from attnres.training.environment import tune
 from attnres.training.objective import Teacher
@@ -142,13 +142,13 @@ def first_model(
         "crc32": weights_crc32(source),
         "logits": None,
     }
-    if (start.residual, start.settings) == (wanted.residual, wanted.settings):
+    chosen = changed_settings(wanted.residual, wanted.settings)
+    if (start.residual, start.settings) == (wanted.residual, chosen):
         if residual_class(wanted.residual).set_progress is not Residual.set_progress:
             raise UserError(
                 f"{start.name} has residual '{start.residual}', which is annealed over a run's steps: going on from it "
                 "would anneal it again from the start; train it for as many steps as it is to have from a new model"
             )
-        source.config.residual_settings = dict(wanted.settings)
         return source, record
     model = _with_residual(source, wanted, start)
     record["logits"] = _compare_logits(source, model, start, inexact=config.finetune.inexact)
@@ -160,7 +160,7 @@ def first_model(
 
 
 def weights_crc32(model: Any) -> int:
-    """Of the names and bytes of the parameters, as in a checkpoint."""
+    """Return the checksum of the names and bytes of the parameters, as in a checkpoint."""
     from attnres.training.checkpoint import checksum
 
     return checksum(model.named_parameters())
@@ -187,7 +187,7 @@ def _new(wanted: ModelConfig, prepared: "Prepared", *, seq_len: int, seed: int, 
         vocab_size=prepared.vocab_size,
         max_positions=seq_len,
         seed=seed,
-        settings=wanted.settings,
+        settings=changed_settings(wanted.residual, wanted.settings),
     )
     carry_start(model, base_width, kinds(model))
     for described in (model.config, model.generation_config):
@@ -207,10 +207,11 @@ def _with_residual(source: Any, wanted: ModelConfig, start: "Checkpoint") -> Any
     from attnres.models import DepthMixin, convert
 
     standard: Any = source if isinstance(source, DepthMixin) else convert(source, "standard")
-    if wanted.residual == "standard" and not wanted.settings:
+    chosen = changed_settings(wanted.residual, wanted.settings)
+    if wanted.residual == "standard" and not chosen:
         return standard
     new_config = copy.deepcopy(standard.config)
-    new_config.residual, new_config.residual_settings = wanted.residual, dict(wanted.settings)
+    new_config.residual, new_config.residual_settings = wanted.residual, chosen
     new_config.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):
         model = type(standard)(new_config)
@@ -231,7 +232,8 @@ def _compare_logits(source: Any, model: Any, start: "Checkpoint", *, inexact: bo
     difference = compare_logits(source, model)
     if not difference.within and not inexact:
         residual, settings = model.config.residual, model.config.residual_settings
-        mixes = settings.get("read_scale") == "mean" or not residual_class(residual).traits.starts_standard
+        averages = settings_in_full(residual, settings).get("read_scale") == "mean"
+        mixes = averages or not residual_class(residual).traits.starts_standard
         advice = "choose block or full with read_scale 'sum'" if mixes else "leave out the settings that do"
         raise UserError(
             f"residual '{residual}' {json.dumps(settings)} changes the logits of "

@@ -17,62 +17,83 @@ from attnres.training.objective import Cast, held_out_losses
 from attnres.training.parallel import Processes
 from attnres.training.records import ADVICE
 
+EARLY, LATE, AROUND = 50, 250, 5
+"""Tokens of a window of 256 whose losses the in-context score compares, and how many on either side count too."""
+AT_THE_END = 4
+"""Times as many windows are measured after the last step as at each validation."""
+
 
 @torch.no_grad()
 def window_losses(
     model: nn.Module, windows: Tensor, who: Processes, cast: Cast, batch: int, kind: str = "whole"
 ) -> np.ndarray:
-    """Mean loss of each held-out window: (count, T + 1) int64 -> (count,) float64 in nats a token.
+    """Mean loss and in-context score of each held-out window: (count, T + 1) int64 -> (count, 2) float64, nats a token.
 
-    The processes share the windows out, `batch` at a time, and all get the whole result. `kind` is how losses are made,
-    see `loss_kind`.
+    The in-context score is the loss late in the window less the loss early in it (`token_weights`): the more a model
+    makes of what it has read, the lower it is. The processes share the windows out, `batch` at a time, and all get the
+    whole result. `kind` is how losses are made, see `loss_kind`.
     """
 
     def losses(x: Tensor, y: Tensor) -> Tensor:
         return held_out_losses(model, x, y, cast, kind)
 
-    return shared_out(losses, model, windows, who, batch, (who.rank, who.world_size))
+    return shared_out(losses, lambda weights: weights, model, windows, who, batch, (who.rank, who.world_size))
 
 
 @torch.no_grad()
 def shared_out(
     of_tokens: Callable[[Tensor, Tensor], Tensor],
+    tokens_here: Callable[[Tensor], Tensor],
     model: nn.Module,
     windows: Tensor,
     who: Processes,
     batch: int,
     place: tuple[int, int],
 ) -> np.ndarray:
-    """The same with `of_tokens`, which passes through `model`: x, y (B, T) int64 -> losses (B, T), or those of some of
-    the tokens, where other processes give the others.
+    """Return the same with `of_tokens`, which passes through `model`: x, y (B, T) int64 -> losses (B, T), or those of
+    some of the tokens, where other processes give the others.
 
     Args:
+        tokens_here: returns of (B, T) the part of those tokens whose losses `of_tokens` gives.
         place: which of how many shares of the windows is this process's.
 
     All processes make as many passes, because one of a model in shares is a pass of all: who has no window left makes
     one of the first again.
     """
     rank, shares = place
-    losses = torch.zeros(len(windows), dtype=torch.float64, device=who.device)
+    losses = torch.zeros(len(windows), 2, dtype=torch.float64, device=who.device)
+    weights = tokens_here(token_weights(windows.shape[1] - 1).to(who.device))
     share = torch.arange(len(windows))[rank::shares]
     with evaluating(model):
         for start in range(0, math.ceil(len(windows) / shares), batch):
             part = share[start : start + batch]
             tokens = windows[part if len(part) else [0]].to(who.device)
-            sums = of_tokens(tokens[:, :-1], tokens[:, 1:]).double().sum(1)
-            losses[part.to(who.device)] = sums[: len(part)] / (tokens.shape[1] - 1)
+            values = (of_tokens(tokens[:, :-1], tokens[:, 1:]).double()[:, None] * weights).sum(-1)
+            losses[part.to(who.device)] = values[: len(part)]
     return who.sum(losses).cpu().numpy()
 
 
-def save_windows(folder: str | Path, step: int, losses: np.ndarray) -> None:
-    """Write losses to RUN/val/STEP.npy, whole or not at all."""
+def token_weights(length: int) -> Tensor:
+    """Return what each token of a window counts in its mean loss and in its in-context score: (2, length) float64."""
+    weights = torch.zeros(2, length, dtype=torch.float64)
+    weights[0] = 1 / length
+    reach = AROUND * length // 256
+    for place, sign in ((EARLY, -1), (LATE, 1)):
+        middle = place * length // 256
+        around = weights[1, max(0, middle - reach) : middle + reach + 1]
+        around += sign / len(around)
+    return weights
+
+
+def save_windows(folder: str | Path, step: int | None, losses: np.ndarray) -> None:
+    """Write losses to RUN/val/STEP.npy, or without a step to RUN/val/final.npy, whole or not at all."""
     buffer = io.BytesIO()
     np.save(buffer, losses, allow_pickle=False)
     write_bytes(windows_path(folder, step), buffer.getvalue())
 
 
 def read_windows(path: Path) -> np.ndarray:
-    """What `save_windows` wrote: (windows,) float64. Raises UserError."""
+    """Read the file of `save_windows`: (windows,) float64. Raises UserError."""
     refuse_special(path)
     with foreign(f"{path} is damaged", ADVICE):  # NumPy's header is a Python literal
         losses = np.load(path, allow_pickle=False)
@@ -84,11 +105,18 @@ def read_windows(path: Path) -> np.ndarray:
 
 
 def windows_files(folder: str | Path) -> dict[int, Path]:
-    """The files that `save_windows` wrote into RUN/val, by step."""
+    """Return the files that `save_windows` wrote into RUN/val, by step."""
     files = sorted((Path(folder) / "val").glob("*.npy"))
     return {int(path.stem): path for path in files if re.fullmatch("[0-9]{1,18}", path.stem) and path.is_file()}
 
 
-def windows_path(folder: str | Path, step: int) -> Path:
-    """RUN/val/STEP.npy, the step in six digits or more."""
-    return Path(folder) / "val" / f"{step:06d}.npy"
+def windows_path(folder: str | Path, step: int | None) -> Path:
+    """Return RUN/val/STEP.npy, the step in six digits or more; without a step RUN/val/final.npy."""
+    return Path(folder) / "val" / ("final.npy" if step is None else f"{step:06d}.npy")
+
+
+def last_three(folder: str | Path) -> float:
+    """Return the mean of the held-out losses of the last three validations, or of as many as there are: it scatters
+    less over seeds than the last one."""
+    files = windows_files(folder)
+    return float(np.mean([read_windows(files[step]).mean() for step in sorted(files)[-3:]]))

@@ -62,6 +62,7 @@ def test_training_and_saving(note, tmp_path):
     note("resume", "bit-equal")
 
 
+@pytest.mark.long
 def test_compile_checkpointing_and_tools(note):
     note("compile", checks.compiled(DIT, DIT.random_queries().eval()))
     model = DIT.random_queries()

@@ -112,6 +112,7 @@ def test_fabric(tmp_path):
     assert torch.equal(checks.reads(other).query, checks.reads(model).query)
 
 
+@pytest.mark.long
 def test_compile_checkpointing_and_tools(note):
     note("compile", checks.compiled(ENCODER, ENCODER.random_queries()))
     model = ENCODER.random_queries()

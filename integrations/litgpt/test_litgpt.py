@@ -71,6 +71,7 @@ def test_cache(note):
     note("cache", f"{far:.1e}")
 
 
+@pytest.mark.long
 def test_compile_and_checkpointing(note):
     note("compile", checks.compiled(LLAMA, LLAMA.random_queries()))
     model = LLAMA.random_queries()
@@ -78,6 +79,7 @@ def test_compile_and_checkpointing(note):
     checks.deep_copied(LLAMA)
 
 
+@pytest.mark.long
 def test_checkpointing_of_compiled_layers(note):
     model = LLAMA.random_queries()
     told = checks.checkpointed(LLAMA, model, model.transformer.h, compile_layers=True)

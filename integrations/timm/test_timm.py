@@ -62,6 +62,7 @@ def test_its_optimizers(note):
     note("resume", "bit-equal")
 
 
+@pytest.mark.long
 def test_compile_checkpointing_and_copies(note):
     note("compile", checks.compiled(VIT, VIT.random_queries()))
     model = VIT.random_queries()

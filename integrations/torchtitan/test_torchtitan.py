@@ -143,6 +143,7 @@ def test_its_optimizers_and_distributed_checkpoints(note, tmp_path):
     note("resume", "DCP, bit-equal")
 
 
+@pytest.mark.long
 def test_its_checkpointing_and_compilation(note):
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 

@@ -77,6 +77,7 @@ def test_ten_steps_and_resuming(note, tmp_path):
     note("resume", "bit-equal")
 
 
+@pytest.mark.long
 def test_compile_with_checkpointing(note, tmp_path):
     note("compile", checks.compiled(QWEN, QWEN.random_queries()))
     ways = {

@@ -5,7 +5,7 @@ from attnres.figures.plot import LOSS
 from attnres.stats import ALPHA
 from attnres.text import number
 from lab.contrast import contrast
-from lab.design import Arm, Design, Measured, Result, Setting
+from lab.design import Arm, Design, Measured, Setting, StudyResult
 
 
 def sizes(setting: Setting) -> list[int]:
@@ -20,13 +20,13 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return [setting.arm("sizes", variants, of=setting.config())]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
-    """Report the loss by block size, and whether any two sizes differ beyond the noise."""
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
+    """Report the loss by block size, and whether the interval of the two furthest apart excludes 0."""
     one = contrast(measured, "sizes", "standard")
     rows = {other.label: other for other in one.others}
     points = [(size, rows[f"block-block_size{size}"]) for size in sizes(setting) if f"block-block_size{size}" in rows]
     if not points:
-        return Result("Nothing has finished yet.")
+        return StudyResult("Nothing has finished yet.")
     means = [other.mean for _, other in points]
     best, worst = points[means.index(min(means))], points[means.index(max(means))]
     assert one.recipe is not None
@@ -34,15 +34,18 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     # The two that lie furthest apart of all pairs.
     effect = one.recipe.effect(worst[1].label, best[1].label, ALPHA / max(1, count))
     spread = number(max(means) - min(means), 4)
-    tell = "differ beyond the noise" if effect.excludes() else "cannot be told apart"
-    verdict = f"{one.sentence()} Sizes 1 to {points[-1][0]} {tell} (they span {spread}); lowest: S = {best[0]}."
+    tell = "excludes 0" if effect.excludes() else "includes 0"
+    answer = (
+        f"{one.sentence()} Of the two sizes furthest apart, S = {best[0]} and {worst[0]} (by {spread}), the interval "
+        f"{tell}; lowest: S = {best[0]}."
+    )
     error = [one.recipe.sd(other.label) / other.runs**0.5 if one.recipe.degrees else 0.0 for _, other in points]
     low, high = [m - 2 * e for m, e in zip(means, error)], [m + 2 * e for m, e in zip(means, error)]
     x = [size for size, _ in points]
     lines = [Line("block", x, means, low, high), Line("standard", [x[0], x[-1]], [one.base] * 2, dashed=True)]
     caption = "Held-out loss by sublayers in a block (1 is Full); band: two standard errors of a mean."
     chart = Curves("block-size", "Block size", caption, "S, sublayers", LOSS, {"": lines}, log_x=True)
-    return Result(verdict, [one.table("Loss by block size")], [chart], {"sizes": one.values(), "best": best[0]})
+    return StudyResult(answer, [one.table("Loss by block size")], [chart], {"sizes": one.values(), "best": best[0]})
 
 
 STUDY = Design(

@@ -9,11 +9,10 @@ from attnres.figures.plot import DIFFERENCE, TOKENS
 from attnres.savings import LossCurve, Saving, saving
 from attnres.stats import Effect, Recipe, or_none, pooled
 from attnres.text import UNKNOWN, number, run_name
-from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig
 from lab.analyses import trend
 from lab.contrast import NO_NOISE, interval
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult, branch_step
 
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
 VARIANTS = ("standard", "block")
@@ -60,7 +59,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return [first, *(setting.arm(name, VARIANTS, seeds, of=run, trunk=first.name) for name, run in branches.items())]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report the gap to the standard model at each budget, and its slope."""
     tokens_a_step = setting.config().batch_size * setting.config().data.seq_len
     losses = {label: dict[float, list[float]]() for label in VARIANTS}
@@ -102,18 +101,20 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             ]
         )
     head = ["budget", "tokens", "standard", "block", "gap", "interval", "tokens saved"]
-    table = Table("The gap by budget", head, rows, [f"{notes[0]} Sigma {sigma:.4f}." if degrees else NO_NOISE, READ])
+    table = ResultTable(
+        "The gap by budget", head, rows, [f"{notes[0]} Sigma {sigma:.4f}." if degrees else NO_NOISE, READ]
+    )
     if len(rows) < 2:
-        return Result("Too few budgets have finished.", [table])
-    answer = {
+        return StudyResult("Too few budgets have finished.", [table])
+    courses = {
         "shrinks": "The gap shrinks as training goes on",
         "grows": "The gap grows as training goes on",
         "changes its sign": "The gap changes its sign as training goes on",
-        "includes 0": "Whether the gap changes as training goes on is not told: the interval includes 0",
+        "includes 0": "Of the gap's change as training goes on the interval includes 0",
     }
     margin = f"95 %: {interval(result.slope)}" if result.slope.degrees else "its noise is not known"
-    verdict = (
-        f"{answer[result.answer]}: a doubling of the budget adds {number(result.slope.difference, 4, signed=True)} "
+    answer = (
+        f"{courses[result.answer]}: a doubling of the budget adds {number(result.slope.difference, 4, signed=True)} "
         f"({margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the longest."
     )
     x = [budget * unit(setting) * tokens_a_step for budget in result.gaps]
@@ -127,7 +128,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         "slope": or_none(result.slope.difference),
         "answer": result.answer,
     }
-    return Result(verdict, [table], [chart], values)
+    return StudyResult(answer, [table], [chart], values)
 
 
 STUDY = Design(

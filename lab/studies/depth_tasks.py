@@ -11,7 +11,7 @@ from attnres.data.sources import DOCUMENTS, STEPS, task_documents, task_problems
 from attnres.figures.chart import Curves, Line
 from attnres.text import number
 from lab.contrast import contrast
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 NAMES = ("composition", "arithmetic")
 VARIANTS = ("standard", "rescaled", "block", "full", "denseformer", "hyper_connections", "mhc_lite", "muddformer")
@@ -76,7 +76,7 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     return [*rows, {"quantity": "accuracy", "step": config["steps"], "value": mean}]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Accuracy by the number of steps, and the mean accuracy against the standard model's."""
     tables, panels, sentences, values = [], {}, [], {}
     for name in NAMES:
@@ -91,7 +91,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             continue
         panels[name] = lines
         head = ["variant", *map(str, range(1, STEPS + 1))]
-        tables.append(Table(f"{name}: share of right answers by steps", head, rows))
+        tables.append(ResultTable(f"{name}: share of right answers by steps", head, rows))
         # An accuracy over so many problems tells no less than this, whatever its seeds have in common.
         floor = 0.5 / math.sqrt(STEPS * PROBLEMS)
         one = contrast(
@@ -111,7 +111,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         "which has nearly all of one to four steps along permutations and of one to two of arithmetic as well."
     )
     charts = [Curves("depth-tasks", "Steps in depth", caption, "steps", "accuracy", panels)] if panels else []
-    return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+    return StudyResult(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
 
 
 def _band(measured: Measured, name: str, label: str) -> dict[str, list[float]]:

@@ -11,7 +11,7 @@ from attnres.text import number
 from lab.analyses import optimum
 from lab.contrast import NO_NOISE
 from lab.cost import flops_a_token, vocabulary_of
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 from lab.presets import shape
 
 VARIANTS = ("standard", "block")
@@ -33,7 +33,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return parts
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report the lowest point of each mechanism in width over depth."""
     parameters = setting.preset.layer_parameters
     ratios, panels, rows = list[float](), {label: list[float]() for label in VARIANTS}, []
@@ -47,7 +47,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     arms_of = [f"layers{layers}" for layers in setting.preset.layers]
     recipes = [one for arm in arms_of if (one := measured.recipe_of(arm)) is not None]
     known, degrees = pooled((one.sigma, one.degrees) for one in recipes)
-    table = Table(
+    table = ResultTable(
         "Loss by shape at equal FLOPs",
         ["layers", "d / layers", *VARIANTS],
         rows,
@@ -70,7 +70,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         apart = other.high < base.low or other.low > base.high
         shift = "to deeper models" if other.at < base.at else "to shallower models"
         sentences.append(
-            f"The optimum moves {shift}." if apart else "Whether the optimum moves is not told: the intervals overlap."
+            f"The intervals do not overlap: the optimum moves {shift}."
+            if apart
+            else "The intervals of the two optima overlap."
         )
     columns = [f"{ratio:.1f}" for ratio in ratios]
     grid = np.array([panels[label] for label in VARIANTS])
@@ -83,7 +85,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         caption = "The same losses; framed: the lowest of each."
         charts.append(Grid("depth-width-grid", "Shape", caption, "", list(VARIANTS), "d / layers", columns, {"": grid}))
     values = {label: {"at": one.at, "inside": one.inside} for label, one in best.items()}
-    return Result(" ".join(sentences) or "Too few shapes have finished.", [table], charts, values)
+    return StudyResult(" ".join(sentences) or "Too few shapes have finished.", [table], charts, values)
 
 
 STUDY = Design(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from attnres.figures.chart import Curves, Line
 from attnres.stats import Effect, Recipe, judged
 from attnres.text import UNKNOWN, number
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 QUANTITIES = {"output_rms": "RMS of a sublayer's output", "grad_rms": "RMS of the gradient that reaches it"}
 VARIANTS = ("standard", "rescaled", "block", "full")
@@ -46,7 +46,7 @@ def growth(values: list[float]) -> float:
     return math.log(statistics.median(last) / statistics.median(first))
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report how much outputs grow along the depth, and how unevenly gradients reach it, beside the standard model."""
     comparisons = len(QUANTITIES) * sum(len(measured.asked_for(arm)) - 1 for arm in measured.planned)
     rows, charts, values, sentences = [], [], {}, []
@@ -74,13 +74,13 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         "Median of the last quarter of the depth over that of the first. Over standard's: 95 % interval of the ratio "
         f"of both, by the logarithms over seeds, {comparisons} comparisons together by Holm; none of one seed."
     )
-    table = Table("Last quarter of the depth over the first", head, rows, [note])
+    table = ResultTable("Last quarter of the depth over the first", head, rows, [note])
     said = "From the first quarter of the depth to the last, times: " + " ".join(sentences)
-    return Result(said if sentences else "Nothing has finished yet.", [table], charts, values)
+    return StudyResult(said if sentences else "Nothing has finished yet.", [table], charts, values)
 
 
 @dataclass(frozen=True)
-class Ratio:
+class RatioByDepth:
     """How much a quantity grows along the depth, over a mechanism's seeds.
 
     Attributes:
@@ -108,7 +108,7 @@ class Ratio:
         return f"{number(self.ratio, 2)}{f' ({self.words})' * bool(self.words)}"
 
 
-def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) -> dict[str, Ratio]:
+def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) -> dict[str, RatioByDepth]:
     """Return the ratios of an arm's mechanisms, of the seeds at which they can be told."""
     logs = {
         label: {seed: one for seed, many in seeds.items() if math.isfinite(one := growth(many))}
@@ -121,7 +121,7 @@ def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) 
         found = judged([recipe.effect(label, "standard") for label in others], [False] * len(others), comparisons)
         effects = dict(zip(others, found, strict=True))
     return {
-        label: Ratio(math.exp(statistics.fmean(known.values())), effects.get(label), len(known))
+        label: RatioByDepth(math.exp(statistics.fmean(known.values())), effects.get(label), len(known))
         for label, known in logs.items()
         if known
     }

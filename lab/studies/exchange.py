@@ -9,7 +9,7 @@ from attnres.savings import LossCurve
 from attnres.stats import or_none
 from attnres.text import number
 from lab.contrast import NO_NOISE, noise_note
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 LENGTHS = (0.25, 0.5, 1.0, 2.0)
 """Of the recipe's steps."""
@@ -26,7 +26,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return [setting.arm(name, ["standard"], of=setting.config(steps=steps)) for name, steps in lengths(setting).items()]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report the curve, and what a hundredth of a nat is worth at the recipe's length."""
     curve = {}
     for name, steps in lengths(setting).items():
@@ -37,9 +37,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     known = {steps: recipe for steps, recipe in fits.items() if recipe is not None and recipe.degrees}
     notes = [f"At {steps:,} steps: {noise_note(recipe)}" for steps, recipe in sorted(known.items())]
     head = ["steps", "loss"]
-    table = Table("Loss of the standard model by the length of its run", head, rows, notes or [NO_NOISE])
+    table = ResultTable("Loss of the standard model by the length of its run", head, rows, notes or [NO_NOISE])
     if len(curve) < 2:
-        return Result("Too few lengths have finished.", [table], [], {"curve": {}})
+        return StudyResult("Too few lengths have finished.", [table], [], {"curve": {}})
     rate, steps, worth, far = LossCurve(curve.items()), setting.preset.steps, math.nan, False
     if steps in curve:
         reached, far = rate.tokens(curve[steps] - 0.01)
@@ -47,7 +47,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     worth_text = "not known yet" if math.isnan(worth) else f"worth {number(100 * worth, 1)} % of the steps"
     if not math.isnan(worth) and far:
         worth_text += f", by a fit: no run was long enough for it, the longest had {max(curve):,}"
-    verdict = f"At {steps:,} steps a loss lower by 0.01 is {worth_text}."
+    answer = f"At {steps:,} steps a loss lower by 0.01 is {worth_text}."
     line = Line("standard", rate.at.tolist(), rate.losses.tolist())
     caption = "Held-out loss at the end of runs of different lengths, each with a whole schedule; mean over seeds."
     chart = Curves("exchange", "Loss by length", caption, "steps", LOSS, {"": [line]}, log_x=True)
@@ -55,7 +55,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         "curve": {str(n): loss for n, loss in curve.items()},
         "worth_of_0.01": or_none(worth),
     }
-    return Result(verdict, [table], [chart], values)
+    return StudyResult(answer, [table], [chart], values)
 
 
 STUDY = Design(

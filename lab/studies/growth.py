@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from attnres.figures.chart import Curves, Line
 from attnres.residuals import make_residual
 from attnres.text import run_name
-from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Computed, ComputedCall, Design, Measured, ResultTable, Setting, StudyResult
 
 EPS = 1e-12
 
@@ -125,14 +125,14 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     layers, width = (8, 16) if small else (48, 256)
     flops = 64.0 * 4 * layers * width**2
     runs = {
-        run_name(label, seed): Call({**values, "layers": layers, "width": width, "seed": seed}, flops)
+        run_name(label, seed): ComputedCall({**values, "layers": layers, "width": width, "seed": seed}, flops)
         for seed in range(setting.seeds)
         for label, values in VARIANTS.items()
     }
     return [Arm("growth", computed=Computed("lab.studies.growth:grow", runs))]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report how far each stream grows, what is left of the first sublayer, whether zero queries are the standard
     model."""
     rows, lines, values = [], [], {}
@@ -149,9 +149,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         rows.append([label, f"{curve[0]:.3g}", f"{curve[-1]:.3g}", f"{times:.3g}", f"{dilution:.3g}", f"{away:.1e}"])
         values[label] = {"growth": times, "dilution": dilution, "from_standard": away}
     head = ["variant", "first", "last", "growth", "first sublayer's effect over the last's", "distance to standard"]
-    table = Table("The stream, random weights, no training", head, rows)
+    table = ResultTable("The stream, random weights, no training", head, rows)
     if not rows:
-        return Result("Nothing has run yet.")
+        return StudyResult("Nothing has run yet.")
     zero = [values[label]["from_standard"] for label in ("full", "block") if label in values]
     exact = bool(zero) and max(zero) < 1e-6
     sentences = []
@@ -167,10 +167,10 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             f"Zero queries {'are' if exact else 'are not'} the standard model: Full and Block start {max(zero):.0e} "
             "from it."
         )
-    verdict = " ".join(sentences) or "Too few variants have run."
+    answer = " ".join(sentences) or "Too few variants have run."
     caption = "RMS of the stream after each sublayer of a network of random weights; mean over seeds."
     chart = Curves("growth", "Growth of the stream", caption, "sublayer", "RMS", {"": lines}, log_y=True)
-    return Result(verdict, [table], [chart], {"variants": values, "zero_start_exact": exact})
+    return StudyResult(answer, [table], [chart], {"variants": values, "zero_start_exact": exact})
 
 
 STUDY = Design(

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from attnres.figures.chart import Curves, Line
 from attnres.stats import Effect, Recipe, judged, or_none
 from attnres.text import UNKNOWN, listed, run_name
-from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Computed, ComputedCall, Design, Measured, ResultTable, Setting, StudyResult
 from lab.studies.growth import Mlps
 
 WIDTH, SAMPLES = 32, 512
@@ -112,15 +112,15 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     ]
 
 
-def _call(fits: int, arguments: dict[str, Any]) -> Call:
+def _call(fits: int, arguments: dict[str, Any]) -> ComputedCall:
     """Return a run of so many fits at each rate."""
     layers, steps = arguments["layers"], fits * len(RATES) * arguments["steps"]
     sources = layers * (layers + 1) / 2 if arguments["residual"] == "full" else 0
     calls = OPERATIONS * layers + OPERATIONS_A_SOURCE * sources
-    return Call(arguments, 6.0 * 2 * WIDTH**2 * SAMPLES * layers * steps, float(calls * steps))
+    return ComputedCall(arguments, 6.0 * 2 * WIDTH**2 * SAMPLES * layers * steps, float(calls * steps))
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Full and rescaled against standard: at each alpha and depth, whether structure or memorisation favours either;
     beside a teacher, at each rate."""
     kinds = list(dict.fromkeys(label.partition(", ")[2] for label in measured.labels("mixtures")))
@@ -150,15 +150,17 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     for arm, (title, first, unit, places) in QUESTIONS.items():
         cells = _cells(measured, arm, places)
         head = [first, "residual", *(f"{unit}{place:g}" for place in places)]
-        tables.append(Table(title, head, _rows(cells, places), [NOTE]))
+        tables.append(ResultTable(title, head, _rows(cells, places), [NOTE]))
         for name in dict.fromkeys(one.name for one in cells):
             sentences.append(_sentence(arm, name, [one for one in cells if one.name == name]))
         values |= {
             f"{one.name}, {one.kind}/{one.place:g}": {"ratio": or_none(one.ratio), "interval": one.words}
             for one in cells
         }
-    tables.insert(1, Table("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows))
-    return Result(" ".join(sentences) or "Nothing has run yet.", tables, charts, values)
+    tables.insert(
+        1, ResultTable("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows)
+    )
+    return StudyResult(" ".join(sentences) or "Nothing has run yet.", tables, charts, values)
 
 
 QUESTIONS = {

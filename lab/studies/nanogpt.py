@@ -4,7 +4,7 @@ from attnres.comparison.plan import label_of
 from attnres.figures.chart import Chart, Curves, Line
 from attnres.text import number
 from lab.contrast import contrast
-from lab.design import Arm, Computed, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Computed, Design, Measured, ResultTable, Setting, StudyResult
 from lab.studies.null_gates import STEPS, VARIANTS, runs
 
 CONFIGURATIONS = {
@@ -34,7 +34,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return [Arm(NULL, computed=null), setting.arm("configurations", setting.some(list(CONFIGURATIONS)), of=run)]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report the configurations against the standard one; the course of gates that no loss depends on."""
     one = contrast(measured, "configurations", "standard")
     published = {label_of(variant): text for variant, text in CONFIGURATIONS.items()}
@@ -57,13 +57,13 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     }[closed]
     tables = [one.table("The study's configurations", published)]
     tables[0].notes.append(DIFFERENT)
-    tables.append(Table("Gates that no loss depends on", ["variant", "sum at the start", "least", "end"], rows))
+    tables.append(ResultTable("Gates that no loss depends on", ["variant", "sum at the start", "least", "end"], rows))
     caption = "Sum of 11 gates trained on annealing and penalty alone; the penalty's target is 4."
     charts: list[Chart] = [one.chart("nanogpt", "The study's configurations")] if one.others else []
     if panels["sum of the gates"]:
         charts.append(Curves("null-gates", "Gates without a loss", caption, "step", "sum of the gates", panels))
     values = {"configurations": one.values(), "gates_close_without_a_loss": closed}
-    return Result(f"{one.sentence()} {sentence}", tables, charts, values)
+    return StudyResult(f"{one.sentence()} {sentence}", tables, charts, values)
 
 
 def _closes(measured: Measured) -> bool | None:

@@ -6,7 +6,7 @@ from attnres.figures.chart import Curves, Line
 from attnres.stats import Recipe
 from attnres.text import number
 from lab.contrast import interval
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 ENOUGH = 5
 """Seeds below which no correlation over them is given."""
@@ -23,7 +23,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return [*parts, setting.arm("control", ["rescaled"], range(2), of=recipe)]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """sigma over training and at the end of each length, and whether the control lies inside it."""
     rows, by_steps, lines, when = [], {}, [], []
     control, base = measured.finals("control", "rescaled"), measured.finals("recipe", "standard")
@@ -57,16 +57,16 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         bounds = f"; 95 %: {interval(effect)}" if effect.degrees else ""
         gap = f"{number(effect.difference, 4, signed=True)} with {len(control)} seeds{bounds}"
         sentence = f"rescaled, the same function, is {where} ({gap})."
-    table = Table("Noise of one run", ["steps", "seeds", "mean loss", "sigma"], rows)
+    table = ResultTable("Noise of one run", ["steps", "seeds", "mean loss", "sigma"], rows)
     tables = [table]
     if when:
         note = "Over seeds, with the loss at the end: where it is high, luck has fallen, and only more seeds help."
         head = ["steps", "after", "sigma", "correlation with the end"]
-        tables.append(Table("When a seed's luck falls", head, when, [note]))
+        tables.append(ResultTable("When a seed's luck falls", head, when, [note]))
     known = ", ".join(f"{number(one['sigma'], 4)} at {steps:,} steps" for steps, one in by_steps.items())
     caption = "Standard deviation over seeds of the held-out loss, nats per token."
     chart = Curves("noise", "Noise over training", caption, "step", "sigma (nats)", {"": lines}) if lines else None
-    return Result(
+    return StudyResult(
         f"Runs of one function scatter with sigma {known}. {sentence}" if known else "Too few seeds have finished.",
         tables,
         [chart] if chart else [],

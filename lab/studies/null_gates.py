@@ -16,7 +16,7 @@ import torch
 from attnres.residuals.mechanisms.adaptive import Adaptive
 from attnres.text import run_name
 from attnres.training.optim import fraction_of_peak
-from lab.design import Call
+from lab.design import ComputedCall
 
 LAYERS = 12
 """Of the network that is not there: a gate after each but the last."""
@@ -29,7 +29,7 @@ QUANTITIES = ("count", "logit", "temperature", "penalty")
 
 
 @dataclass(frozen=True)
-class Variant:
+class GateVariant:
     """One way to train the gates.
 
     Attributes:
@@ -44,24 +44,24 @@ class Variant:
 
 
 VARIANTS = {
-    "as published": Variant(),
-    "without the penalty": Variant({"target_weight": 0.0}),
-    "without annealing": Variant({"schedule": "none"}),
-    "ten times the rate": Variant(rate=10.0),
-    "biased open": Variant({"gate_init": 2.0}),
-    "at least two": Variant({"least_count": 2.0}),
-    "cosine": Variant({"schedule": "cosine"}),
-    "exponential": Variant({"schedule": "exponential"}),
-    "noise of 0.001": Variant(noise=1e-3),
-    "noise of 0.01": Variant(noise=1e-2),
+    "as published": GateVariant(),
+    "without the penalty": GateVariant({"target_weight": 0.0}),
+    "without annealing": GateVariant({"schedule": "none"}),
+    "ten times the rate": GateVariant(rate=10.0),
+    "biased open": GateVariant({"gate_init": 2.0}),
+    "at least two": GateVariant({"least_count": 2.0}),
+    "cosine": GateVariant({"schedule": "cosine"}),
+    "exponential": GateVariant({"schedule": "exponential"}),
+    "noise of 0.001": GateVariant(noise=1e-3),
+    "noise of 0.01": GateVariant(noise=1e-2),
 }
 
 
-def runs(steps: int, seeds: int) -> dict[str, Call]:
+def runs(steps: int, seeds: int) -> dict[str, ComputedCall]:
     """Calls of `simulate` by the run's name: noise at each seed, what has none once."""
     every = max(1, steps // 100)
     return {
-        run_name(label, seed): Call(
+        run_name(label, seed): ComputedCall(
             {"label": label, "steps": steps, "every": every, "seed": seed}, 0.0, float(OPERATIONS * steps)
         )
         for label, variant in VARIANTS.items()

@@ -12,7 +12,7 @@ from attnres.text import number
 from attnres.training.config import READ_RATE
 from lab.analyses import beyond, survivors
 from lab.contrast import contrast, noise_note
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 from lab.presets import shape
 
 MODEL = (0.5, 2.0)
@@ -44,7 +44,7 @@ SEARCHES = {
 
 
 @dataclass(frozen=True)
-class Search:
+class RateSearch:
     """The standard model at one seed, up or down from the recipe's rates until its loss turns.
 
     Attributes:
@@ -82,8 +82,8 @@ class Search:
         sigma, degrees = (math.nan, 0) if recipe is None else (recipe.sigma, recipe.degrees)
         effects = [Effect(gap, sigma * math.sqrt(2), degrees) for gap in gaps if math.isfinite(gap)]
         if all(one.excludes() for one in effects):
-            return "and lower and higher ones are worse beyond the noise"
-        return "and lower and higher ones are worse, not both beyond the noise"
+            return "and the intervals of a lower and a higher one exclude 0"
+        return "and the interval of a lower or a higher one includes 0"
 
 
 def at_rate(setting: Setting, factor: float, residual: str = "standard") -> str:
@@ -91,7 +91,7 @@ def at_rate(setting: Setting, factor: float, residual: str = "standard") -> str:
     return residual if factor == 1 else f"{residual}@lr={setting.config().optim.lr * factor:g}"
 
 
-def searched(setting: Setting, measured: Measured, name: str) -> Search:
+def searched(setting: Setting, measured: Measured, name: str) -> RateSearch:
     """Return a search as far as it has come, in the arms `name`, `name`-xFACTOR."""
     kind = SEARCHES[name]
     of, ways = setting.config(optim=kind.optim), [at_rate(setting, factor) for factor in MODEL]
@@ -99,14 +99,14 @@ def searched(setting: Setting, measured: Measured, name: str) -> Search:
     losses = {1.0: measured.mean(kind.base, "standard")}
     losses |= {factor: measured.mean(name, label_of(at_rate(setting, factor))) for factor in MODEL}
     if not (measured.complete(name) and measured.complete(kind.base)):
-        return Search(parts, losses, ended=False)
+        return RateSearch(parts, losses, ended=False)
     while (further := beyond(losses, 2.0, MOST)) is not None:
         one = setting.arm(f"{name}-x{further:g}", [at_rate(setting, further)], [0], of=of)
         parts.append(one)
         losses[further] = measured.mean(one.name, label_of(at_rate(setting, further)))
         if not measured.complete(one.name):
-            return Search(parts, losses, ended=False)
-    return Search(parts, losses, ended=True)
+            return RateSearch(parts, losses, ended=False)
+    return RateSearch(parts, losses, ended=True)
 
 
 # ------------------------------------------------------------------ study
@@ -184,7 +184,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return parts
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report the loss by rate, the gap of the best over training, and what the rest changes."""
     own = {factor: measured.mean("own", label_of(_own(setting, factor))) for factor in sorted(OWN)}
     own = {factor: loss for factor, loss in own.items() if math.isfinite(loss)}
@@ -229,10 +229,10 @@ def analyse(setting: Setting, measured: Measured) -> Result:
                 sentences.append(("With AdamW alone: " if arm == "tuned-adamw" else "") + one.sentence())
     tables += _other_losses(measured)
     charts = [chart for chart in (_by_rate(losses), _over_training(setting, measured)) if chart]
-    return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+    return StudyResult(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
 
 
-def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]]) -> Table:
+def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]]) -> ResultTable:
     """Return the loss at each multiple of a rate: of Block's own parameters', and of the standard model's."""
     which = {"own": "block, own parameters", "model": "standard, all", "adamw": "standard, AdamW alone"}
     rows = [
@@ -244,10 +244,10 @@ def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]])
     notes = [noise_note(measured.recipe_of("own"))]
     if losses["adamw"]:
         notes.append(f"With AdamW alone: {noise_note(measured.recipe_of(SEARCHES['adamw'].judged))}")
-    return Table("Loss by rate, seed 0", head, rows, notes)
+    return ResultTable("Loss by rate, seed 0", head, rows, notes)
 
 
-def _other_losses(measured: Measured) -> list[Table]:
+def _other_losses(measured: Measured) -> list[ResultTable]:
     """Return a table of the arms without a baseline, if any has finished."""
     arms = [arm for arm in measured.planned if (arm.startswith("layers") or arm == "full") and measured.labels(arm)]
     rows = [
@@ -256,7 +256,7 @@ def _other_losses(measured: Measured) -> list[Table]:
         for label in measured.labels(arm)
     ]
     notes = [f"Of {arm}. {noise_note(measured.recipe_of(arm))}" for arm in arms]
-    return [Table("Depth, Full", ["arm", "variant", "loss", "seeds"], rows, notes)] if rows else []
+    return [ResultTable("Depth, Full", ["arm", "variant", "loss", "seeds"], rows, notes)] if rows else []
 
 
 def _by_rate(losses: Mapping[str, Mapping[float, float]]) -> Curves | None:

@@ -24,7 +24,7 @@ from attnres.residuals import make_residual
 from attnres.residuals.state import as_it_is
 from attnres.text import run_name
 from lab.contrast import contrast
-from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting
+from lab.design import Arm, Computed, ComputedCall, Design, Measured, Setting, StudyResult
 
 
 def load_images(source: str) -> dict[str, np.ndarray]:
@@ -281,7 +281,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     kinds = ("plain", "resnet", "standard", "full") if small >= 0.01 else ("plain", "full")
     steps = max(2, round(STEPS * (small / 2 if small < 1 else 1.0)))
     runs = {
-        run_name(f"{kind}-{layers}", seed): Call(
+        run_name(f"{kind}-{layers}", seed): ComputedCall(
             {
                 "kind": kind,
                 "blocks": DEPTHS[layers],
@@ -299,10 +299,10 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return [Arm("cifar10", computed=Computed(f"{__name__}:train", runs))]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Test errors at each depth against the ResNet's (the plain network's where there is no other)."""
     if setting.images is None:
-        return Result("Not run: it needs images, give --images with a folder or archive of train/CLASS/*.jpg.")
+        return StudyResult("Not run: it needs images, give --images with a folder or archive of train/CLASS/*.jpg.")
     tables, charts, sentences, values = [], [], [], {}
     asked = measured.asked_for("cifar10")
     kinds, depths = {_named(label)[0] for label in asked}, {_named(label)[1] for label in asked}
@@ -331,7 +331,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
                 tables.append(reads.table(f"{layers} layers, beside the same network without depth reads"))
                 sentences.append(f"{layers} layers, of one layout: {reads.sentence()}")
                 values[f"{layers}, reads"] = reads.values()
-    return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+    return StudyResult(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
 
 
 STUDY = Design(

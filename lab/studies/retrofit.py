@@ -2,7 +2,7 @@
 
 from attnres.text import run_name
 from lab.contrast import contrast
-from lab.design import Arm, Design, Measured, Result, Setting
+from lab.design import Arm, Design, Measured, Setting, StudyResult
 
 LAYOUTS = ("standard", "block:num_blocks=4", "full", "cumulative:num_blocks=4", "cumulative:block_size=1")
 REGIMES = (
@@ -37,10 +37,10 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return [first, layouts, *([regimes] if measured.complete("layouts") or "regimes" in measured.begun else [])]
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report each continuation against that of the standard model."""
     if measured.diverged("pretrained", "standard"):
-        return Result("The model to continue diverged: there is nothing to put depth reads on.")
+        return StudyResult("The model to continue diverged: there is nothing to put depth reads on.")
     tables, charts, sentences, values = [], [], [], {}
     for arm, title in (("layouts", "Continued in each layout"), ("regimes", "Ways to continue")):
         one = contrast(measured, arm, "standard")
@@ -49,7 +49,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             charts.append(one.chart(arm, title))
             sentences.append(f"{title}: {one.sentence()}")
             values[arm] = one.values()
-    return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+    return StudyResult(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
 
 
 STUDY = Design(

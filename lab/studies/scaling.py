@@ -9,14 +9,14 @@ from attnres.figures.plot import LOSS
 from attnres.stats import or_none, pooled, widened
 from attnres.text import UNKNOWN, number
 from attnres.training.config import TrainConfig
-from lab.analyses import SURE, Fitted, fitted, multiplier, multiplier_interval
+from lab.analyses import Fitted, fitted, multiplier, multiplier_interval
 from lab.contrast import NO_NOISE
 from lab.cost import flops_a_token, vocabulary_of
-from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 VARIANTS = ("standard", "block", "full")
 ENOUGH = 5
-"""Degrees of freedom of the noise below which nothing is decided."""
+"""Degrees of freedom of the noise below which an interval excludes nothing."""
 
 
 def steps_for(setting: Setting, run: TrainConfig) -> int:
@@ -36,7 +36,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return parts
 
 
-def analyse(setting: Setting, measured: Measured) -> Result:
+def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report a fit a mechanism, and the compute that the standard model needs for the same loss at the largest size."""
     points = {label: dict[str, tuple[float, float]]() for label in VARIANTS}  # by arm: FLOPs, loss
     rows = []
@@ -52,11 +52,11 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     recipes = [one for arm in measured.planned if (one := measured.recipe_of(arm)) is not None]
     known, degrees = pooled((one.sigma, one.degrees) for one in recipes)
     note = f"Noise: sigma {known:.4f} with {degrees} degrees of freedom." if degrees else NO_NOISE
-    tables = [Table("Losses", ["size", "variant", "FLOPs", "loss", "seeds"], rows, [note])]
+    tables = [ResultTable("Losses", ["size", "variant", "FLOPs", "loss", "seeds"], rows, [note])]
     complete = {label: each for label, each in points.items() if len(each) >= 3}
     shared = set.intersection(*map(set, complete.values())) if complete else set()
     if "standard" not in complete or len(shared) < 3:
-        return Result("Too few sizes have finished for a fit.", tables)
+        return StudyResult("Too few sizes have finished for a fit.", tables)
     # What a curve misses of the sizes that it is fitted to is the same for all only where these are.
     sizes = sorted(shared, key=lambda arm: points["standard"][arm])
     compute = {label: [each[arm][0] for arm in sizes] for label, each in complete.items()}
@@ -72,17 +72,18 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         label: _saved(fits["standard"], one, compute[label][-1]) for label, one in fits.items() if label != "standard"
     }
     head = ["variant", "E", "A", "a", f"compute multiplier at {sizes[-1]}"]
-    tables.append(Table("L = E + A C^-a", head, [_row(label, fits, saved) for label in fits], [_note(floor, unit)]))
+    tables.append(
+        ResultTable("L = E + A C^-a", head, [_row(label, fits, saved) for label in fits], [_note(floor, unit)])
+    )
     sentences, values = [], dict[str, Any](largest_flops=compute["standard"][-1])
     for label, one in saved.items():
-        decided = "" if one.least > 1 or one.most < 1 else ", which does not exclude 1 by three standard errors"
+        ratio, (low, high) = one
+        words = "excludes 1" if low > 1 or high < 1 else "includes 1"
         if degrees < ENOUGH:
-            decided = f", not decided: the noise is known by {degrees} degrees of freedom, expected {ENOUGH}"
-        sentences.append(
-            f"{label}: {number(one.ratio, 2)} times the compute (95 %: {_bounds(*one.interval)}){decided}."
-        )
+            words = f"includes 1: the noise is known by {degrees} degrees of freedom, expected {ENOUGH}"
+        sentences.append(f"{label}: {number(ratio, 2)} times the compute (95 %: {_bounds(low, high)}), {words}.")
         values[label] = {"multiplier": or_none(one.ratio), "interval": [or_none(bound) for bound in one.interval]}
-    return Result(" ".join(sentences), tables, [_chart(compute, losses, fits)], values)
+    return StudyResult(" ".join(sentences), tables, [_chart(compute, losses, fits)], values)
 
 
 def _chart(compute: dict[str, list[float]], losses: dict[str, list[float]], fits: dict[str, Fitted]) -> Curves:
@@ -97,18 +98,15 @@ def _chart(compute: dict[str, list[float]], losses: dict[str, list[float]], fits
 
 
 class _Saved(NamedTuple):
-    """The compute that the standard model needs for a mechanism's loss at its largest size, over what that took; its
-    95 % interval, and its least and most by three standard errors."""
+    """The compute that the standard model needs for a mechanism's loss at its largest size, over what that took, and
+    its 95 % interval."""
 
     ratio: float
     interval: tuple[float, float]
-    least: float
-    most: float
 
 
 def _saved(standard: Fitted, other: Fitted, largest: float) -> _Saved:
-    sure = multiplier_interval(standard, other, largest, SURE)
-    return _Saved(multiplier(standard.fit, other.fit, largest), multiplier_interval(standard, other, largest), *sure)
+    return _Saved(multiplier(standard.fit, other.fit, largest), multiplier_interval(standard, other, largest))
 
 
 def _row(label: str, fits: dict[str, Fitted], saved: dict[str, _Saved]) -> list[str]:

@@ -118,5 +118,5 @@ def test_what_was_checked_is_what_is_bound(monkeypatch):
     monkeypatch.setattr(server, "application", lambda page, **options: None)
     monkeypatch.setattr(server.socket, "create_server", refuse)
     with pytest.raises(UserError, match="cannot serve on localhost:49518"):
-        server.serve(None, "::1", host="localhost", port=49518)
+        server.run(None, "::1", host="localhost", port=49518)
     assert places == [(("::1", 49518), server.socket.AF_INET6)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnres.app.state import LOSS, MAX_CHARACTERS, MAX_LINK, Cut, View, decode, encode, from_json, key_of
+from attnres.app.state import MAX_CHARACTERS, MAX_LINK, Cut, View, decode, encode, from_json, key_of
 from attnres.errors import UserError
 
 KEYS = ("one-20~0123456789ab", "two~ba9876543210")
@@ -29,18 +29,22 @@ VIEWS = st.builds(
     View,
     text=TEXTS,
     models=st.sampled_from([(0,), (1,), (0, 1), (1, 0)]),
-    by=st.sampled_from(["contribution", "weight"]),
-    read=st.none() | st.integers(0, 99),
-    source=st.sampled_from(["heaviest", LOSS, "embedding", "attention 11", "block 2"]),
     token=st.none() | st.integers(0, 999),
-    half=st.integers(0, 1),
+    target=st.none() | st.integers(0, 99_999),
+    against=st.none() | st.integers(0, 99_999),
+    by=st.sampled_from(["contribution", "weight"]),
     cuts=st.lists(
         st.builds(Cut, st.integers(0, 1), st.integers(0, 99), st.integers(0, 99), st.none() | st.integers(0, 999)),
         max_size=9,
         unique=True,
     ).map(tuple),
     span=st.sampled_from(["all", "one"]),
-) | st.builds(View, text=TEXTS, other=TEXTS, models=st.sampled_from([(0,), (1,)]))
+    edited=st.booleans(),
+    tab=st.sampled_from(["explain", "patch", "search", "training"]),
+    other=TEXTS,
+    read=st.integers(0, 99),
+    source=st.integers(0, 99),
+)
 
 
 @given(VIEWS)
@@ -58,7 +62,7 @@ def test_a_link_means_the_same_models_in_any_list(view, keys):
 
 
 def test_a_link_names_no_path_and_little_else():
-    link = encode(View("", None, (0, 1), cuts=(Cut(1, 4, 0), Cut(0, 2, 1, 7))), KEYS)
+    link = encode(View("", (0, 1), cuts=(Cut(1, 4, 0), Cut(0, 2, 1, 7))), KEYS)
     cuts = [{"model": 1, "read": 4, "source": 0, "token": None}, {"model": 0, "read": 2, "source": 1, "token": 7}]
     unpacked = json.loads(zlib.decompress(base64.urlsafe_b64decode(fields(link)["v"] + "==")))
     assert unpacked == {"keys": list(KEYS), "models": [0, 1], "cuts": cuts}
@@ -67,10 +71,10 @@ def test_a_link_names_no_path_and_little_else():
 
 
 def test_a_renamed_model_is_found_by_its_content_and_one_that_is_there_twice_is_two():
-    link = encode(View("", None, (0, 1)), KEYS)
+    link = encode(View("", (0, 1)), KEYS)
     assert decode(fields(link), ("2~ba9876543210", "1~0123456789ab")).models == (1, 0)
     twice = (KEYS[0], KEYS[0])
-    assert decode(fields(encode(View("", None, (0, 1)), twice)), twice).models == (0, 1)
+    assert decode(fields(encode(View("", (0, 1)), twice)), twice).models == (0, 1)
 
 
 CUT = {"model": 0, "read": 1, "source": 1}
@@ -99,11 +103,11 @@ CUT = {"model": 0, "read": 1, "source": 1}
                 {"read": 1e9},
                 {"source": "<script>"},
                 {"token": "3"},
-                {"token": 9_999_999},
-                {"half": 2},
+                {"token": 99_999_999},
+                {"tab": "report"},
                 {"by": "size"},
                 {"span": "two"},
-                {"other": "", "models": [0, 1]},
+                {"other": None},
                 {"cuts": [[0, 1]]},
                 {"cuts": [CUT | {"more": 1}]},
                 {"cuts": [CUT | {"model": 2}]},
@@ -134,16 +138,16 @@ def test_a_link_of_an_earlier_version_says_so(old):
         {"models": [0, 0]},
         {"models": [9]},
         {"read": -1},
-        {"read": 10**6},
+        {"read": 10**8},
         {"token": True},
-        {"half": 2},
+        {"edited": 2},
         {"source": "<script>"},
         {"by": "size"},
         {"span": "two"},
         {"cuts": [[0, 1, 2]]},
         {"cuts": [{"model": 0, "read": 1}]},
         {"cuts": [{"model": 0, "read": 1, "source": 1}] * 600},
-        {"other": "b", "models": [0, 1]},
+        {"other": None},
         {"more": 1},
     ],
 )
@@ -153,13 +157,13 @@ def test_what_a_browser_sends_in_the_place_of_a_view_is_one_sentence(broken):
 
 
 def test_a_link_to_models_that_are_not_open_says_so():
-    link = fields(encode(View("", None, (0, 1)), KEYS))
+    link = fields(encode(View("", (0, 1)), KEYS))
     with pytest.raises(UserError, match=r"the model two \(ba9876543210\), which is not open here"):
         decode(link, KEYS[:1])
 
 
 def test_a_cut_in_a_model_that_is_not_open_is_in_none_of_those_that_are():
-    link = fields(encode(View("", None, (0,), cuts=(Cut(1, 4, 0), Cut(0, 2, 1))), KEYS))
+    link = fields(encode(View("", (0,), cuts=(Cut(1, 4, 0), Cut(0, 2, 1))), KEYS))
     gone, there = decode(link, KEYS[:1]).cuts
     assert gone.model >= 1 and there == Cut(0, 2, 1)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import round as gpu_round
+import torch
 from tapes import Tape
 
 from attnres.ops import cpu
@@ -44,6 +45,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "why_not", lambda *_, **how: None)
 
 
+@pytest.mark.long
 def test_captured_steps_are_compared_and_timed(run: Run, captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     name = "step 100m graphs, bf16 parameters"
     experiment = dataclasses.replace(gpu_round.ROUNDS[name], variants=(gpu_round.BLOCK8,))
@@ -58,6 +60,7 @@ def test_captured_steps_are_compared_and_timed(run: Run, captured: None, monkeyp
     assert {row["step"] for row in timed[:-1]} == {"captured"} and timed[-1]["ended"] == "done"
 
 
+@pytest.mark.long
 def test_what_cannot_be_captured_is_tried_in_the_next_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU none can; an error of one way leaves its traceback and its shapes."""
     import busy
@@ -66,23 +69,53 @@ def test_what_cannot_be_captured_is_tried_in_the_next_way(run: Run, monkeypatch:
 
     def failing(labels: Any, size: Any, on: Any, *, mode: str, **how: Any) -> Any:
         tried.append(mode)
-        if mode == "graphs of passes":
-            raise RuntimeError("a kernel was refused")
+        if mode.startswith("graphs of"):
+            raise RuntimeError(f"a kernel was refused in {mode}")
         return measure(labels, size, on, mode="eager" if mode == "reduce-overhead" else mode, **how)
 
     monkeypatch.setattr(busy, "measure", failing)
     experiment = dataclasses.replace(gpu_round.ROUNDS["step 100m graphs"], variants=("standard",))
     monkeypatch.setitem(gpu_round.ROUNDS, "step 100m graphs", experiment)
     rows = run("step 100m graphs")
-    assert tried[:3] == ["graphs", "graphs of passes", "reduce-overhead"]
+    assert tried[:4] == ["graphs", "graphs of passes", "graphs of layers", "reduce-overhead"]
     failed = [row for row in rows if "error" in row and row["variant"] == "standard"]
-    assert len(failed) == 1 and "a kernel was refused" in failed[0]["error"] and failed[0]["tokens"] == 32
+    assert [row["error"].split()[-1] for row in failed] == ["passes", "layers"] and failed[0]["tokens"] == 32
     assert rows[0]["step"].startswith("eager: ") and "cpu" in rows[0]["step"]
+
+
+def test_layers_are_captured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attentions and MLPs are called with tensors alone, which is what CUDA captures; steps are as without."""
+    import busy
+    from step import Size, _qwen3
+
+    from attnres.comparison.speed import training_steps
+
+    calls: list[int] = []
+
+    def capture(parts: Any, samples: Any) -> None:
+        for part, sample in zip(parts, samples, strict=True):
+            assert all(type(value) is torch.Tensor for value in sample)
+            assert any(value.requires_grad for value in sample) and list(part.parameters())
+            assert all(type(value) is torch.Tensor for value in part(*sample))
+            part.register_forward_hook(lambda *_: calls.append(1))
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    size = Size(_qwen3(32, 4), 64, 2, 16)
+    how: dict[str, Any] = {"vocab_size": 64, "seq_len": 16, "batch_size": 2, "size": size.model}
+    for variant in ((None, {}), ("block", {"num_blocks": 2})):
+        taken, expected = (training_steps({"a": variant}, on=torch.device("cpu"), **how)["a"] for _ in range(2))
+        calls.clear()
+        assert busy.graph_layers(taken).startswith("captured")
+        expected()  # the step that graph_layers takes
+        for _ in range(3):
+            assert torch.equal(taken()[0], expected()[0])
+        layers = size.model["num_hidden_layers"]
+        assert len(calls) == 3 * 2 * layers
 
 
 def test_a_run_is_trained_and_a_rule_that_is_not_there_passed_over(run: Run) -> None:
     trained, over = run("train rates standard muon x1.0"), run("train table rms_block seed 0")
-    assert trained[0]["val_loss"] == pytest.approx(trained[0]["val"][-1][1]) and len(trained[0]["windows"]) == 4
+    assert trained[0]["val_loss"] == pytest.approx(trained[0]["val"][-1][1]) and len(trained[0]["windows"]) == 16
     assert trained[0]["how"].startswith("eager: ") and trained[-1]["ended"] == "done"
     assert "rms_block" in over[0]["passed_over"] and over[-1]["ended"] == "done"
 

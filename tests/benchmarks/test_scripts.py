@@ -58,6 +58,7 @@ def test_progress_says_how_much_is_left(capsys):
     assert capsys.readouterr().err == "x  1/1  part  left 0 s\n"
 
 
+@pytest.mark.long
 def test_kernels_times_reads_and_each_stage_of_a_block(tmp_path):
     shape, block = reads.Shape(16, 24, 3), reads.Shape(16, 24, 2, 3)
     with pytest.MonkeyPatch.context() as patch:
@@ -87,6 +88,7 @@ def test_muon_times_stacks_beside_one_matrix_after_the_other():
     assert len(shapes) == 7 * 12 and set(shapes) == {(128, 128), (64, 128), (384, 128), (128, 384)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"sublayers": 6, "block_size": 3}, {"sublayers": 5, "block_size": 2}])
 def test_stack_times_only_networks_that_compute_the_same(sizes):
     with pytest.MonkeyPatch.context() as patch:
@@ -110,6 +112,7 @@ def test_stack_gives_no_time_to_a_network_that_computes_something_else(monkeypat
     assert all(row["reason"].startswith("wrong") for row in network.rows.values())
 
 
+@pytest.mark.long
 def test_decode_leaves_the_cache_as_long_as_it_was():
     how = {"size": "nano", "context": 6, "prefill": 8, "graphs": False, "compiled": False, "seconds": 0.0, "seed": 0}
     result = decode.run(CPU, torch.float32, **how, batches=[2], say=_quiet)

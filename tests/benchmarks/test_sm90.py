@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 import sm90
+from launch import PATIENCE_S
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NARROW_ENOUGH = 4096
+SPILLED = {
+    "8 sources, 3 reads, fp32, held, backward": 284,
+    "4 sources, 7 reads, fp32, held, backward": 84,
+    "4 sources, 7 reads, fp32, held, forward": 8,
+}
+"""Bytes a thread, as docs/explanation/kernels.md has them."""
 
 # Each kernel at the widest width that must not spill; benchmarks/sm90.py compiles the others.
 SCRIPT = """
@@ -39,7 +46,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder / "cache")
     command = [sys.executable, "-c", SCRIPT, str(BENCHMARKS), str(folder / "sm90.json"), str(NARROW_ENOUGH)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "sm90.json").read_text())["kernels"]
 
@@ -57,11 +64,11 @@ def named(kernel: dict[str, Any]) -> str:
 
 @pytest.mark.long
 def test_nothing_spills(built: list[dict[str, Any]]) -> None:
-    """But for a little of what programs hold whose registers are limited, so that more of them are at work."""
+    """But for held programs that an H200 ran faster so than as tiles without spills, by as much as the page says."""
     spilled = [
         f"{named(k)}: {k['spill_stores']} B stored, {k['spill_loads']} B loaded"
         for k in built
-        if max(k["spill_stores"], k["spill_loads"]) > (512 if ", held" in k["name"] else 0)
+        if max(k["spill_stores"], k["spill_loads"]) > SPILLED.get(k["name"], 0)
     ]
     assert built
     assert not spilled, "\n".join(spilled)

@@ -53,6 +53,7 @@ SHAPE = {"family": "qwen3", "hidden_size": 64, "num_hidden_layers": 12, "num_att
 SHAPE |= {"num_key_value_heads": 1, "intermediate_size": 128}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("residual", "settings", "vectors"),
     [

@@ -1,27 +1,32 @@
 """`attnres env` says which backend a read takes, and names the extras by what pyproject.toml calls them."""
 
 import json
-import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import torch
 
 import attnres
+from attnres import cli
 from attnres.commands.env import EXTRAS, PACKAGES
-from attnres.ops import explain
+from attnres.ops import cpu, explain
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def env(*arguments: str, **variables: str) -> str:
-    command = [sys.executable, "-m", "attnres", "env", *arguments]
-    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
+@pytest.fixture
+def env(capsys):
+    """`env(*arguments)` returns what the command prints."""
+
+    def run(*arguments: str) -> str:
+        cli.main(["env", *arguments])
+        return capsys.readouterr().out
+
+    return run
 
 
-def test_the_json_agrees_with_the_library():
+def test_the_json_agrees_with_the_library(env):
     facts = json.loads(env("--json"))
     assert (facts["attnres"], facts["packages"]["torch"]) == (attnres.__version__, torch.__version__)
     backends = {row["dtype"]: row["backend"] for row in facts["reads"] if row["device"] == "cpu"}
@@ -31,8 +36,9 @@ def test_the_json_agrees_with_the_library():
     assert len(facts["cuda"]) == torch.cuda.device_count() and bool(facts["cuda"]) != bool(facts["no_cuda"])
 
 
-def test_why_the_kernels_are_not_used_is_said():
-    lines = env(ATTNRES_CPU_KERNELS="0").splitlines()
+def test_why_the_kernels_are_not_used_is_said(env):
+    with cpu.switched(False):
+        lines = env().splitlines()
     assert any("cpu" in line and "plain torch" in line and "ATTNRES_CPU_KERNELS is 0" in line for line in lines)
 
 

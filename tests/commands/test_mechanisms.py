@@ -8,7 +8,7 @@ from attnres.residuals import RESIDUALS, make_residual
 from attnres.residuals.registry import ships
 from attnres.residuals.table import SUBLAYERS, WIDTH, as_markdown, mechanisms
 
-DOCS = Path(__file__).parents[2] / "docs" / "mechanisms.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "mechanisms.md"
 
 
 def test_every_mechanism_that_ships_says_what_it_is():
@@ -22,7 +22,7 @@ def test_every_mechanism_that_ships_says_what_it_is():
 def test_the_table_of_the_documentation_is_the_commands():
     table = DOCS.read_text().partition("<!-- table -->")[2].partition("<!-- end -->")[0].strip()
     assert table == as_markdown([row for row in mechanisms() if ships(row.name)]), (
-        "put the output of `attnres mechanisms --format markdown` between the marks of docs/mechanisms.md"
+        "put the output of `attnres mechanisms --format markdown` between the marks of docs/reference/mechanisms.md"
     )
 
 

@@ -96,7 +96,7 @@ def test_a_comparison_in_bf16_that_is_emulated_says_so_once(done, tmp_path, monk
 def test_how_it_stands_is_read_from_folders_that_grow(done, tmp_path):
     config, study, folder = done
     status = RunStatus(tmp_path, make_plan(config))
-    assert status.table() is None and not status.comparable()
+    assert status.table() is None and not status.comparable() and not status.measured()
     base, name = "standard-seed0", "block-num_blocks2-seed0"
     for run in (base, name):
         (tmp_path / run).mkdir()
@@ -106,7 +106,7 @@ def test_how_it_stands_is_read_from_folders_that_grow(done, tmp_path):
     losses = {run.label: {line["step"]: line["loss"] for line in run.val} for run in study.runs}
     gap = losses["block-num_blocks2"][2] - losses["standard"][2]
     table = status.table()
-    assert table is not None and not status.comparable()
+    assert table is not None and status.measured() and not status.comparable()
     cells = list(zip(*(column.cells for column in table.columns)))
     assert [row[:2] for row in cells] == [(base, "4"), (name, "2")]
     assert cells[0][3:] == ("", "") and cells[1][4] == "2"
@@ -153,6 +153,7 @@ def test_a_folder_of_something_else_is_refused(done):
         compare(dataclasses.replace(config, out=str(folder / "text" / "0.txt")))
 
 
+@pytest.mark.long
 def test_a_run_cut_short_is_continued(own):
     config, folder = own
     run = folder / "standard-seed0"
@@ -163,6 +164,7 @@ def test_a_run_cut_short_is_continued(own):
     assert (run / "val" / "000004.npy").read_bytes() == before
 
 
+@pytest.mark.long
 def test_a_continued_comparison_keeps_its_threads_and_kernels(own, monkeypatch):
     config, folder = own
     path, summary = folder / "compare.json", folder / "standard-seed0" / "summary.json"
@@ -200,6 +202,24 @@ def test_runs_on_other_data_are_not_mixed(own):
     path.write_text(json.dumps(json.loads(before) | {"windows_sha256": "0"}))
     with pytest.raises(UserError, match="was trained on other data"):
         compare(config)
+
+
+@pytest.mark.long
+def test_the_report_is_there_before_a_run_has_ended(own, monkeypatch, capfd):
+    config, folder = own
+    (folder / "report.html").unlink()
+    for summary in folder.glob("*/summary.json"):
+        summary.unlink()
+    monkeypatch.setattr("attnres.comparison.compare.EARLY_S", -1.0)
+
+    def polled(*args, on_poll, **kwargs):
+        on_poll()
+        assert "<svg" in (folder / "report.html").read_text()
+        on_poll()
+
+    monkeypatch.setattr("attnres.comparison.compare.train_all", polled)
+    compare(dataclasses.replace(config, timing_s=0))
+    assert capfd.readouterr().err.count("has the first held-out losses") == 1
 
 
 def test_two_do_not_compare_in_one_folder(done):

@@ -2,24 +2,24 @@
 
 import pytest
 
-from attnres.comparison.plan import Variant, parse_variant, parse_variants
+from attnres.comparison.plan import VariantSpec, parse_variant, parse_variants
 from attnres.errors import UserError
 
 
 @pytest.mark.parametrize(
     ("text", "variant", "label"),
     [
-        ("standard", Variant("standard"), "standard"),
-        ("block:num_blocks=6", Variant("block", {"num_blocks": 6}), "block-num_blocks6"),
-        ("block@lr=0.003", Variant("block", {}, 0.003), "block-lr0.003"),
-        ("block:block_size=2@lr=3e-3", Variant("block", {"block_size": 2}, 0.003), "block-block_size2-lr0.003"),
-        ("block:block_size=2,key_norm_eps=1e-5", Variant("block", {"block_size": 2, "key_norm_eps": 1e-5}), None),
+        ("standard", VariantSpec("standard"), "standard"),
+        ("block:num_blocks=6", VariantSpec("block", {"num_blocks": 6}), "block-num_blocks6"),
+        ("block@lr=0.003", VariantSpec("block", {}, 0.003), "block-lr0.003"),
+        ("block:block_size=2@lr=3e-3", VariantSpec("block", {"block_size": 2}, 0.003), "block-block_size2-lr0.003"),
+        ("block:block_size=2,key_norm_eps=1e-5", VariantSpec("block", {"block_size": 2, "key_norm_eps": 1e-5}), None),
         (
             "full@train_only=lora,lr=0.01,residual_lr=0.1",
-            Variant("full", {}, 0.01, {"train_only": "lora", "residual_lr": 0.1}),
+            VariantSpec("full", {}, 0.01, {"train_only": "lora", "residual_lr": 0.1}),
             "full-train_onlylora-residual_lr0.1-lr0.01",
         ),
-        ("full:read_scale=sum", Variant("full", {"read_scale": "sum"}), "full-read_scalesum"),
+        ("full:read_scale=sum", VariantSpec("full", {"read_scale": "sum"}), "full-read_scalesum"),
     ],
 )
 def test_a_variant_is_residual_settings_and_rate(text, variant, label):

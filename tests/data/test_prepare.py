@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import document, write_jsonl
+from launch import PATIENCE_S
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnres.data import Prepared, build, load_tokenizer, open_tokens, prepare
-from attnres.data.encode import Encoder
+from attnres.data.encode import DocumentEncoder
 from attnres.data.shards import SplitWriter
 from attnres.data.sources import open_source
 from attnres.errors import UserError
@@ -175,7 +176,7 @@ def test_interruption_leaves_nothing_behind(corpus: Path, tmp_path: Path, monkey
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Encoder, "encode", interrupt)
+    monkeypatch.setattr(DocumentEncoder, "encode", interrupt)
     with pytest.raises(KeyboardInterrupt):
         prepare(str(corpus), "bpe:300", out=tmp_path / "out" / "new", progress=False)
     assert leftovers(tmp_path / "out") == []
@@ -198,7 +199,7 @@ def test_processes_that_prepare_at_once_agree(corpus: Path, own_cache: Path):
         subprocess.Popen([sys.executable, "-c", program, str(corpus)], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    outputs = {run.communicate(timeout=120)[0] for run in runs}
+    outputs = {run.communicate(timeout=PATIENCE_S)[0] for run in runs}
     assert [run.returncode for run in runs] == [0, 0, 0]
     assert len(outputs) == 1
     assert len(leftovers(own_cache / "data")) == 1

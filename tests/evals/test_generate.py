@@ -4,17 +4,21 @@ import dataclasses
 
 import pytest
 import torch
+from tapes import Tape
 from tiny import SIZE
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from attnres import UserError
+from attnres.evals import replays
 from attnres.evals.config import GenerateConfig
 from attnres.evals.generate import generate, speak
 from attnres.evals.speaker import Speaker, beside, open_speaker
 from attnres.inspect import record
 from attnres.models import build
 from attnres.models.encoding import piece
+from attnres.ops import cpu
+from attnres.training import graphs
 
 PROMPT = "the quick brown fox"
 
@@ -39,6 +43,42 @@ def test_greedy_text_is_the_likeliest_at_each_step(speakers, name):
     speaker = speakers[name]
     expected = speaker.tokenizer.decode(uncached(speaker, PROMPT, 12), skip_special_tokens=True)
     assert generate(speaker, PROMPT, max_new_tokens=12, greedy=True) == expected
+
+
+@pytest.mark.parametrize("name", ["block", "plain"])
+def test_tokens_are_replayed_as_graphs(speakers, name, monkeypatch):
+    """Those of passes without a graph; a prompt's pass has a graph for its length, and a watched pass none."""
+    speaker = dataclasses.replace(speakers[name], replays=replays.Replays())
+    other = " ".join(reversed(PROMPT.split()))
+    how = {"max_new_tokens": 8, "greedy": True}
+    with cpu.switched(on=False):
+        expected = {prompt: generate(speaker, prompt, **how) for prompt in (PROMPT, other)}
+        monkeypatch.setattr(graphs, "Graph", Tape)
+        monkeypatch.setattr(replays, "why_not", lambda model: None)
+        for turn in range(4):
+            assert generate(speaker, PROMPT, **how) == expected[PROMPT]
+            assert len(speaker.replays.graphs) == (2 if turn == graphs.WARM_UP else 1)  # a token's, then the prompt's
+        tapes = [graph for graph, *_ in speaker.replays.graphs.values()]
+        assert sorted(tape.replays for tape in tapes) == [1, 4 * 7 - graphs.WARM_UP]
+        assert generate(speaker, other, **how) == expected[other]  # of the same length
+        assert sorted(tape.replays for tape in tapes) == [2, 5 * 7 - graphs.WARM_UP]
+        if name == "block":
+            assert generate(speaker, PROMPT, on_token=lambda token: None, **how) == expected[PROMPT]
+            assert sorted(tape.replays for tape in tapes) == [2, 5 * 7 - graphs.WARM_UP]
+    assert "forward" not in vars(speaker.model)
+
+
+def test_what_cannot_be_captured_is_said_once_and_generated_all_the_same(speakers, monkeypatch, caplog):
+    def refused(function):
+        raise RuntimeError("a kernel was refused")
+
+    speaker = dataclasses.replace(speakers["block"], replays=replays.Replays())
+    expected = generate(speaker, PROMPT, max_new_tokens=8, greedy=True)
+    monkeypatch.setattr(graphs, "Graph", refused)
+    monkeypatch.setattr(replays, "why_not", lambda model: None)
+    for _ in range(2):
+        assert generate(speaker, PROMPT, max_new_tokens=8, greedy=True) == expected
+    assert [record.message.endswith("a kernel was refused") for record in caplog.records] == [True]
 
 
 def test_a_folder_a_model_in_memory_and_a_speaker_say_the_same(folders, speakers):

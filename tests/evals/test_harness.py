@@ -84,7 +84,7 @@ def test_contexts_and_special_tokens_are_lm_evals(folders, monkeypatch, around, 
     assert theirs.max_length == checkpoint.context
 
 
-@pytest.mark.slow
+@pytest.mark.quick("block")
 @pytest.mark.parametrize("model", ["block", "plain"])
 def test_every_item_agrees_with_lm_eval(folders, data, yaml, model):
     from lm_eval import simple_evaluate
@@ -121,7 +121,7 @@ def test_every_item_agrees_with_lm_eval(folders, data, yaml, model):
     assert compared == 9 * 4 + 9 * 4 + 9 * 2 + 11
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tasks_of_lm_eval_stand_beside_ours_and_are_paired(folders, data, yaml):
     models = (str(folders["block"]), str(folders["full"]))
     config = EvalConfig(

@@ -125,6 +125,7 @@ def test_a_malformed_file_is_named_with_its_line(tmp_path, text, message):
         read_task(str(tmp_path / "mine.jsonl"))
 
 
+@pytest.mark.long
 def test_a_task_that_is_lm_evals_says_its_name_there(tmp_path):
     from lm_eval.tasks import TaskManager
 

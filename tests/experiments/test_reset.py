@@ -12,6 +12,7 @@ from attnres.models import load
 from attnres.training.checkpoint import kept
 
 
+@pytest.mark.quick("reads0")
 @pytest.mark.parametrize("reads", [(1, 2), None])
 def test_queries_begin_again_and_all_else_goes_on(run: Path, tmp_path: Path, reads: tuple[int, ...] | None) -> None:
     reset.main(run, step=4, out=tmp_path / "on", reads=reads, residual_lr=1e-12)
@@ -28,6 +29,7 @@ def test_queries_begin_again_and_all_else_goes_on(run: Path, tmp_path: Path, rea
     assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 def test_with_nothing_set_back_the_run_is_the_same(run: Path, tmp_path: Path) -> None:
     reset.main(run, step=4, out=tmp_path / "on", reads=())
     one, two = (load_file(folder / "model" / "model.safetensors") for folder in (run, tmp_path / "on"))

@@ -2,12 +2,14 @@
 
 import csv
 import math
+import re
 import statistics
 from collections import defaultdict
 
 import claims_page
 import power
 import results_page
+import study_pages
 
 MAX_LINES = 60
 
@@ -18,9 +20,11 @@ def test_the_page_is_that_of_the_files():
     assert len(text.splitlines()) <= MAX_LINES
 
 
-def test_readme_has_the_tables_of_the_files():
-    assert results_page.readme() == results_page.README.read_text("utf-8"), "run python experiments/results_page.py"
-    assert len(results_page.readme().splitlines()) <= 150
+def test_readme_and_the_guide_have_the_tables_of_the_files():
+    assert all(
+        results_page.marked(path) == path.read_text("utf-8") for path in (results_page.README, results_page.GUIDE)
+    ), "run python experiments/results_page.py"
+    assert len(results_page.README.read_text("utf-8").splitlines()) <= 150
 
 
 def test_the_claims_are_those_of_the_files_and_34():
@@ -28,6 +32,39 @@ def test_the_claims_are_those_of_the_files_and_34():
     assert text == claims_page.PAGE.read_text("utf-8"), "run python experiments/claims_page.py"
     numbers = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
     assert [int(one) for one in numbers if one.isdecimal()] == list(range(1, 35))
+
+
+def test_each_study_has_a_page_of_its_files():
+    navigation = (results_page.ROOT / "mkdocs.yml").read_text("utf-8")
+    pages = sorted(study_pages.PAGES.glob("*.md"))
+    speed = {"mechanism_costs", "speed_cpu", "speed_gpu"}
+    assert {path.stem for path in pages} == {*results_page.PAGES, *speed, "index", "claims"}
+    for path in pages:
+        text = path.read_text("utf-8")
+        assert text == study_pages.page(text), f"{path.name}: run python experiments/study_pages.py"
+        assert (path.stem in speed or len(text.encode()) <= 12 * 1024) and f"results/{path.name}" in navigation
+    marks = [what.split() for path in pages for _, what, _ in study_pages.MARK.findall(path.read_text("utf-8"))]
+    stored = (study_pages.DATA / "studies").glob("*/*/result.json")
+    shown = {words[1] for words in marks if words[0] == "study"}
+    assert shown == {f"{path.parent.parent.name}/{path.parent.name}" for path in stored}
+
+
+def test_no_page_of_results_has_a_word_for_a_verdict():
+    """An interval excludes 0 or does not."""
+    for path in [study_pages.PAGES / f"{name}.md" for name in (*results_page.PAGES, "index", "claims")]:
+        words = set(re.findall(r"[a-z]+", path.read_text("utf-8").lower()))
+        assert not words & {"decided", "undecided", "decides", "reproduced", "verdict", "verdicts"}, path.name
+
+
+def test_a_course_is_the_mean_of_pairs():
+    gaps = defaultdict(dict)
+    with (results_page.DATA / "lasting_seeds" / "curves.csv").open() as file:
+        for row in csv.DictReader(file):
+            gaps[row["label"], row["seed"]][float(row["tokens"])] = float(row["loss"])
+    last = max(gaps["block", "0"])
+    mean = statistics.fmean(gaps["block", seed][last] - gaps["standard", seed][last] for seed in "012")
+    row = next(line for line in study_pages.course("lasting_seeds", "block") if line.startswith("| block"))
+    assert float(row.split("|")[-2].replace("−", "-")) == round(mean, 3)
 
 
 def test_a_claims_difference_is_near_that_of_plain_means():

@@ -79,6 +79,7 @@ def study(tmp_path_factory):
         yield root / "runs", findings(FindingsConfig([str(root / "runs")], documents=6, windows=2, device="cpu"))
 
 
+@pytest.mark.long
 def test_every_variant_with_weights_is_there(study):
     _, outcome = study
     assert (outcome["language"], outcome["start"], outcome["documents"]) == ("code", "statement start", 6)
@@ -188,6 +189,7 @@ def test_kinds_of_a_window_are_those_of_the_document(study):
     assert len(firsts) and (firsts != KINDS["code"].index("statement start")).any()
 
 
+@pytest.mark.long
 def test_the_command_writes_a_folder_for_each_comparison_and_one_picture(study, tmp_path, monkeypatch, capsys):
     folder, _ = study
     line = ["findings.py", str(folder), "--out", str(tmp_path), "--documents", "4", "--windows", "1", "--device", "cpu"]

@@ -18,14 +18,14 @@ from attnres.figures import (
     Variant,
     draw_comparison,
     draw_model,
-    losses,
     save_all,
     style,
     write_figures,
 )
 from attnres.figures.cells import cells as draw_cells
 from attnres.figures.cells import look_of, scale
-from attnres.figures.comparison import Difference
+from attnres.figures.comparison import LossDifference, final_difference, held_out_loss
+from attnres.figures.comparison import difference as loss_difference
 from attnres.figures.depth import CHOICE, by_depth, dynamics, over_steps
 from attnres.figures.geometry import learned
 from attnres.figures.patterns import (
@@ -128,6 +128,7 @@ def test_reads_of_one_sublayer_count_as_one_in_a_layers_share():
         assert mixing(models(example)).figure.axes[0].get_ylim() == (8, 0)
 
 
+@pytest.mark.quick("*-[12]")
 @pytest.mark.parametrize(
     ("residual", "layers"), [("block", 1), ("full", 1), ("standard", 1), ("block", 2), ("full", 54)]
 )
@@ -547,6 +548,7 @@ def test_a_number_that_is_none_leaves_the_others_their_scale():
     assert "–" in after.get_title("left")
 
 
+@pytest.mark.long
 def test_numbers_under_five_panels_keep_apart():
     """The last layer's from the word out too, whatever the depth."""
     for layers in (1, 4, 12, 24, 54):
@@ -574,6 +576,7 @@ def test_two_decades_have_the_same_numbers_everywhere():
     assert len(shown_ticks(ax.yaxis)) >= 3
 
 
+@pytest.mark.long
 def test_a_long_text_on_many_boundaries_fits_a_page():
     example = inspection("full", 20)
     tokens = ["word\n"] * 60
@@ -600,36 +603,41 @@ def test_captions_say_what_is_shown():
 
 def test_intervals_of_two_seeds_leave_the_lines_to_be_seen():
     """Student's t of one degree of freedom makes them tens of times as wide as the differences are."""
-    block = variant("block", "block", differences=[Difference(step, -0.06, 0.01) for step in (1, 2, 3)], complete=True)
+    block = variant(
+        "block", "block", differences=[LossDifference(step, -0.06, 0.01) for step in (1, 2, 3)], complete=True
+    )
     full = dataclasses.replace(
-        block, label="full", residual="full", differences=[Difference(step, -0.05, 0.8, "seeds") for step in (1, 2, 3)]
+        block,
+        label="full",
+        residual="full",
+        differences=[LossDifference(step, -0.05, 0.8, "seeds") for step in (1, 2, 3)],
     )
     comparison = Comparison([variant("standard", "standard"), block, full], "standard")
-    plot, last = losses.difference(comparison), losses.final_difference(comparison)
+    plot, last = loss_difference(comparison), final_difference(comparison)
     for low, high in (plot.figure.axes[0].get_ylim(), last.figure.axes[0].get_xlim()):
         assert -0.2 < low < -0.07 and 0 < high < 0.2
     assert "leave the axes" in plot.caption and "to the edge" in last.caption
     narrow = Comparison([variant("standard", "standard"), block], "standard")
-    assert "leave the axes" not in losses.difference(narrow).caption
-    assert "to the edge" not in losses.final_difference(narrow).caption
+    assert "leave the axes" not in loss_difference(narrow).caption
+    assert "to the edge" not in final_difference(narrow).caption
 
 
 def test_lines_that_begin_outside_the_axes_are_said_to():
-    points = [Difference(step, -2.0 if step == 1 else -0.06, 0.01) for step in range(1, 41)]
+    points = [LossDifference(step, -2.0 if step == 1 else -0.06, 0.01) for step in range(1, 41)]
     for factor in (1, -1):
         early = [one._replace(mean=factor * one.mean) for one in points]
         block = variant("block", "block", differences=early)
         comparison = Comparison([variant("standard", "standard"), block], "standard")
-        assert "The steep start is cut off." in losses.difference(comparison).caption
+        assert "The steep start is cut off." in loss_difference(comparison).caption
         held_out = {0: [(one.place, 5 + one.mean) for one in early]}
         below = Comparison([variant("full", "full", held_out=held_out)])
-        assert losses.held_out_loss(below).caption.endswith("The steep start is cut off.")
+        assert held_out_loss(below).caption.endswith("The steep start is cut off.")
         assert "The steep start is cut off." in dynamics(below).caption
     block = variant("block", "block", differences=points[1:])
-    calm = losses.difference(Comparison([variant("standard", "standard"), block], "standard"))
+    calm = loss_difference(Comparison([variant("standard", "standard"), block], "standard"))
     assert "cut off" not in calm.caption
     late = {0: [(step, 5.0 if step < 40 else math.inf) for step in range(1, 41)]}
-    assert "cut off" not in losses.held_out_loss(Comparison([variant("full", "full", held_out=late)])).caption
+    assert "cut off" not in held_out_loss(Comparison([variant("full", "full", held_out=late)])).caption
 
 
 def test_what_is_of_several_seeds_says_so_in_every_caption():
@@ -663,12 +671,12 @@ def test_what_is_of_several_seeds_says_so_in_every_caption():
 
 
 def test_at_the_end_nothing_is_held_against_a_baseline_on_its_way():
-    block = variant("block", "block", differences=[Difference(1, -0.06, 0.01)], complete=True)
+    block = variant("block", "block", differences=[LossDifference(1, -0.06, 0.01)], complete=True)
     standard = variant("standard", "standard", complete=True)
-    assert losses.final_difference(Comparison([standard, block], "standard")).figure.axes
+    assert final_difference(Comparison([standard, block], "standard")).figure.axes
     unfinished = dataclasses.replace(standard, complete=False)
     with pytest.raises(NotShown, match="no finished run that can be compared"):
-        losses.final_difference(Comparison([unfinished, block], "standard"))
+        final_difference(Comparison([unfinished, block], "standard"))
 
 
 def test_what_lies_below_zero_is_on_an_axis_from_zero():
@@ -683,7 +691,7 @@ def test_what_lies_below_zero_is_on_an_axis_from_zero():
 
 
 def test_what_chance_does_is_a_band_where_the_baseline_has_several_seeds():
-    differences = [Difference(step, -0.2, 0.05) for step in (1, 2, 3)]
+    differences = [LossDifference(step, -0.2, 0.05) for step in (1, 2, 3)]
     block = variant("block", "block", differences=differences)
     seeds = {0: [(1, 5.0), (2, 4.0), (3, 3.0)], 1: [(1, 5.2), (2, 4.0)], 2: [(1, 5.4), (2, 4.6), (3, 3.0)]}
     standard = variant("standard", "standard", held_out=seeds)
@@ -691,9 +699,9 @@ def test_what_chance_does_is_a_band_where_the_baseline_has_several_seeds():
     places, deviations = zip(*comparison.noise(), strict=True)
     assert places == (1, 2)  # where every seed was measured
     assert deviations == pytest.approx([math.sqrt(2) * 0.2, math.sqrt(2) * math.sqrt(0.12)])
-    plot = losses.difference(comparison)
+    plot = loss_difference(comparison)
     band = plot.figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert band.max() == pytest.approx(max(deviations)) and band.min() == pytest.approx(-max(deviations))
     assert "other seeds" in plot.caption
     alone = dataclasses.replace(standard, held_out={0: seeds[0]})
-    assert "other seeds" not in losses.difference(Comparison([alone, block], "standard")).caption
+    assert "other seeds" not in loss_difference(Comparison([alone, block], "standard")).caption

@@ -116,18 +116,21 @@ def test_every_document_of_made_up_folders_is_read(tmp_path: Path, monkeypatch: 
     assert lost.failures(), "a test split that is read is noticed"
 
 
+@pytest.mark.long
 def test_commands_killed_between_two_changes_end_as_if_they_had_not_been(material: Material):
     tally = Tally()
     try_kills(material, tally, 6, only=("prepare", "convert"))
     assert tally.failures() == [] and tally.tried("kills") >= 3 and tally.tried("killed and resumed") > 0
 
 
+@pytest.mark.long
 def test_a_full_disk_is_a_sentence_and_costs_nothing(material: Material):
     tally = Tally()
     try_full_disks(material, tally, 4, only=("convert",))
     assert tally.failures() == [] and tally.record["areas"]["full disks"]["refused"] > 2
 
 
+@pytest.mark.long
 def test_the_full_disk_fails_from_its_write_on(tmp_path: Path):
     code = (
         "import sys, pathlib; from fuzz.disk import FullDisk; root = pathlib.Path(sys.argv[1])\n"

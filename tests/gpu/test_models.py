@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import PATIENCE_S
 from torch import Tensor
 from transformers import StaticCache
 
@@ -299,12 +300,12 @@ def test_what_held_back_reads_are_made_of_is_recorded(
 
 
 SHARDED = """
-import sys, torch, torch.distributed as dist
+import os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 import test_models
 
 device, residual, store = sys.argv[2:]
@@ -335,10 +336,11 @@ print("equal")
 """
 
 
+@pytest.mark.long
 @ours
 def test_ddp_and_fsdp2_train_the_same_model(device: str, residual: str, tmp_path: Any) -> None:
     """On one process: that wrapping, sharding and gathering see every parameter and change no gradient."""
     here = str(__file__).rpartition("/")[0]
     command = [sys.executable, "-c", SHARDED, here, device, residual, str(tmp_path / "store")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0 and "equal" in done.stdout, done.stderr

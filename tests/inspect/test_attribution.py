@@ -53,6 +53,7 @@ def lengths(model, ids, index, *edits):
     return trace.token_norms[0, :, index]
 
 
+@pytest.mark.quick("block", "boundary")
 @pytest.mark.parametrize("residual", LAYOUTS)
 def test_the_gradient_is_the_first_order_of_the_knock_out(residual):
     model, ids = make(residual), text()
@@ -72,6 +73,7 @@ def test_the_gradient_is_the_first_order_of_the_knock_out(residual):
             assert estimate == pytest.approx((more - less) / (2 * share), rel=2e-3, abs=3e-4)
 
 
+@pytest.mark.quick("block")
 @pytest.mark.parametrize("residual", ["block", "full", "standard"])
 def test_knock_outs_in_batches_are_those_made_one_by_one(residual):
     model, ids = make(residual), text()

@@ -34,6 +34,7 @@ def by_hand(model, tokenizer, documents, read, source):
     return rows
 
 
+@pytest.mark.quick("weight-*")
 @pytest.mark.parametrize(("by", "least"), [("contribution", False), ("contribution", True), ("weight", False)])
 def test_the_top_tokens_are_those_of_the_vectors_themselves(model, tokenizer, documents, by, least):
     spent = []

@@ -3,18 +3,26 @@
 import contextlib
 import json
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from tiny import SIZE
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import attnres
 from attnres import cli
 from attnres.inspect import examine
+from attnres.ops.cpu import switched
 
 WIDTH, LAYERS = 16, 2
+ATTENTIONS = ("layers.1.self_attn", "model.layers.1.self_attn")
+"""Of the second layer, in the models below."""
 
 
 class Plain(nn.Module):
@@ -46,10 +54,13 @@ def attached() -> tuple[nn.Module, torch.Tensor]:
     return model, example
 
 
-def converted() -> tuple[nn.Module, torch.Tensor]:
+def decoder() -> Qwen3ForCausalLM:
     fields = {name: value for name, value in SIZE.items() if name != "family"}
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=50, **fields))
-    return attnres.convert(model, "full"), torch.arange(8)[None]
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=50, **fields))
+
+
+def converted() -> tuple[nn.Module, torch.Tensor]:
+    return attnres.convert(decoder(), "full"), torch.arange(8)[None]
 
 
 @pytest.fixture(params=[plain, attached, converted])
@@ -133,20 +144,37 @@ def test_faults_of_optimizers(subject: tuple[nn.Module, torch.Tensor]) -> None:
     assert names(model, fast) == (set() if is_converted else {"full-rate"})
 
 
-class Detached(Plain):
-    """Its second sublayer takes a copy of the stream."""
+def test_a_read_that_is_detached_has_no_gradient(subject: tuple[nn.Module, torch.Tensor]) -> None:
+    model, example = subject
+    sublayer = next(part for name, part in model.named_modules() if name in ("mlps.2", *ATTENTIONS))
+    sublayer.register_forward_pre_hook(
+        lambda _, args, kwargs: _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)),
+        with_kwargs=True,
+    )
+    (finding,) = (one for one in examine(model, None, example) if one.name == "no-gradient")
+    assert "attention 1" in finding.found and "mlp" not in finding.found
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.depth.start(self.embed(ids))
-        for index, (mlp, norm) in enumerate(zip(self.mlps, self.norms)):
-            h = x.read(norm)
-            x = x + mlp(h.detach() if index == 1 else h)
-        return x.finish(self.norms[-1])
+
+def test_what_somebody_put_in_place_of_start_runs_and_stays(subject: tuple[nn.Module, torch.Tensor]) -> None:
+    model, example = subject
+    residual, seen = residual_of(model), []
+    start = residual.start
+
+    def watched(embedding: torch.Tensor) -> object:
+        seen.append(embedding.shape)
+        return start(embedding)
+
+    residual.start = watched
+    assert names(model, None, example) <= {"plain-torch"}
+    assert residual.start is watched and len(seen) >= 1
 
 
-def test_a_read_that_is_detached_has_no_gradient() -> None:
-    (finding,) = (one for one in examine(Detached(), None, torch.arange(8)[None]) if one.name == "no-gradient")
-    assert "mlp 0" in finding.found and "mlp 1" not in finding.found
+def test_faults_of_the_stream(subject: tuple[nn.Module, torch.Tensor]) -> None:
+    model, example = subject
+    with switched(False):
+        assert "plain-torch" in names(model, None, example)
+    example = example.half() if example.is_floating_point() else example
+    assert "stream-dtype" in names(model.half(), None, example)
 
 
 def test_layers_that_nothing_reads_are_told(subject: tuple[nn.Module, torch.Tensor]) -> None:
@@ -167,20 +195,48 @@ def test_layers_that_nothing_reads_are_told(subject: tuple[nn.Module, torch.Tens
     assert "unread" in names(model, None, example)
 
 
-def test_a_tie_that_the_config_does_not_name() -> None:
-    model, _ = converted()
+def attached_decoder() -> tuple[nn.Module, torch.Tensor]:
+    model, example = decoder(), torch.arange(8)[None]
+    attnres.attach(model.model, "full", example=(example,))
+    return model, example
+
+
+@pytest.mark.parametrize("make", [converted, attached_decoder])
+def test_a_tie_that_the_config_does_not_name(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
+    model: Any = make()[0]
+    assert not names(model)
     model.config.tie_word_embeddings = not model.config.tie_word_embeddings
     assert names(model) & {"tied", "untied"}
 
 
-def test_checkpointing_that_recomputes_nothing() -> None:
-    model, example = converted()
-    model.activation_checkpointing_enable({"use_reentrant": False})
-    assert "no-recompute" not in names(model, None, {"input_ids": example})
-    for part in model.modules():
-        if getattr(part, "gradient_checkpointing", False):
-            part._gradient_checkpointing_func = lambda function, *args, **kwargs: function(*args, **kwargs)
-    assert "no-recompute" in names(model, None, {"input_ids": example})
+@pytest.mark.parametrize("make", [converted, attached_decoder])
+def test_checkpointing_that_recomputes_nothing_or_is_reentrant(
+    make: Callable[[], tuple[nn.Module, torch.Tensor]],
+) -> None:
+    model, example = make()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    asked = {"input_ids": example, "use_cache": False}
+    flagged = [part for part in model.modules() if getattr(part, "gradient_checkpointing", False)]
+    assert not names(model, None, asked) & {"no-recompute", "reentrant"}
+    for part in flagged:
+        part._gradient_checkpointing_func = lambda function, *args, **kwargs: function(*args, **kwargs)
+    assert "no-recompute" in names(model, None, asked)
+    for part in flagged:
+        part._gradient_checkpointing_func = partial(checkpoint, use_reentrant=True)
+    assert "reentrant" in names(model, None, asked)
+
+
+@pytest.mark.parametrize("make", [plain, attached])
+def test_a_flag_or_wrapper_of_checkpointing_that_nothing_follows(
+    make: Callable[[], tuple[nn.Module, torch.Tensor]],
+) -> None:
+    model, example = make()
+    model.grad_checkpointing = True
+    assert "no-recompute" in names(model, None, example)
+    model.grad_checkpointing = False
+    apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
+    assert "no-recompute" not in names(model, None, example)
 
 
 def test_the_command_tells_and_exits_with_one(

@@ -49,6 +49,7 @@ def saved(tmp_path_factory, make_model, tokenizer, documents):
     return path
 
 
+@pytest.mark.long
 def test_the_folder_of_an_inspection_will_do_for_its_file(run, saved, tmp_path):
     code, out, err = run(saved.parent, tmp_path / "out")
     assert (code, err) == (0, "") and out.startswith("saved: patterns")

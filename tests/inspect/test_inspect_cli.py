@@ -39,6 +39,7 @@ def run(capsys):
     return run
 
 
+@pytest.mark.long
 def test_what_is_learned_is_told_by_what_its_axes_count(run, folder_of, tmp_path):
     code, out, _ = run(folder_of("adaptive"), "--text", TEXT, "--context", "20", "--out", tmp_path)
     assert code == 0 and re.search(r"gate of a block's end: \.\d\d to \.\d\d over the layers", out)

@@ -83,6 +83,7 @@ def test_batches_change_nothing(model, tokenizer, documents):
     assert one.kinds["tokens"] == many.kinds["tokens"]
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_documents(model, tokenizer, documents):
     waiting = []
 
@@ -96,6 +97,7 @@ def test_memory_does_not_grow_with_the_number_of_documents(model, tokenizer, doc
     assert ran[0] < 20 and max(b - a for a, b in pairwise(ran)) < 20
 
 
+@pytest.mark.quick("block", "full", "standard", "hyper_connections")
 @pytest.mark.parametrize("residual", crossed())
 def test_every_residual_is_inspected_as_far_as_it_goes(make_model, tokenizer, documents, residual, tmp_path):
     inspection = look(make_model(residual, scale=0.2), tokenizer, documents, example=documents[0])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from sample_mechanisms import WEIGHED
+from sample_mechanisms import WEIGHED, crossed
 from tiny import SIZE
 from torch.utils._pytree import tree_leaves
 
@@ -44,7 +44,7 @@ def token_weights(model, *edits, ids=None):
     return trace
 
 
-@pytest.mark.parametrize("residual", WEIGHED)
+@pytest.mark.parametrize("residual", crossed(WEIGHED))
 def test_an_intervention_without_edits_gives_the_models_own_logits_and_gradients(residual):
     model = make(residual)
     for size in (1, 9):
@@ -62,7 +62,7 @@ def test_an_intervention_without_edits_gives_the_models_own_logits_and_gradients
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-4 * scale)
 
 
-@pytest.mark.parametrize("residual", WEIGHED)
+@pytest.mark.parametrize("residual", crossed(WEIGHED))
 def test_an_edit_changes_later_logits_only_while_the_block_runs(residual):
     model = make(residual)
     expected = logits_of(model)
@@ -271,6 +271,7 @@ def test_a_model_is_whole_again_after_an_exception_and_is_not_edited_twice():
     assert model.residual.editor is None and not model._forward_pre_hooks
 
 
+@pytest.mark.long
 def test_source_names_are_those_that_a_recording_sees():
     for residual in WEIGHED:
         model = make(residual)

@@ -2,8 +2,10 @@
 
 import json
 import math
+import pickle
 import re
 import xml.etree.ElementTree as ET
+from html import escape
 
 import pytest
 import torch
@@ -24,8 +26,9 @@ from attnres.inspect import (
 from attnres.inspect.colours import DIVERGING, place_of_size
 from attnres.inspect.notebook import heat
 from attnres.models import load
+from attnres.models.encoding import piece
 from attnres.residuals import make_residual
-from attnres.text import short
+from attnres.text import short, visible
 
 TEXT, OTHER = "The quick brown fox", "The lazy brown dog"
 
@@ -58,8 +61,35 @@ def test_each_is_a_short_line_and_a_table(shown):
         page = one._repr_html_()
         tree = ET.fromstring(f"<body>{page}</body>")
         assert not list(tree.iter("script")), name
-        assert list(tree.iter("td")), name
+        assert list(tree.iter("td")) or name == "trace", name
         assert len(repr(one)) < 200 and "\n" not in repr(one), name
+
+
+def test_a_trace_is_the_explorers_page_with_its_numbers(model, tokenizer):
+    """In a frame of its own; a token that is clicked has its own row of numbers."""
+    ids = tokenizer(TEXT)["input_ids"]
+    with torch.no_grad(), record(model, tokens=True) as trace:
+        model(input_ids=torch.tensor([ids]))
+    page = ET.fromstring(f"<body>{trace._repr_html_()}</body>").find("iframe").get("srcdoc")
+    data = json.loads(re.search(r'<script type="application/json" id="saved">(.*?)</script>', page, re.S)[1])
+    (pane,) = data["panes"]
+    assert [one["name"] for one in pane["reads"]] == trace.reads and len(pane["names"]) == len(ids)
+    for mean, row, every, tokens in zip(
+        trace.contribution, pane["contributions"], pane["every"]["contributions"], trace.token_contributions
+    ):
+        assert row == pytest.approx(mean, abs=1e-3)
+        for token, numbers in enumerate(every):
+            assert numbers == pytest.approx(tokens[0, token].tolist(), abs=1e-3)
+
+
+def test_tokens_are_words_and_ids_where_no_tokenizer_is_known(shown, model, make_model, tokenizer):
+    for name, token in (("lens", shown["lens"].top[-1][-1][0]), ("effect", shown["effect"].top[0]["id"])):
+        word = visible(piece(tokenizer, token))
+        assert shown[name].words(token) == word and f"<td>{escape(word)}</td>" in shown[name]._repr_html_(), name
+    assert escape(f"“{shown['direct'].words(shown['direct'].target)}”") in shown["direct"]._repr_html_()
+    plain = make_model()
+    assert f"<td>{logit_lens(plain, [1, 2]).top[-1][-1][0]}</td>" in logit_lens(plain, [1, 2])._repr_html_()
+    assert pickle.loads(pickle.dumps(shown["lens"])).top == shown["lens"].top
 
 
 def test_each_is_saved_as_json(shown, model, tmp_path):
@@ -98,7 +128,7 @@ def test_frames_have_a_row_an_edge_with_its_names(shown):
     assert one.weight == trace.weights[3][row] and one.contribution == trace.contribution[3][row]
     assert len(attribution.frame()) == len(table) == len(shown["patching"].frame())
     assert set(shown["inspection"].frame().columns) >= {"weight", "contribution", "size", "high"}
-    assert list(shown["effect"].frame().columns) == ["id", "before", "after", "kl"]
+    assert list(shown["effect"].frame().columns) == ["token", "id", "before", "after", "kl"]
     assert shown["lens"].frame().groupby("read").size().nunique() == 1
     assert shown["direct"].frame().part.iloc[-1] == "rest"
 

@@ -360,7 +360,7 @@ def test_routing_weights_can_be_asked_of_the_model(residual):
     assert model.residual.observer is None
 
 
-@pytest.mark.parametrize("residual", WEIGHED)
+@pytest.mark.parametrize("residual", crossed(WEIGHED))
 def test_layers_that_run_again_in_backward_do_so_when_nobody_looks(residual):
     model = make(residual).train()
     (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(

@@ -11,7 +11,7 @@ import numpy as np
 from attnres.data.sources import STEPS
 from attnres.text import label_and_seed
 from lab.cost import costs_of
-from lab.design import Arm, Design, Measured, Row, Setting
+from lab.design import Arm, Design, Measured, MeasuredRow, Setting
 from lab.outcome import names_of
 from lab.presets import PRESETS
 
@@ -63,27 +63,32 @@ def simulated(
         measured = dataclasses.replace(measured, rows=rows, planned=planned, finished=done, recipe=recipe)
 
 
-def _rows(arm: Arm, name: str, loss: Callable[[Arm, str, int], float]) -> list[Row]:
+def _rows(arm: Arm, name: str, loss: Callable[[Arm, str, int], float]) -> list[MeasuredRow]:
     label, seed = label_and_seed(name) or ("", 0)
     noise = draw(arm.name, name)
     if arm.computed is not None:
         places = [place.partition(" ") for place in RETURNED[arm.computed.function.rpartition(":")[2]]]
-        return [Row(arm.name, label, seed, int(k or 0), 0, 0.0, q, float(noise.uniform(1, 2))) for q, _, k in places]
+        return [
+            MeasuredRow(arm.name, label, seed, int(k or 0), 0, 0.0, q, float(noise.uniform(1, 2))) for q, _, k in places
+        ]
     assert arm.compare is not None
     run = arm.compare.base
     end = loss(arm, label, seed)
     if not math.isfinite(end):
-        return [Row(arm.name, label, seed, run.steps, 0, 0.0, "loss", math.inf)]
+        return [MeasuredRow(arm.name, label, seed, run.steps, 0, 0.0, "loss", math.inf)]
     size = run.model.size
     each = next(cost.flops / cost.tokens for cost in costs_of(arm, run, [name])) if size is not None else 1e6
     half, tokens = max(1, run.steps // 2), run.batch_size * run.data.seq_len
     points = {half: end + 1, run.steps: end}
-    rows = [Row(arm.name, label, seed, n, n * tokens, each * n * tokens, "loss", value) for n, value in points.items()]
+    rows = [
+        MeasuredRow(arm.name, label, seed, n, n * tokens, each * n * tokens, "loss", value)
+        for n, value in points.items()
+    ]
     more = {"parameters": 1000.0, "own_parameters": 3.0}
     more |= {f"{quantity}/{place}": 1.0 + place for quantity in arm.depth for place in range(8)}
     if arm.measure:
         more |= {f"accuracy{k}": float(noise.uniform()) for k in (*(f"/{k}" for k in range(1, STEPS + 1)), "")}
     return [
         *rows,
-        *(Row(arm.name, label, seed, run.steps, 0, 0.0, quantity, value) for quantity, value in more.items()),
+        *(MeasuredRow(arm.name, label, seed, run.steps, 0, 0.0, quantity, value) for quantity, value in more.items()),
     ]

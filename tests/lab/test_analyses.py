@@ -56,6 +56,7 @@ def test_the_papers_fit_gives_the_papers_multiplier():
     assert multiplier(base, block, 5.6) == pytest.approx(1.25, abs=0.03)
 
 
+@pytest.mark.long
 def test_intervals_hold_the_planted_numbers():
     compute = np.geomspace(1e12, 1e16, 6)
     truth, better = curve(compute), curve(compute, scale=0.85)

@@ -3,13 +3,15 @@
 import dataclasses
 import math
 import re
+from collections import Counter
 from functools import partial
 
 import pytest
 
 from attnres.files import write_json
-from lab.design import KnownNoise, Measured, Result, Row
-from lab.outcome import Outcome, at_sizes, study_page, survey
+from attnres.stats import ALPHA
+from lab.design import KnownNoise, Measured, MeasuredRow, StudyResult
+from lab.outcome import StudyOutcome, at_sizes, study_page, survey
 from lab.studies import STUDIES
 from lab.studies.depth_tasks import documents_for
 from tests.lab.simulated import at, chance, draw, simulated
@@ -24,6 +26,7 @@ def standards(mean, sigma=0.01):
     return {steps: one._replace(runs=runs) for steps, one in KNOWN.items()}
 
 
+@pytest.mark.quick("seconds-*")
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("preset", ["seconds", "micro"])
 def test_a_study_speaks_of_whatever_has_finished(name, preset):
@@ -39,7 +42,7 @@ def test_a_study_speaks_of_whatever_has_finished(name, preset):
 
         measured = simulated(STUDIES[name], at(preset, 1 + world % 3), loss, finished, noises=noises)
         result = STUDIES[name].analyse(at(preset, 1 + world % 3), measured)
-        assert result.verdict and not re.search(r"nan|\binf\b", result.verdict, flags=re.IGNORECASE)
+        assert result.answer and not re.search(r"nan|\binf\b", result.answer, flags=re.IGNORECASE)
 
 
 def test_a_gap_that_changes_its_sign_is_said():
@@ -49,7 +52,7 @@ def test_a_gap_that_changes_its_sign_is_said():
 
     setting = at("micro")
     result = STUDIES["budgets"].analyse(setting, simulated(STUDIES["budgets"], setting, loss))
-    assert "The gap changes its sign as training goes on" in result.verdict
+    assert "The gap changes its sign as training goes on" in result.answer
 
 
 def test_a_further_seed_does_not_hide_what_the_first_one_gave():
@@ -59,6 +62,7 @@ def test_a_further_seed_does_not_hide_what_the_first_one_gave():
     assert set(STUDIES["budgets"].analyse(setting, measured).values["gaps"]) == {"0.5", "1", "2", "4"}
 
 
+@pytest.mark.long
 def test_a_further_seed_does_not_hide_the_rates_that_were_found():
     first, design = at("micro", 1), STUDIES["ablations"]
     done = simulated(design, first)
@@ -91,10 +95,10 @@ def test_what_was_not_tried_at_every_rate_has_no_best_one_and_has_not_diverged()
 
     measured = simulated(design, setting, finished=finished, begun=frozenset({"recipe", "coarse", "best"}))
     assert not [run for run in measured.planned["best"] if gate in run]
-    assert "Diverged at every rate" not in design.analyse(setting, measured).verdict
+    assert "Diverged at every rate" not in design.analyse(setting, measured).answer
     lost = simulated(design, setting, lambda arm, label, seed: math.inf if gate in label else chance(arm, label, seed))
     both = "block:gate=scalar and block:gate=scalar,gate_init=2"
-    assert f"Diverged at every rate: {both}." in design.analyse(setting, lost).verdict
+    assert f"Diverged at every rate: {both}." in design.analyse(setting, lost).answer
 
 
 def test_what_one_seed_says_of_a_trend_is_judged_by_the_noise_of_the_recipe():
@@ -107,9 +111,9 @@ def test_what_one_seed_says_of_a_trend_is_judged_by_the_noise_of_the_recipe():
     setting = at("micro", 1)
     noises = {2000: KnownNoise(0.0166, 14)}
     measured = simulated(STUDIES["budgets"], setting, loss, noises=noises)
-    assert "the interval includes 0" in STUDIES["budgets"].analyse(setting, measured).verdict
+    assert "the interval includes 0" in STUDIES["budgets"].analyse(setting, measured).answer
     sure = dataclasses.replace(measured, noises={2000: KnownNoise(0.0083, 14)})
-    assert "The gap grows" in STUDIES["budgets"].analyse(setting, sure).verdict
+    assert "The gap grows" in STUDIES["budgets"].analyse(setting, sure).answer
 
 
 def test_a_size_that_diverged_decides_nothing_about_scaling():
@@ -122,24 +126,27 @@ def test_a_size_that_diverged_decides_nothing_about_scaling():
 
     design = STUDIES["scaling"]
     result = design.analyse(setting, simulated(design, setting, loss))
-    assert "full: " in result.verdict and "0.000 to 0.000" not in result.verdict
+    assert "full: " in result.answer and "0.000 to 0.000" not in result.answer
     assert all("nan" not in cell for table in result.tables for row in table.rows for cell in row)
     measured = simulated(design, setting, lambda arm, label, seed: loss(arm, label, seed, ("standard",)))
-    sentences = design.analyse(setting, measured).verdict.split(". ")
-    assert all("does not exclude 1" in one or "not decided" in one for one in sentences), sentences
+    sentences = design.analyse(setting, measured).answer.split(". ")
+    ratios = [float(one.partition(": ")[2].partition(" ")[0]) for one in sentences]
+    # Losses are alike and reads cost compute: a multiplier below 1 is true, one above is not.
+    assert all("includes 1" in one or ratio < 1 for one, ratio in zip(sentences, ratios, strict=True)), sentences
 
 
+@pytest.mark.long
 def test_scaling_finds_a_planted_multiplier_and_none_where_there_is_none():
-    setting, design, decided = at("micro", 2), STUDIES["scaling"], {"block": 0, "full": 0}
+    setting, design, clear = at("micro", 2), STUDIES["scaling"], {"block": 0, "full": 0}
     for world in range(12):
 
         def loss(arm, label, seed, world=world):
             width = int(arm.name.partition("-")[0].removeprefix("d"))
             return 2 + 40 / width - 0.06 * (label == "block") + 0.004 * draw(world, arm.name, label, seed).normal()
 
-        for sentence in design.analyse(setting, simulated(design, setting, loss)).verdict.split(". "):
-            decided[sentence.partition(":")[0]] += "not" not in sentence
-    assert decided["block"] >= 11 and decided["full"] <= 1
+        for sentence in design.analyse(setting, simulated(design, setting, loss)).answer.split(". "):
+            clear[sentence.partition(":")[0]] += "excludes 1" in sentence
+    assert clear["block"] >= 11 and clear["full"] <= 1
 
 
 def test_rates_hold_each_arm_against_what_it_is_named_for():
@@ -166,8 +173,8 @@ def test_rates_hold_each_arm_against_what_it_is_named_for():
 @pytest.mark.parametrize(
     ("fast", "says"),
     [
-        (math.inf, "at one seed, and lower and higher ones are worse beyond the noise."),
-        (0.001, "at one seed, and lower and higher ones are worse, not both beyond the noise."),
+        (math.inf, "at one seed, and the intervals of a lower and a higher one exclude 0."),
+        (0.001, "at one seed, and the interval of a lower or a higher one includes 0."),
     ],
 )
 def test_a_search_of_rates_says_how_it_ended(fast, says):
@@ -179,11 +186,12 @@ def test_a_search_of_rates_says_how_it_ended(fast, says):
 
     result = design.analyse(setting, simulated(design, setting, loss, noises=standards(3.0)))
     assert result.values["turned_model"] is True and result.values["best_model"] == 1.0
-    assert f"The standard model is best at 1 times the recipe's rate {says}" in result.verdict
+    assert f"The standard model is best at 1 times the recipe's rate {says}" in result.answer
     unfinished = simulated(design, setting, loss, lambda arm, run: not run.startswith("standard-lr0.008"))
     assert "best_model" not in design.analyse(setting, unfinished).values
 
 
+@pytest.mark.long
 def test_block_sizes_of_one_function_are_told_apart_seldom_even_if_one_is_wild():
     design, setting, apart = STUDIES["block-size"], at("micro"), 0
     for world in range(60):
@@ -192,7 +200,7 @@ def test_block_sizes_of_one_function_are_told_apart_seldom_even_if_one_is_wild()
             wild = 6 if label == "block-block_size4" else 1
             return 3 + 0.01 * wild * draw(world, label, seed).standard_normal()
 
-        apart += "differ beyond the noise" in design.analyse(setting, simulated(design, setting, loss)).verdict
+        apart += "the interval excludes 0" in design.analyse(setting, simulated(design, setting, loss)).answer
     assert apart <= 12  # of 33 if all are judged by the noise that the others share
 
 
@@ -207,7 +215,7 @@ def test_a_mechanism_whose_lucky_seeds_are_left_is_not_better():
     result = design.analyse(setting, simulated(design, setting, loss, noises=standards(base)))
     clear = {label: one["excludes_0"] for label, one in result.values["sizes"]["variants"].items()}
     assert not clear["block-block_size2"] and clear["block-block_size4"]
-    assert "diverged: block-block_size2 (2 seeds)" in result.verdict
+    assert "diverged: block-block_size2 (2 seeds)" in result.answer
 
     def unlucky(arm, label, seed):
         lost = label == "standard" and seed > 0
@@ -218,7 +226,7 @@ def test_a_mechanism_whose_lucky_seeds_are_left_is_not_better():
 
     design = STUDIES["nanogpt"]
     lost = simulated(design, setting, lambda *run: math.inf if run[1] == "standard" else chance(*run))
-    assert "Nothing can be compared; diverged: standard (3 seeds)" in design.analyse(setting, lost).verdict
+    assert "Nothing can be compared; diverged: standard (3 seeds)" in design.analyse(setting, lost).answer
 
 
 def test_depth_reads_in_a_resnet_are_held_against_the_same_network_without_them():
@@ -226,14 +234,14 @@ def test_depth_reads_in_a_resnet_are_held_against_the_same_network_without_them(
     result = design.analyse(setting, simulated(design, setting))
     reads = result.values["20, reads"]
     assert reads["baseline"] == "standard-20" and list(reads["variants"]) == ["full-20"]
-    assert "of 8 compared" in result.verdict, "four kinds at two depths, and depth reads against two of them"
+    assert "of 8 compared" in result.answer, "four kinds at two depths, and depth reads against two of them"
 
 
 def test_a_retrofit_of_a_model_that_diverged_ends():
     design, setting = STUDIES["retrofit"], at("micro")
     measured = simulated(design, setting, lambda arm, label, seed: math.inf)
     assert set(measured.planned) == {"pretrained"}
-    assert "diverged" in design.analyse(setting, measured).verdict
+    assert "diverged" in design.analyse(setting, measured).answer
 
 
 def test_structure_that_favours_a_mechanism_is_seen_and_nothing_else():
@@ -284,32 +292,39 @@ def test_a_student_that_diverged_is_counted_and_not_averaged():
         measured = simulated(design, setting)
         measured = dataclasses.replace(measured, rows=[planted(row) for row in measured.rows])
         result = design.analyse(setting, measured)
-        verdicts = {place: one["interval"] for place, one in result.values.items() if place.startswith("full, T")}
-        assert len(verdicts) == 12
-        assert {one for place, one in verdicts.items() if place.endswith("/0.01")} == {expected}
-        elsewhere = {one for place, one in verdicts.items() if not place.endswith("/0.01")}
+        said = {place: one["interval"] for place, one in result.values.items() if place.startswith("full, T")}
+        assert len(said) == 12
+        assert {one for place, one in said.items() if place.endswith("/0.01")} == {expected}
+        elsewhere = {one for place, one in said.items() if not place.endswith("/0.01")}
         assert elsewhere == {"below 1" if ratio < 1 else "above 1"}
         cells = [cell for table in result.tables for row in table.rows for cell in row]
         assert any(f"{seeds} diverged" in cell for cell in cells) == (lost != ("standard",))
 
 
-@pytest.mark.parametrize("name", ["nanogpt", pytest.param("ablations", marks=pytest.mark.long)])
+@pytest.mark.quick("nanogpt")
+@pytest.mark.parametrize("name", ["nanogpt", "ablations"])
 def test_whole_studies_of_one_function_find_nothing(name):
-    """With rates that are chosen by the lowest loss, if the study does that."""
-    design, setting, claims = STUDIES[name], at("micro"), 0
+    """With rates that are chosen by the lowest loss, if the study does that. A family of comparisons errs in 5 of 100
+    by Holm: up to 9 are chance (3 %). Each question that was written down beforehand has its own 5 %."""
+    design, setting, wrong = STUDIES[name], at("micro"), Counter()
     for world in range(100):
-        said = claimed(design.analyse(setting, simulated(design, setting, partial(chance, world=world))).values)
-        claims += any(said)
-        assert len(said) > 3
-    assert claims <= 12
+        values = design.analyse(setting, simulated(design, setting, partial(chance, world=world))).values
+        families = list(intervals(values))
+        assert len(families) > 3
+        wrong.update({family for family, excludes in families if excludes})
+    assert max(wrong.values(), default=0) <= 9, wrong
 
 
-def claimed(values):
-    """Whether each interval excludes 0, however deep in a study's values it lies."""
+def intervals(values, table=""):
+    """Each interval of a study's values, however deep: the family in which it was judged (a planned question, or the
+    table of the others), and whether it excludes 0."""
     if not isinstance(values, dict):
-        return []
-    own = [values["excludes_0"]] if "excludes_0" in values else []
-    return own + [one for value in values.values() for one in claimed(value)]
+        return
+    if "excludes_0" in values:
+        yield (table if values["level"] == ALPHA else table.partition(" ")[0]), values["excludes_0"]
+        return
+    for name, value in values.items():
+        yield from intervals(value, f"{table} {name}".strip())
 
 
 def test_regimes_are_asked_for_when_their_layouts_can_be_taken():
@@ -329,7 +344,7 @@ def test_a_control_outside_the_noise_is_said_wherever_that_noise_is_used(tmp_pat
     write_json(setting.folder("noise") / "result.json", {"source": None, "column": None, "values": values})
     measured = survey(STUDIES["ablations"], setting)[1]
     assert "OUTSIDE" in measured.noises[2000].remark
-    page = study_page(Outcome(STUDIES["ablations"], setting, measured, Result("")))
+    page = study_page(StudyOutcome(STUDIES["ablations"], setting, measured, StudyResult("")))
     assert "its control, the same function, lies OUTSIDE it" in page
 
 
@@ -338,7 +353,7 @@ def test_two_presets_of_one_model_are_one_size():
         low, high = difference - 0.01, difference + 0.01
         variants = {"block": {"difference": difference, "low": low, "high": high, "runs": 3, "excludes_0": True}}
         values = {"recipe": {"standard": {"baseline": "standard", "base": 3.0, "variants": variants}}}
-        return Outcome(STUDIES["ablations"], at(preset), Measured(), Result("", values=values))
+        return StudyOutcome(STUDIES["ablations"], at(preset), Measured(), StudyResult("", values=values))
 
     assert at_sizes([outcome("demo", -0.2), outcome("nano", -0.06)]) == []
     (table,) = at_sizes([outcome("demo", -0.2), outcome("nano", -0.06), outcome("micro", -0.04)])
@@ -362,11 +377,11 @@ def test_outputs_that_stay_are_told_from_outputs_that_grow():
     for arm, label, seed in {(row.arm, row.label, row.seed) for row in rows}:
         luck = 0.001 * draw(arm, label, seed).standard_normal()
         rows += [
-            Row(arm, label, seed, 10, 0, 0.0, f"output_rms/{place}", math.exp((rate[label] + luck) * place))
+            MeasuredRow(arm, label, seed, 10, 0, 0.0, f"output_rms/{place}", math.exp((rate[label] + luck) * place))
             for place in range(1, 24)
         ]
         first = 0.05 if label in ("standard", "rescaled") else 1.0
-        rows.append(Row(arm, label, seed, 10, 0, 0.0, "output_rms/0", first))
+        rows.append(MeasuredRow(arm, label, seed, 10, 0, 0.0, "output_rms/0", first))
     result = design.analyse(setting, dataclasses.replace(measured, rows=rows))
     for arm in ("recipe", "deep"):
         assert result.values[f"{arm}/standard/output_rms"]["ratio"] == pytest.approx(4 ** (18 / 24), rel=0.1)

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from attnres.commands import figures
+from attnres.commands import short
 from attnres.comparison.children import Child
 from attnres.comparison.plan import CompareConfig, make_plan
 from attnres.errors import Interrupted, UserError
@@ -30,10 +30,10 @@ from attnres.training.records import TIMES
 from lab import __main__ as laboratory
 from lab.conduct import ExecutionOptions, conduct, left_of
 from lab.contrast import contrast
-from lab.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours, on_gpu
-from lab.design import Design, KnownNoise, Measured, Result, Row, Setting
+from lab.cost import CALL, Cost, Mechanism, StepKind, costs_of, flops_a_token, hours, on_gpu
+from lab.design import Design, KnownNoise, Measured, MeasuredRow, Setting, StudyResult
 from lab.measures import Computation, compute, function, to_csv
-from lab.outcome import Outcome, at_sizes, command, names_of, outcome_in, report_page, survey
+from lab.outcome import StudyOutcome, at_sizes, command, names_of, outcome_in, report_page, survey
 from lab.presets import PRESETS, shape
 from lab.slurm import Slurm
 from lab.store import (
@@ -111,26 +111,21 @@ def noise(setting):
     return conduct(STUDIES["noise"], setting, ExecutionOptions(QUIET, jobs=1, run=Here()))
 
 
+@pytest.mark.long
 def test_of_rows_the_text_is_in_the_column_that_was_asked_for(noise, setting):
     asked = dataclasses.replace(setting, column="body")
     assert asked.config().data.column == "body" and setting.config().data.column == "text"
     assert f"--source {setting.source} --column body" in command(dataclasses.replace(noise, setting=asked))
 
 
-SHORT = "exchange", "block-size"
-"""Studies that make test runs; make test-all has all of them."""
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.long] * (name not in SHORT)) for name in STUDIES if name != "noise"],
-)
+@pytest.mark.quick("growth", "resnet")
+@pytest.mark.parametrize("name", [name for name in STUDIES if name != "noise"])
 def test_a_study_runs_from_end_to_end(setting, noise, name, tmp_path):
     outcome = conduct(STUDIES[name], setting, ExecutionOptions(QUIET, jobs=1, run=Here()))
     done, planned = outcome.counts
     assert done == planned > 0
     result = json.loads((outcome.folder / "result.json").read_text())
-    assert result["verdict"] and result["tables"] and result["values"]
+    assert result["answer"] and result["tables"] and result["values"]
     page = (outcome.folder / "study.html").read_text()
     assert page.count("<svg") == len(outcome.result.charts) > 0
     assert "http" not in page.replace("http://www.w3.org", "")
@@ -153,6 +148,7 @@ def _lines_of_runs(path):
     return [line for line in path.read_text().splitlines() if f'"{TIMES}"' not in line]
 
 
+@pytest.mark.long
 def test_noise_is_known_to_the_studies_after_it_on_the_same_text_alone(setting, noise, corpus, tmp_path):
     """Whatever the folder of the text is called: another of the same name, and the same one moved and renamed."""
     texts = [tmp_path / place for place in (f"another/{corpus.name}", "renamed")]
@@ -178,6 +174,7 @@ def test_noise_is_known_to_the_studies_after_it_on_the_same_text_alone(setting, 
     assert arms[0].name == "x4"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", [Interrupted("stopped", 130), UserError("the disk is full")])
 def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tmp_path, end):
     other = dataclasses.replace(setting, out=tmp_path)
@@ -195,6 +192,7 @@ def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tm
     assert conduct(STUDIES["noise"], other, ExecutionOptions(QUIET, jobs=1, run=Here(most=0))).counts == outcome.counts
 
 
+@pytest.mark.long
 def test_runs_that_are_named_run_alone(setting, noise, tmp_path):
     other, first = dataclasses.replace(setting, out=tmp_path), Here()
     with pytest.raises(UserError, match=r"no run of the study rates is called 'best.*' by now: expected ARM.* own, "):
@@ -218,6 +216,7 @@ def test_what_finished_before_a_stop_has_been_measured(setting, tmp_path):
     assert "standard,0,2,0,0,accuracy/6," in (folder / "runs.csv").read_text()
 
 
+@pytest.mark.long
 def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting, noise, corpus, tmp_path):
     """As in a repository: study.json, result.json and runs.jsonl, and no folder of a run."""
     other = dataclasses.replace(setting, out=tmp_path)
@@ -259,6 +258,7 @@ def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting,
     assert idle.names == [], "a folder of such files will do for the files"
 
 
+@pytest.mark.long
 def test_a_study_that_stops_early_keeps_what_it_had_in_its_file_of_runs(setting, tmp_path):
     """Arms that were not asked for yet, or not filled yet, when its time was over."""
     other, design = dataclasses.replace(setting, out=tmp_path), STUDIES["ablations"]
@@ -275,6 +275,7 @@ def test_a_study_that_stops_early_keeps_what_it_had_in_its_file_of_runs(setting,
     assert runner.names == trained and again.measured.rows == whole.measured.rows
 
 
+@pytest.mark.long
 def test_runs_of_elsewhere_are_adopted_where_they_are_the_same(setting, noise, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     runner = Here()
@@ -308,6 +309,7 @@ def test_a_finished_run_counts_wherever_its_text_lies_and_without_its_model(sett
     assert config["data"]["source"] == str(moved)
 
 
+@pytest.mark.long
 def test_what_another_study_has_trained_is_not_trained_again(setting, noise, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     runner = Here()
@@ -334,7 +336,7 @@ def test_a_run_that_two_arms_ask_for_is_trained_once(setting, noise, tmp_path):
     def arms(setting, measured):
         return [setting.arm("a", ["standard"], [0], of=run), setting.arm("b", ["standard", "block"], [0], of=run)]
 
-    design = dataclasses.replace(STUDIES["exchange"], arms=arms, analyse=lambda s, m: Result("done"))
+    design = dataclasses.replace(STUDIES["exchange"], arms=arms, analyse=lambda s, m: StudyResult("done"))
     assert [len(left) for _, left in left_of(design, other, ExecutionOptions(QUIET))] == [1, 1]
     outcome = conduct(design, other, ExecutionOptions(QUIET, jobs=1, run=runner))
     assert sorted(runner.names) == ["a/standard-seed0", "b/block-seed0"] and outcome.counts == (3, 3)
@@ -407,16 +409,17 @@ def test_a_run_that_others_branch_off_is_taken_with_its_checkpoints_first(settin
 def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     outcome = conduct(STUDIES["exchange"], other, ExecutionOptions(QUIET, jobs=1, until=time.monotonic() - 1))
-    assert outcome.counts == (0, 4) and outcome.result.verdict == "Too few lengths have finished."
+    assert outcome.counts == (0, 4) and outcome.result.answer == "Too few lengths have finished."
 
 
+@pytest.mark.long
 def test_a_search_of_rates_that_is_stopped_has_every_mechanism_at_the_recipes(setting, noise, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     count = len(other.some(list(PUBLISHED)))
     with pytest.raises(Interrupted):
         conduct(STUDIES["ablations"], other, ExecutionOptions(QUIET, jobs=1, run=Here(most=count + 1)))
     result = outcome_in(other.folder("ablations")).result
-    assert result.verdict.startswith("At the recipe's rates: ")
+    assert result.answer.startswith("At the recipe's rates: ")
     assert result.tables[0].notes[-1] == "No mechanism has been given a rate of its own with all seeds yet."
     (table,) = result.tables
     assert {label_of(variant) for variant in other.some(list(PUBLISHED))} == {row[0] for row in table.rows}
@@ -425,7 +428,7 @@ def test_a_search_of_rates_that_is_stopped_has_every_mechanism_at_the_recipes(se
 def test_one_page_of_all_studies(setting, noise):
     page = report_page([outcome_in(noise.folder), outcome_in(noise.folder)])
     assert page.count("How far do runs of one function fall apart?") >= 2
-    assert noise.result.verdict.replace("'", "&#x27;") in page
+    assert noise.result.answer.replace("'", "&#x27;") in page
     broken = json.loads((noise.folder / "study.json").read_text())
     folder = setting.out / "copy" / "noise"
     folder.mkdir(parents=True)
@@ -439,6 +442,7 @@ def test_one_page_of_all_studies(setting, noise):
     shutil.rmtree(folder.parent)
 
 
+@pytest.mark.long
 def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, noise, tmp_path, capsys):
     """Where the run folders are gone, runs.jsonl gives the same tables, figures and sentences."""
     kept, other = tmp_path / "seconds" / "noise", tmp_path / "seconds" / "growth"
@@ -459,7 +463,7 @@ def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, nois
     (kept / ARCHIVE).write_text("")
     laboratory.run(["growth", *drawing, str(tmp_path / "alone")])  # and its neighbours are left alone
     with pytest.raises(UserError, match="growth is a study: draw it in a clone of the repository with python -m lab"):
-        figures.run([str(other), str(tmp_path / "none")])
+        short.run("figures", [str(other), str(tmp_path / "none")])
     with pytest.raises(UserError, match="is empty: expected a run a line"):
         laboratory.run(["--report", "--out", str(tmp_path)])
 
@@ -467,12 +471,13 @@ def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, nois
 DATA = Path(__file__).parents[2] / "docs" / "data" / "studies"
 
 
+@pytest.mark.long
 def test_what_the_repository_says_of_its_studies_is_what_their_runs_give():
     paths = sorted(DATA.glob("*/*/study.json"))
     assert paths
     for path in paths:
         again, record = outcome_in(path.parent), read_json(path.parent / "result.json")
-        assert again.result.verdict == record["verdict"]
+        assert again.result.answer == record["answer"]
         assert plain(again.result.values, digits=9) == record["values"]
         assert to_csv(again.measured.rows) == (path.parent / "runs.csv").read_text()
 
@@ -485,7 +490,7 @@ def test_a_claim_needs_the_same_sign_at_two_sizes(setting):
         }
         values = {"recipe": {"standard": {"baseline": "standard", "base": 3.0, "variants": variants}}}
         at = dataclasses.replace(setting, name=preset)
-        return Outcome(STUDIES["ablations"], at, Measured(), Result("", values=values))
+        return StudyOutcome(STUDIES["ablations"], at, Measured(), StudyResult("", values=values))
 
     (table,) = at_sizes(
         [
@@ -605,6 +610,7 @@ def test_only_functions_of_studies_are_called():
         function("os:system")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", ["local"])
 def test_runs_are_jobs_of_a_cluster(setting, tmp_path, cluster):
     pytest.importorskip("submitit")
@@ -637,9 +643,8 @@ def _first_run(arms):
 # ------------------------------------------------------------------ what is planned, at every size
 
 
-@pytest.mark.parametrize(
-    "preset", ["micro", *(pytest.param(size, marks=pytest.mark.long) for size in ("nano", "100m"))]
-)
+@pytest.mark.quick("micro")
+@pytest.mark.parametrize("preset", ["micro", "nano", "100m"])
 def test_a_larger_size_is_data_alone(preset, tmp_path):
     """The same studies ask for runs that a model can be built for, at FLOPs that grow with the preset."""
     one = Setting(preset, PRESETS[preset], 3, None, tmp_path, "images")
@@ -676,7 +681,7 @@ def test_flops_are_six_for_each_weight_and_attention():
     assert hours([], 1.0) == 0
     assert hours([Cost("arm", 1, 0.0, 3600.0, calls=3600 / CALL)], 1.0) == pytest.approx(2)
     run = from_dict(PRESETS["nano"].train)
-    block = Step.of(run, run, Mechanism.of("block", {"num_blocks": 4}))
+    block = StepKind.of(run, run, Mechanism.of("block", {"num_blocks": 4}))
     assert hours([Cost("arm", 1, 0.0, 3600.0), Cost("arm", 1, 0.0, 3600.0, 0, block)], 1.0, {block: 0.5}) == 3
 
 
@@ -714,7 +719,9 @@ def test_the_recipe_of_issue_ten_is_expressed(tmp_path):
 
 def rows_of(losses):
     return [
-        Row("arm", label, seed, 10, 0, 0.0, "loss", value) for label, many in losses.items() for seed, value in many
+        MeasuredRow("arm", label, seed, 10, 0, 0.0, "loss", value)
+        for label, many in losses.items()
+        for seed, value in many
     ]
 
 
@@ -748,7 +755,7 @@ def test_a_contrast_says_no_more_than_the_noise_allows():
     assert [row[5] for row in one.table("t").rows] == ["baseline", "excludes 0", "includes 0", "excludes 0"]
     alone = contrast(measured_of({label: many[:1] for label, many in losses.items()}), "arm", "standard")
     assert not any(clear(alone).values())
-    assert alone.sentence().startswith("Nothing is decided: with one seed each")
+    assert alone.sentence().startswith("No interval is known: with one seed each")
     assert alone.values()["variants"]["good"]["low"] is None
     known = contrast(measured_of({"standard": [3.0], "good": [2.9]}, known_noise(0.005)), "arm", "standard")
     assert clear(known) == {"good": True}
@@ -775,7 +782,7 @@ def test_when_a_seeds_luck_falls(setting):
     draw = np.random.default_rng(0)
     luck, early = draw.normal(0, 0.01, 200), draw.normal(0, 0.03, 200)
     rows = [
-        Row("recipe", "standard", seed, step, 0, 0.0, "loss", 3.0 + gap)
+        MeasuredRow("recipe", "standard", seed, step, 0, 0.0, "loss", 3.0 + gap)
         for step, gaps in ((10, early), (20, luck), (40, 2 * luck))
         for seed, gap in enumerate(gaps)
     ]
@@ -843,7 +850,8 @@ def test_tokens_and_compute_saved_are_read_off_the_runs_curves_where_no_lengths_
 
     def rows(label, speed, flops):
         return [
-            Row("arm", label, 0, n, n, flops * n, "loss", 2 + 30 * (speed * n) ** -0.4) for n in (100, 200, 400, 800)
+            MeasuredRow("arm", label, 0, n, n, flops * n, "loss", 2 + 30 * (speed * n) ** -0.4)
+            for n in (100, 200, 400, 800)
         ]
 
     measured = Measured(rows=[*rows("standard", 1, 1.0), *rows("fast", 2, 1.25)])
@@ -871,12 +879,13 @@ def test_what_diverged_is_said_and_judged_by_nothing():
     assert math.isnan(measured.mean("arm", "lost")) and measured.diverged("arm", "good") == [1]
 
 
+@pytest.mark.long
 def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     def arms(setting, measured):
         return [setting.arm("rates", ["standard", "block", "standard@lr=1e30"], of=wild, timed=True)]
 
     wild = setting.config(optim={"optimizer": "adamw", "clip": 0.0, "warmup": 0.0})
-    design = Design("noise", "", "", "", arms, lambda s, m: Result(contrast(m, "rates", "standard").sentence()))
+    design = Design("noise", "", "", "", arms, lambda s, m: StudyResult(contrast(m, "rates", "standard").sentence()))
     other = dataclasses.replace(setting, out=tmp_path)
     with pytest.raises(Interrupted):
         conduct(design, other, ExecutionOptions(QUIET, jobs=1, run=Here(most=2)))
@@ -900,6 +909,7 @@ def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     assert again.measured.rows == outcome.measured.rows
 
 
+@pytest.mark.long
 def test_one_study_is_of_one_text_whatever_its_name_says(setting, tmp_path):
     """Two folders of one name: the arm that is trained is refused beside those that are finished."""
     texts = [tmp_path / place / "text" for place in ("one", "two")]

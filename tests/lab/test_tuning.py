@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lab.design import Measured, Row, Setting
+from lab.design import Measured, MeasuredRow, Setting
 from lab.presets import PRESETS
 from lab.studies import STUDIES
 from lab.tuning import BEST, COARSE, RECIPE, candidates, timed_at_best
@@ -31,7 +31,7 @@ def test_a_variant_of_a_mechanism_is_held_beside_the_standard_model_and_beside_t
     losses = {"standard": 3.0, "block": 2.9, "full": 2.8, "full-window8": 2.99, "mhc": 2.9, "rescaled": 3.0}
     noise = (0.001, -0.001, 0.0)
     rows = [
-        Row(RECIPE, label, seed, 10, 0, 0.0, "loss", loss + noise[seed])
+        MeasuredRow(RECIPE, label, seed, 10, 0, 0.0, "loss", loss + noise[seed])
         for label, loss in losses.items()
         for seed in range(3)
     ]
@@ -41,7 +41,7 @@ def test_a_variant_of_a_mechanism_is_held_beside_the_standard_model_and_beside_t
     assert [row[0] for row in beside_full.rows] == ["full", "full-window8"]
     assert result.values[RECIPE]["full"]["variants"]["full-window8"]["difference"] == pytest.approx(0.19)
     assert result.values[RECIPE]["full"]["variants"]["full-window8"]["excludes_0"]
-    assert "Above full: full-window8 (by 0.1900)" in result.verdict
+    assert "Above full: full-window8 (by 0.1900)" in result.answer
     assert "of 26 comparisons" in beside_full.notes[0]
     block = result.values[RECIPE]["standard"]["variants"]["block"]
     assert block["published"] == pytest.approx(1.746 - 1.766) and block["excludes_published"]
@@ -58,10 +58,12 @@ def test_a_mechanism_whose_search_has_ended_is_held_at_its_best_rate_before_the_
 
     def rows(arm, losses, seeds):
         return [
-            Row(arm, label, k, 10, 0, 0.0, "loss", loss + noise[k]) for label, loss in losses.items() for k in seeds
+            MeasuredRow(arm, label, k, 10, 0, 0.0, "loss", loss + noise[k])
+            for label, loss in losses.items()
+            for k in seeds
         ]
 
-    diverged = Row(COARSE, "block-lr0.008", 0, 3, 0, 0.0, "loss", math.inf)
+    diverged = MeasuredRow(COARSE, "block-lr0.008", 0, 3, 0, 0.0, "loss", math.inf)
     measured = Measured(
         rows=[
             *(*rows(RECIPE, recipe, range(3)), *rows(COARSE, coarse, [0]), diverged),

@@ -208,6 +208,7 @@ def test_a_bank_is_used_again_and_a_large_one_is_given_back(monkeypatch):
     assert model.residual.banks._waiting == []
 
 
+@pytest.mark.long
 def test_no_more_than_a_bound_is_held_after_a_pass_whatever_its_length(monkeypatch):
     """Storages of tensors that the residual still holds, by the garbage collector's list of what there is."""
     model = make()

@@ -142,6 +142,7 @@ def test_a_frozen_bias_is_not_trained_after_loading_either(tmp_path):
         assert torch.equal(bias, before) and not torch.equal(opened.residual.query, load(tmp_path).residual.query)
 
 
+@pytest.mark.long
 def test_a_compiled_base_keeps_its_residual():
     model = make()
     residual = model.residual

@@ -18,6 +18,9 @@ SETTINGS = [
     ("full", {"query": "input", "window": 2}),
     ("block", {"weights": "sigmoid", "read_scale": "sum", "key_norm": False}),
     ("block", {"heads": 2, "window": 1}),
+    ("block", {"block_size": 3, "block_sum": "rms"}),
+    ("block", {"block_size": 3, "block_sum": "learned", "keys": "sliced:5"}),
+    ("full", {"layers": "1:"}),
     ("full", {"values": "normed", "read_temperature": "sqrt_width"}),
     ("post_block", {"block_size": 2}),
     ("boundary", {"block_size": 2}),
@@ -33,6 +36,8 @@ SETTINGS = [
     ("laurel", {"form": "rw"}),
     ("laurel", {"form": "rw+pa", "rank": 4, "previous": 2}),
     ("delta_attnres", {"block_size": 3}),
+    ("delta_attnres", {"block_size": 3, "gate_start": 0.0}),
+    ("muddformer", {"prepost_norm": True}),
     ("lr_attnres", {"rank": 3, "read_scale": "sum"}),
     ("ancre", {"temperature": 0.5}),
 ]
@@ -44,6 +49,7 @@ make test-all."""
 REST = [*((name, {}) for name in sorted(RESIDUALS) if name not in WHOLE), *SETTINGS]
 
 
+@pytest.mark.quick("block")
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_mechanism_passes(name):
     results = check(name)
@@ -51,6 +57,7 @@ def test_a_mechanism_passes(name):
     assert not [outcome for outcome in results if not outcome.passed]
 
 
+@pytest.mark.quick("standard-*", "ddl-*", "rescaled-*")
 @pytest.mark.parametrize(("name", "settings"), REST)
 def test_the_rest_passes_all_but_compiling(name, settings):
     all_but_compiling = {key: call for key, call in {**CHECKS, **MODEL_CHECKS}.items() if key != "compile"}

@@ -116,6 +116,7 @@ def test_layers_that_know_no_checkpointing_are_named(monkeypatch):
         checkpoint_activations(model, "layer")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it where a graph breaks
 @pytest.mark.parametrize("how", ["whole", "layers", "wrapped"])
 def test_compiled_models_are_checkpointed_too(how):

@@ -1,4 +1,4 @@
-"""Models in the hands of those who never heard of this package: rows of the table in docs/models.md.
+"""Models in the hands of those who never heard of this package: rows of the table in docs/how-to/convert.md.
 
 Each for a family that is listed, one that is probed, an encoder and a vision model. With zero queries a model computes
 what the plain one computes, so what a consumer makes of both is compared; else what it makes of a model with other
@@ -18,6 +18,7 @@ import torch
 import transformers
 from accelerate import cpu_offload, disk_offload
 from datasets import Dataset
+from launch import PATIENCE_S
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import narrow_llama
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -126,9 +127,10 @@ def fresh(code, *arguments, **variables):
         **variables,
     }
     command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
 
 
+@pytest.mark.long
 def test_a_fresh_process_loads_a_folder_that_it_trusts(folders, tmp_path):
     """Auto classes, base models, classification and reward heads, pipelines; and what was loaded saves again."""
     names = json.dumps({family: str(folder) for family, folder in folders.items()})
@@ -137,12 +139,14 @@ def test_a_fresh_process_loads_a_folder_that_it_trusts(folders, tmp_path):
     assert done.stdout.split() == list(MODELS)
 
 
+@pytest.mark.long
 def test_a_fresh_process_unpickles_models(folders):
     """As `torch.load`, `multiprocessing.spawn`, Ray and joblib do."""
     done = fresh(FRESH, json.dumps({family: str(folder) for family, folder in folders.items()}), "pickle")
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.long
 def test_without_the_package_one_sentence_says_what_to_install(folders, tmp_path):
     code = (
         "import sys; sys.modules['attnres'] = None\n"
@@ -227,6 +231,7 @@ def test_trainers_decay_what_they_decay_in_the_plain_model(family):
     assert other == one != []
 
 
+@pytest.mark.quick("listed")
 @decoders
 @pytest.mark.filterwarnings("ignore")  # of TRL's own
 def test_trl_takes_a_folder_by_its_name(family, folders, tmp_path):
@@ -292,6 +297,7 @@ def test_gradients_by_torch_func_are_autograds(family):
             torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.quick("vision")
 @families
 def test_an_exported_graph_computes_the_models_logits(family, folders, tmp_path):
     if family == "vision":
@@ -302,6 +308,7 @@ def test_an_exported_graph_computes_the_models_logits(family, folders, tmp_path)
     assert (tmp_path / "out" / "model.pt2").is_file() and (tmp_path / "out" / "tokenizer.json").is_file()
 
 
+@pytest.mark.long
 @decoders
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_a_strict_export_computes_the_models_logits(family):
@@ -310,7 +317,8 @@ def test_a_strict_export_computes_the_models_logits(family):
     torch.testing.assert_close(graph(input_ids=IDS, use_cache=False).logits, logits(model, IDS), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["listed", pytest.param("probed", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["listed", "probed"])
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_onnxruntime_computes_the_models_logits(family, folders, tmp_path):
     for name in ("onnx", "onnxscript", "onnxruntime"):

@@ -141,12 +141,14 @@ def test_experts_are_grouped_as_in_the_plain_model():
 EXACT = sorted(name for name in RESIDUALS if RESIDUALS[name].traits.starts_standard)
 
 
+@pytest.mark.quick("block", "full", "denseformer", "hyper_connections", "laurel")
 @pytest.mark.parametrize("residual", EXACT)
 def test_every_residual_that_starts_as_the_standard_one_converts(residual):
     """In norms with next to no eps: some start as a multiple of the sum, which the norms take out up to it."""
     assert convert(llama(rms_norm_eps=1e-12), residual).conversion.relative_difference < 1e-5
 
 
+@pytest.mark.quick("postnorm", "ddl", "adaptive")
 @pytest.mark.parametrize("residual", sorted(set(RESIDUALS) - set(EXACT)))
 def test_every_other_is_refused_with_the_reason(residual):
     reason = f"its rule, {RESIDUALS[residual].about.rule}, is not the standard residual at the start"
@@ -415,6 +417,7 @@ BAD = {
 }
 
 
+@pytest.mark.quick("memory")
 @pytest.mark.parametrize("where", ["memory", "folder"])
 def test_a_model_of_ours_with_the_standard_residual_converts(where, tmp_path):
     """So that a run of one's own can be tried without the hub."""
@@ -577,6 +580,7 @@ def _story(layerdrop):
     return transformers.BioGptForCausalLM(config), {"input_ids": torch.randint(3, 40, (2, 6)), "use_cache": False}
 
 
+@pytest.mark.quick("True-_story-biogpt.layers", "False-_speech-encoder.layers")
 @pytest.mark.parametrize(("make", "path"), [(_speech, "encoder.layers"), (_story, "biogpt.layers")])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_layers_that_training_skips_write_nothing(make, path, checkpointed):

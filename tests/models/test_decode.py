@@ -20,7 +20,8 @@ SIZE = {
 }
 
 
-@pytest.mark.parametrize("residual", ["block", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("residual", ["block", "full"])
 def test_a_compiled_decode_step_serves_every_position(residual):
     model = build(SIZE, residual, vocab_size=97, max_positions=32, seed=0).eval()
     torch.nn.init.normal_(model.residual.query, 0, 0.5)
@@ -115,6 +116,7 @@ def test_beam_search_with_a_cache_is_beam_search_without_one(model):
     assert len({tuple(row.tolist()) for row in beams}) == 3
 
 
+@pytest.mark.long
 def test_prompts_batched_continuously_go_on_as_each_does_alone(model, alone):
     """Transformers packs the tokens of all requests into one row, over pages of one cache."""
     options = GenerationConfig(**GREEDY, eos_token_id=-1)

@@ -63,6 +63,7 @@ def every_way(folder, text):
     }
 
 
+@pytest.mark.quick("the lazy fox", "<s>")
 @pytest.mark.parametrize("text", ["the lazy fox", "<s>the lazy fox", "<s>", "<s><s> fox", "  fox"])
 def test_a_text_begins_once_in_every_command(folder, text):
     tokenizer = open_checkpoint(folder).tokenizer

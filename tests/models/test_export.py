@@ -26,6 +26,7 @@ def run(capsys, *arguments):
     return code, output.out, output.err
 
 
+@pytest.mark.quick("nanogpt", "fla")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_convert_recognises_a_foreign_checkpoint_and_writes_it_back(kind, capsys, tmp_path):
     theirs = FORMATS[kind](tmp_path / "theirs")

@@ -126,6 +126,7 @@ def check_exact(model, new):
     assert not new.residual.query.any()
 
 
+@pytest.mark.quick("*-llama", "*-gpt2", "*-deepseek_v3", "*-olmo2")
 @families
 @pytest.mark.parametrize("residual", ["block", "full"])
 def test_conversion_changes_no_logit(family, residual):
@@ -134,6 +135,7 @@ def test_conversion_changes_no_logit(family, residual):
     assert new.conversion.relative_difference < 2e-6 and not new.conversion.probed
 
 
+@pytest.mark.long
 def test_kimi_linear_converts_in_its_27_layer_pattern():
     model = random_model("KimiLinearForCausalLM", **{**NARROW, **SMALL["kimi_linear"], "num_hidden_layers": 27})
     assert model.config.layer_types[:5] == ["linear_attention"] * 4 + ["full_attention"]
@@ -151,6 +153,7 @@ def with_tiny_eps(model):
     return model
 
 
+@pytest.mark.quick("llama", "gpt2", "deepseek_v3", "olmo2")
 @families
 def test_means_are_exact_where_a_norm_removes_the_scale(family):
     twin = with_tiny_eps(random_model(FAMILIES[family].causal_lm, **fields_of(family)))
@@ -166,6 +169,7 @@ def test_means_are_exact_where_a_norm_removes_the_scale(family):
             convert(twin, block_size=3, read_scale="mean")
 
 
+@pytest.mark.quick("llama", "gpt2", "deepseek_v3", "olmo2")
 @families
 def test_cached_generation_is_uncached_generation_and_logits_need_no_gradients(family):
     model = stirred(family)
@@ -178,6 +182,7 @@ def test_cached_generation_is_uncached_generation_and_logits_need_no_gradients(f
     assert cpu.load() is None or model.residual.banks._waiting
 
 
+@pytest.mark.quick("llama", "gpt2", "deepseek_v3", "olmo2")
 @families
 def test_converted_generation_is_the_plain_models(family):
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
@@ -185,6 +190,7 @@ def test_converted_generation_is_the_plain_models(family):
     assert torch.equal(new.generate(IDS, **options), plain(family).generate(IDS, **options))
 
 
+@pytest.mark.quick("llama", "gpt2", "deepseek_v3", "olmo2")
 @families
 def test_gradients_reach_every_query_but_the_first(family):
     model = convert(plain(family), block_size=3)
@@ -195,6 +201,7 @@ def test_gradients_reach_every_query_but_the_first(family):
     plain(family).zero_grad()
 
 
+@pytest.mark.quick("llama", "gpt2", "deepseek_v3", "olmo2")
 @families
 def test_hidden_states_are_the_plain_models(family):
     options = {"input_ids": IDS, "use_cache": False, "output_hidden_states": True}
@@ -228,6 +235,7 @@ def test_a_whole_model_compiles_without_a_graph_break(family):
     check_one_graph(copy.deepcopy(stirred(family)), lambda model: model(input_ids=IDS, use_cache=False).logits)
 
 
+@pytest.mark.quick("llama", "gpt2", "deepseek_v3", "olmo2")
 @families
 def test_operations_are_those_that_torch_counts(family):
     """Of a forward and a backward pass; a recurrence of linear attention, which does not count, is more."""
@@ -245,6 +253,7 @@ def test_operations_are_those_that_torch_counts(family):
         assert forward_flops(model, IDS.shape[1]) == pytest.approx(counter.get_total_flops() / IDS.numel(), rel=0.02)
 
 
+@pytest.mark.quick("llama", "gpt2", "deepseek_v3", "olmo2")
 @families
 def test_saved_and_loaded_models_are_bit_equal(family, tmp_path):
     model = stirred(family)

@@ -243,6 +243,7 @@ def test_a_model_that_a_format_cannot_hold_is_refused(tmp_path):
     assert "'block' or 'full'" in attempt("fla", "cumulative")
     assert "read_scale" in attempt("fla", "block", block_size=2, read_scale="sum")
     assert "gates" in attempt("fla", "block", block_size=2, recency_bias=1.0)
+    assert "block_sum" in attempt("fla", "block", block_size=2, block_sum="rms")
     assert "key_norm_eps" in attempt("fla", "block", block_size=2, key_norm_eps=1e-3)
     assert "even number" in attempt("fla", "block", block_size=3, key_norm_eps=1e-5)
     assert "did you mean 'fla'" in attempt("flaa", "full")

@@ -119,6 +119,13 @@ def make(name, fields):
     return cls(cls.config_class(**known)).eval()
 
 
+@pytest.mark.quick(
+    "LlamaModel",
+    "LlamaForSequenceClassification",
+    "WhisperForConditionalGeneration",
+    "ViTForImageClassification",
+    "ModernBertForMaskedLM",
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_what_converts_computes_the_same_and_loads_as_what_it_is(name, tmp_path):
     fields, kinds = MODELS[name]
@@ -140,6 +147,7 @@ def test_what_converts_computes_the_same_and_loads_as_what_it_is(name, tmp_path)
     assert reloaded.residual.query.grad[1:].abs().amax(1).min() > 0
 
 
+@pytest.mark.quick("WhisperForConditionalGeneration", "ViTForImageClassification", "ModernBertForMaskedLM")
 @pytest.mark.parametrize("name", [name for name, (fields, _) in MODELS.items() if fields not in (TEXT, MAMBA)])
 def test_figures_are_drawn_of_what_is_recorded(name, tmp_path):
     """Of encoders, of pictures, of sounds, and of layers with three sublayers."""
@@ -213,6 +221,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_a_head_that_no_auto_class_has_is_what_loads_in_another_process(tmp_path):
     class Own(LlamaModel):
         """A class that is nowhere to be found there."""

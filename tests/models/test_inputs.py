@@ -59,6 +59,7 @@ def test_projections_read_for_themselves_in_a_model_of_grouped_queries():
     check_same(model, expected, IDS)
 
 
+@pytest.mark.quick("llama-*", "gpt2-*", "deepseek_v3-*", "olmo2-*")
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_is_converted_exactly_or_refused_with_a_sentence(family, name):
@@ -153,7 +154,8 @@ def test_copies_pickles_and_files_compute_the_same(name, tmp_path):
         assert logits(reloaded).isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["muddformer", pytest.param("dca", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["muddformer", "dca"])
 def test_a_whole_model_compiles_without_a_graph_break(name):
     check_one_graph(stirred(name), logits)
 

@@ -171,6 +171,7 @@ def check(model, loaded):
     assert torch.equal(logits(loaded.eval(), inputs), logits(model, inputs))
 
 
+@pytest.mark.quick("*-LlamaForCausalLM", "from_pretrained-*")
 @families
 @pytest.mark.parametrize("loader", [*BOTH, *BY_NAME])
 def test_a_saved_folder_is_loaded_with_its_depth_reads(saved, family, loader):

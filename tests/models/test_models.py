@@ -147,6 +147,7 @@ def test_what_wants_even_start_values_has_them_in_gpt2(residual):
             assert part.c_proj.weight.std().item() == pytest.approx(0.02 * spread, rel=0.1)
 
 
+@pytest.mark.quick("*-llama", "block-*", "full-*")
 @families
 @mechanisms
 def test_saved_and_loaded_models_are_bit_equal(family, residual, ids, tmp_path):
@@ -182,6 +183,7 @@ def test_residual_parameters_stay_fp32_in_a_bf16_model(ids, tmp_path):
     assert logits(model, ids).dtype == torch.bfloat16
 
 
+@pytest.mark.quick("*-llama", "block-*", "full-*")
 @families
 @mechanisms
 def test_cached_generation_is_uncached_generation(family, residual, ids):
@@ -214,6 +216,7 @@ def checkpoint(model, **options):
     enable(options)
 
 
+@pytest.mark.quick("*-llama", "block-*", "full-*")
 @families
 @mechanisms
 def test_checkpointed_gradients_are_the_gradients(family, residual, ids):
@@ -237,17 +240,18 @@ def test_reentrant_checkpointing_is_refused():
         checkpoint(make(), use_reentrant=True)
 
 
+@pytest.mark.quick("gpt2-block-aot_eager")
 @pytest.mark.parametrize(
     ("family", "residual", "compiler"),
     [
-        pytest.param("qwen3", "block", "inductor", marks=pytest.mark.long),
+        ("qwen3", "block", "inductor"),
         ("qwen3", "full", "aot_eager"),
         ("gpt2", "block", "aot_eager"),
         ("llama", "hyper_connections", "aot_eager"),
-        pytest.param("llama", "denseformer", "aot_eager", marks=pytest.mark.long),
+        ("llama", "denseformer", "aot_eager"),
         ("gpt2", "deepnorm", "aot_eager"),
         ("llama", "standard", "aot_eager"),
-        pytest.param("qwen3", "rescaled", "aot_eager", marks=pytest.mark.long),
+        ("qwen3", "rescaled", "aot_eager"),
     ],
 )
 def test_a_whole_model_compiles_without_a_graph_break(family, residual, compiler, ids):

@@ -65,6 +65,7 @@ def test_settings(settings):
     check(model, torch.arange(7)[None], (2, 5, 6))
 
 
+@pytest.mark.quick("llama", "gpt2", "deepseek_v3", "olmo2")
 @families
 def test_every_family(family):
     model = stirred(family)

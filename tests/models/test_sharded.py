@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
-from launch import torchrun
+from launch import PATIENCE_S, torchrun
 from tiny import narrow_llama
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -77,10 +77,11 @@ gc.collect()
 """
 
 
-@pytest.mark.parametrize("residual", ["block", pytest.param("full", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("residual", ["block", "full"])
 def test_a_sharded_model_computes_what_one_process_computes(residual):
     command = torchrun(2, "--no-python", sys.executable, "-c", f"RESIDUAL = {residual!r}\n{SCRIPT}")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -201,9 +201,8 @@ def test_checkpointed_gradients_are_the_gradients(kind):
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize(
-    "kind", ["token", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fixed", "first"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["token", "fixed", "first"])
 def test_a_whole_model_compiles_without_a_graph_break(kind):
     check_one_graph(small(kind), logits)
 
@@ -223,6 +222,7 @@ def test_low_rank_changes_of_values_are_part_of_what_is_mixed():
     torch.testing.assert_close(logits(adapted.eval()), logits(merged), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick("llama", "gpt2", "olmo2", "qwen2_moe")
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(OTHERS)))
 def test_every_family_caches_the_values_that_it_uses(family):
     fields = {k: v for k, v in fields_of(family).items() if k not in ("vocab_size", FAMILIES[family].positions)}

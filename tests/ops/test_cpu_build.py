@@ -44,6 +44,7 @@ def test_the_library_is_built_once_and_found_again(compiler, tmp_path):
     assert len(libraries(tmp_path)) == 1
 
 
+@pytest.mark.long
 def test_processes_that_ask_at_once_build_it_once(compiler, tmp_path):
     code = "from attnres.ops.cpu_build import library; import sys; sys.exit(isinstance(library(), str))"
     asking = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]

@@ -276,6 +276,7 @@ def test_what_the_kernels_cannot_take_has_a_reason(monkeypatch):
     assert cpu.why_not(Call([fits], FP32))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
 @pytest.mark.parametrize("instructions", ["x86-64-v3", "x86-64"])
 def test_processors_with_narrower_vectors(instructions, tmp_path):

@@ -136,6 +136,7 @@ def check(case):
 NORMS = ("none", "bare", "rms", "rms_bias", "layer", "layer_bare")
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(
     k=st.integers(0, 4),
@@ -152,6 +153,7 @@ def test_any_merge_is_as_exact_as_plain_torch(k, tokens, width, sealed, added, n
     check(Case(k, tokens, width, sealed=sealed, added=added, norm=norm, dtype=dtype, mixed=mixed, seed=seed))
 
 
+@pytest.mark.quick("3-True-*-dtype0", "1-False-*-dtype1", "2-False-none-*")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("k,sealed", [(0, True), (1, True), (3, True), (1, False), (2, False)])
@@ -171,6 +173,7 @@ def test_what_phase_1_subtracts_has_the_rounding_of_what_it_is_handed(k, norm):
     torch.testing.assert_close(grads.top.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("dtype0-[12]-*")
 @pytest.mark.parametrize("norm", ["none", "rms", "layer"])
 @pytest.mark.parametrize("k,sealed", [(1, True), (3, True), (2, False), (9, True)])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,6 +214,7 @@ def test_one_pass_over_many_sources(k):
     check(Case(k, 2, 40, sealed=False, added=False))
 
 
+@pytest.mark.quick("1-rms")
 @pytest.mark.parametrize("k,norm", [(1, "rms"), (2, "none")])  # the interpreter adds a LayerNorm's two sums one by one
 def test_rows_too_wide_for_query_and_weight_to_stay_in_registers(k, norm):
     check(Case(k, 2, 4104, norm=norm))
@@ -270,6 +274,7 @@ def test_an_expanded_gradient_is_copied():
     assert all(torch.equal(a, b) for a, b in zip(flat(actual), flat(wanted)) if b is not None)
 
 
+@pytest.mark.quick("rms")
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_results_repeat_bit_for_bit(norm):
     case = Case(2, 1000 if ON_GPU else 11, 40, norm=norm, dtype=torch.bfloat16)

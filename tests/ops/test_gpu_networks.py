@@ -1,5 +1,6 @@
 """Whole networks of depth reads on the Triton kernels: what plain torch makes of them, forward and backward."""
 
+import sys
 from collections import Counter
 from contextlib import nullcontext
 
@@ -12,7 +13,7 @@ pytest.importorskip("triton")
 from attnres import Norm, depth_read, make_residual
 from attnres.ops import apply_norm, dispatch, eager, plain_torch
 from attnres.ops.gpu import kernels as gpu
-from attnres.ops.gpu import launch
+from attnres.ops.gpu import launch, merge, sealed
 from attnres.ops.gpu.launch import Launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,6 +50,7 @@ def gradients(name, settings, recompute):
     return [out, *torch.autograd.grad(out.pow(3).sum(), leaves)]
 
 
+@pytest.mark.quick("block-settings0-*")
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(
     ("name", "settings"), [("block", {"block_size": 3}), ("block", {"block_size": 1}), ("full", {"group": 2})]
@@ -59,6 +61,16 @@ def test_a_network_is_that_of_plain_torch(on, name, settings, recompute):
     on(eager)
     for a, b in zip(ours, gradients(name, settings, recompute), strict=True):
         assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="wrap_triton launches in the interpreter alone")
+@pytest.mark.parametrize(("name", "settings"), [("block", {"block_size": 3}), ("full", {"group": 2})])
+def test_kernels_of_pointers_alone_are_those_of_tuples(on, name, settings, monkeypatch):
+    """What a compiler's graph holds, launched as it is: bit for bit."""
+    on(gpu)
+    expected = gradients(name, settings, False)
+    monkeypatch.setattr(launch, "is_traced", lambda: True)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(name, settings, False), expected, strict=True))
 
 
 @pytest.mark.parametrize("n", [2, 9, 33])
@@ -122,6 +134,7 @@ def moved(name, settings, sublayers, monkeypatch):
     embedding = torch.zeros(tokens, width, device=DEVICE, requires_grad=True)
     norm = Norm(torch.ones(width, device=DEVICE, requires_grad=True), out_dtype=torch.bfloat16)
     ways = [Moved(tokens, width, sublayers) for _ in range(2)]
+    monkeypatch.setattr(launch, "alike", lambda *_: None)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         monkeypatch.setattr(Launch, "run", lambda self, device: ways[0].launch(self, device))
         with ways[0]:
@@ -157,6 +170,48 @@ def test_bytes_a_sublayer(name, settings, forward, backward, triton_on_a_cpu, mo
             if "queries" in made.arguments:  # phase 1: bf16 alone, whose products are bf16's
                 assert not made.constants["WIDE"] and not made.constants.get("CARRIED_WIDE")
                 assert {source.dtype for source in made.arguments["sources"]} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "most"), [("block", {"block_size": 3}, (173, 156)), ("full", {}, (162, 136))]
+)
+def test_the_host_s_work_a_sublayer(name, settings, most, triton_on_a_cpu, monkeypatch):
+    """Calls of functions, Python's and C's, of a step whose plans are made: `benchmarks/host.py` has their time."""
+    sublayers, width = 24, 64
+    monkeypatch.setattr(Launch, "run", lambda self, device: None)
+    monkeypatch.setattr(Launch, "started", lambda self, device: lambda *arguments: None)
+    residual = make_residual(name, sublayers, width, read_scale="sum", **settings)
+    embedding = torch.zeros(8, width, requires_grad=True)
+    norms = [Norm(torch.ones(width, requires_grad=True), out_dtype=torch.bfloat16) for _ in range(sublayers + 1)]
+    made = []
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16):
+            state = residual.start(embedding)
+            for i in range(sublayers):
+                x, state = residual.read(state, i, norms[i])
+                state = residual.write(state, i, x)
+            made.append(residual.finish(state, norms[-1]))
+
+    def backward():
+        made.pop().sum().backward()
+
+    for _ in range(2):
+        forward()
+        backward()
+    counts = [calls(forward) / sublayers, calls(backward) / sublayers]
+    assert counts[0] <= most[0] and counts[1] <= most[1], counts
+
+
+def calls(function):
+    """The calls that a function makes."""
+    count = Counter()
+    sys.setprofile(lambda frame, event, _: count.update([event]))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count["call"] + count["c_call"]
 
 
 class Kernel:
@@ -239,6 +294,7 @@ def errors(residual, reads):
     return torch.tensor(distances).square().mean(0).sqrt()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("bf16_of_a_gpu")
 @pytest.mark.parametrize(("name", "settings"), [("block", {"block_size": 3}), ("full", {"group": 3})])
 def test_gradients_under_autocast_are_as_near_fp64_as_plain_torch_s_of_the_same_sources(
@@ -248,3 +304,21 @@ def test_gradients_under_autocast_are_as_near_fp64_as_plain_torch_s_of_the_same_
     with torch.no_grad():
         residual.query.copy_(torch.randn(7, 32, generator=torch.Generator().manual_seed(9)) / 2)
     assert (errors(residual, nullcontext) / errors(residual, plain_torch)).max() < 1.1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are counted in the interpreter")
+def test_a_plan_is_made_once_for_inputs_alike(on, monkeypatch):
+    """And anew for another shape; the results are those of plans made each time, bit for bit."""
+    on(gpu)
+    planned, plans = [], (merge.plan_merge, merge.plan_backward, sealed.plan_read, sealed.plan_backward)
+    for module, plan in zip((merge, merge, sealed, sealed), plans, strict=True):
+        monkeypatch.setattr(module, plan.__name__, lambda *a, plan=plan: planned.append(plan) or plan(*a))
+    launch._REPLAYS.clear()
+    first = gradients("block", {"block_size": 3}, False)
+    count = len(planned)
+    again = gradients("block", {"block_size": 3}, False)
+    assert 0 < count < 16 and len(planned) == count  # of seven reads and their backward
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    monkeypatch.setattr(launch, "alike", lambda *_: None)
+    assert all(torch.equal(a, b) for a, b in zip(gradients("block", {"block_size": 3}, False), first, strict=True))
+    assert len(planned) > 2 * count

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnres.ops import eager
 from attnres.ops.backend import ReadGradInputs, ReadInputs
-from attnres.ops.gpu import sealed
+from attnres.ops.gpu import launch, sealed
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("bf16_of_a_gpu")
 
 def hold(patch, most):
     """Let programs of up to eight reads hold so many values a thread in registers, in every dtype, both ways."""
+    launch._REPLAYS.clear()
     for key in sealed.HELD:
         patch.setitem(sealed.HELD, key, (8, most))
 
@@ -108,6 +109,7 @@ DTYPES = {
 }
 
 
+@pytest.mark.long
 @settings(max_examples=16 if not ON_GPU else 200, deadline=None)
 @given(
     n=st.integers(1, 7),
@@ -127,28 +129,32 @@ def test_any_small_shape(n, reads, tokens, width, dtypes, carried, few, held, se
         Case(n, reads, tokens, width, dtypes, carried, seed=seed).check()
 
 
+@pytest.mark.quick("*-1-*", "*-2-bf16", "*-9-*")
 @pytest.mark.parametrize("dtypes", [(FP32,), (BF16,)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("n", [1, 2, 9, 16, 17, 33, 130])
 def test_any_number_of_sources(n, dtypes, way):
     Case(n, 3, 5, 40, dtypes).check()
 
 
+@pytest.mark.quick("*-1", "*-4", "*-9")
 @pytest.mark.parametrize("reads", [1, 4, 9, 24, 40, 130])
 def test_any_number_of_reads(reads, way):
     Case(3, reads, 5, 40).check()
 
 
+@pytest.mark.quick("tiles-*", "held-bf16")
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
 def test_dtypes_and_a_ragged_last_tile(dtypes, way):
     Case(4, 3, 19, 40, dtypes).check()
 
 
+@pytest.mark.quick("one_kernel")
 @pytest.mark.parametrize("reads", [2, 24], ids=["one_kernel", "two_kernels"])
 def test_gradients_of_queries_are_summed_over_many_tiles(reads, tiles, monkeypatch):
     """Programs walk over several tiles, and add their sums to what they have, or leave them to a second kernel."""
     monkeypatch.setattr(sealed, "multiprocessors", lambda device: 2)
     case = Case(3, reads, 90 if reads == 2 else 20, 40)
-    launches, _, _ = sealed.plan_backward(
+    launches, _ = sealed.plan_backward(
         ReadGradInputs(
             case.queries,
             case.sources,
@@ -164,12 +170,13 @@ def test_gradients_of_queries_are_summed_over_many_tiles(reads, tiles, monkeypat
     case.check()
 
 
+@pytest.mark.long
 def test_gradients_of_queries_are_summed_over_the_tokens_of_a_program(monkeypatch):
     monkeypatch.setattr(sealed, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(sealed, "TOKEN_WARPS", 4)
     case = Case(3, 3, 30, 40)
     kept = sealed.read_sealed(ReadInputs(case.queries, case.sources, EPS, FP32))
-    launches, _, _ = sealed.plan_backward(
+    launches, _ = sealed.plan_backward(
         ReadGradInputs(case.queries, case.sources, kept.inv_rms, kept.logits, case.grads, case.dtop, case.carried)
     )
     assert [launch.programs for launch in launches] == [4]
@@ -212,6 +219,7 @@ def test_large_logits_and_unequal_norms(dtypes, way):
     assert all(value.isfinite().all() for value in ours.values())
 
 
+@pytest.mark.quick("tiles-2")
 @pytest.mark.parametrize("reads", [2, 24])
 def test_results_repeat_bit_for_bit(reads, way):
     case = Case(3, reads, 30 if reads == 2 else 12, 40, (BF16,))
@@ -220,6 +228,7 @@ def test_results_repeat_bit_for_bit(reads, way):
         assert torch.equal(value, again[name]), name
 
 
+@pytest.mark.quick("tiles-*")
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of which the interpreter is made
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["source", "grad"])

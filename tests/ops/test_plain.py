@@ -152,6 +152,7 @@ def test_sources_may_be_single_vectors(backend):
     torch.testing.assert_close(depth_read(sources, query), expected)
 
 
+@pytest.mark.quick("*-True", "3-*")
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by Dynamo itself
 @pytest.mark.parametrize(
     ("count", "tokens", "fused"), [(1, 2, True), (3, 2, True), (12, 2, True), (70, 2, False), (3, 9000, False)]
@@ -204,6 +205,7 @@ def one_read(count, opens, norm, recompute):
     return run
 
 
+@pytest.mark.quick("5-0-*")
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by Dynamo itself
 @pytest.mark.parametrize(
     ("count", "opens", "recompute", "norm", "shape"),

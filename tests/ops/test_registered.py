@@ -1,5 +1,12 @@
 """The `attnres::` operators: what torch.library checks of them, and that they are the backends they stand for."""
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -84,3 +91,70 @@ def test_mix(backend):
     check(registered._mix, registered.MixInputs(sources, weights, torch.float32))
     expected = torch.einsum("tn,ntd->td", weights, torch.stack(sources))
     torch.testing.assert_close(registered.mix(sources, weights, torch.float32), expected)
+
+
+# A training step as a compiler's backend is handed it: forward and backward, the kernels as they are launched on CUDA.
+GRAPHS = """
+import sys
+
+sys.path.insert(0, sys.argv[1])
+import json
+import warnings
+from collections import Counter
+from unittest import mock
+
+import torch
+from host import on_a_stub
+from torch._dynamo.backends.common import aot_autograd
+
+from attnres import Norm, make_residual
+from attnres.ops import gpu
+from attnres.ops.dispatch import KERNELS
+
+warnings.simplefilter("ignore")
+
+
+def run(residual, embedding, layers, gain):
+    norm = Norm(gain, out_dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        state = residual.start(embedding)
+        for index, layer in enumerate(layers):
+            x, state = residual.read(state, index, norm)
+            state = residual.write(state, index, x @ layer)
+        return residual.finish(state, norm).float().sum()
+
+
+counts = {}
+for name, settings, few in (("block", {"num_blocks": 2}, gpu.KERNELS.few_compiled), ("full", {}, {})):
+    found = []
+
+    def keep(graph, example):
+        found.append(Counter(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return graph
+
+    torch._dynamo.reset()
+    residual = make_residual(name, 6, 64, read_scale="sum", **settings)
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in [(1, 8, 64), *[(64, 64)] * 6, (64,)]]
+    compiled = torch.compile(run, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    with mock.patch.dict(KERNELS, {"cuda": gpu.KERNELS._replace(few_compiled=few)}), on_a_stub() as driver:
+        compiled(residual, leaves[0], leaves[1:-1], leaves[-1]).backward()
+    counts[name] = [*found, driver.launches]
+print(json.dumps(counts))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_a_compiler_is_given_triton_kernels_and_no_operator_of_ours(tmp_path):
+    """A process of its own: interpreted kernels are in no graph."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    folder = Path(__file__).parents[2] / "benchmarks"
+    command = [sys.executable, "-c", GRAPHS, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for name, (*graphs, launches) in json.loads(done.stdout.splitlines()[-1]).items():
+        assert len(graphs) == 2, name  # forward and backward
+        assert not [target for graph in graphs for target in graph if "attnres" in target], name
+        kernels = [graph["triton_kernel_wrapper_functional"] for graph in graphs]
+        assert min(kernels) > 0 and launches == sum(kernels), name

@@ -122,6 +122,7 @@ def test_what_is_a_mean_over_seeds_says_so(inspected: Path) -> None:
     assert len(tops) == 1  # one scale for all variants
 
 
+@pytest.mark.long
 def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None:
     (plot,) = next(section for section in drawn(inspected) if section.title.startswith("What each output")).plots
     svg = style.to_svg(plot.figure, plot.name, "mixing", 1.0)
@@ -139,6 +140,7 @@ def test_what_a_picture_says_is_text_and_no_markup() -> None:
     assert 'aria-label="a&quot;&gt;&lt;img src=x&gt;"' in svg and "<img" not in svg
 
 
+@pytest.mark.long
 def test_every_figure_inside_has_a_file_of_its_own(inspected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [plot.name for section in drawn(inspected) for plot in section.every]
     assert len(names) == len(set(names))
@@ -170,6 +172,7 @@ def test_runs_without_an_inspection_have_the_page_they_had(tmp_path: Path) -> No
     assert "How reads choose" not in text and "One text" not in text
 
 
+@pytest.mark.long
 def test_one_inspected_run_among_others_is_shown_alone(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "study", ("standard", "block"), layers=3, steps=200)
     invented("block", 0).save(folder / "block-seed0" / "inspection.json")
@@ -178,6 +181,7 @@ def test_one_inspected_run_among_others_is_shown_alone(tmp_path: Path) -> None:
     write_report(load_study(folder), folder)
 
 
+@pytest.mark.quick("change1-*", "change8-*")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

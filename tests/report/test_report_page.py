@@ -16,11 +16,11 @@ from synthetic import write_run, write_study
 from attnres.errors import UserError
 from attnres.figures import style
 from attnres.figures.plot import canvas
-from attnres.inspect.colours import colours_by_name
+from attnres.inspect.colours import source_colours
 from attnres.report import load_study
 from attnres.report.page import write_report
 from attnres.report.sections import comparison_of, sections
-from attnres.residuals import RESIDUALS, make_residual, traits_of
+from attnres.residuals import RESIDUALS, columns, make_residual, traits_of
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 
@@ -85,6 +85,7 @@ def test_a_comparison_makes_a_whole_page(tmp_path):
     assert (tmp_path / "table.csv").read_text().startswith("label,")
 
 
+@pytest.mark.long
 def test_every_held_out_loss_is_a_line_with_its_difference_to_the_baseline_of_the_same_seed(tmp_path):
     study = load_study(write_study(tmp_path, layers=3))
     write_report(study, tmp_path)
@@ -114,6 +115,7 @@ def test_everything_is_escaped(tmp_path):
     assert "A &lt;fast&gt; &amp; wide CPU" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop", [None, 430, 0])
 def test_one_variant_alone_makes_a_page(tmp_path, stop):
     write_run(tmp_path, "full", stop=stop, layers=2)
@@ -122,18 +124,21 @@ def test_one_variant_alone_makes_a_page(tmp_path, stop):
     assert ("What each read is made of" in text) == (stop is None)
 
 
+@pytest.mark.long
 def test_several_seeds_make_a_page(tmp_path):
     text = page_of(write_study(tmp_path, ("standard", "block"), seeds=3, layers=2))
     assert "Mean over seeds 0, 1 and 2." in text
     assert "3 seeds" in text
 
 
+@pytest.mark.long
 def test_a_backslash_in_a_label_stays_one(tmp_path):
     write_run(tmp_path, "standard", layers=2)
     write_run(tmp_path, "block", label=r"block\g<1>\1", layers=2)
     assert r"block\g&lt;1&gt;\1: weights of reads" in page_of(tmp_path)
 
 
+@pytest.mark.long
 def test_a_dollar_in_a_label_begins_no_formula(tmp_path):
     write_run(tmp_path, "standard", layers=2)
     write_run(tmp_path, "block", label=r"$\oops{$", layers=2)
@@ -143,6 +148,7 @@ def test_a_dollar_in_a_label_begins_no_formula(tmp_path):
     assert body.count(r">$\oops{$</text>") == 2 + 2 + 3 + 1
 
 
+@pytest.mark.long
 def test_the_page_claims_equal_conditions_only_where_they_are(tmp_path):
     equal = "the same initial shared weights, the same batches in the same order"
     assert equal in page_of(write_study(tmp_path / "equal", layers=2))
@@ -161,6 +167,7 @@ def test_the_page_claims_equal_conditions_only_where_they_are(tmp_path):
     assert "same initial" not in page_of(folder)  # one variant has a seed that the other has not
 
 
+@pytest.mark.long
 def test_a_page_of_one_variant_compares_with_nothing(tmp_path):
     write_run(tmp_path, "full", layers=2)
     text = page_of(tmp_path)
@@ -179,11 +186,13 @@ def test_the_configuration_tells_seeds_apart_and_the_environment_has_its_ends_in
     assert '<th scope="row">threads</th><td>2 … 16</td>' in text
 
 
+@pytest.mark.long
 def test_runs_without_routing_have_no_heatmap(tmp_path):
     text = page_of(write_study(tmp_path, ("standard", "rescaled")))
     assert "What each read is made of" not in text
 
 
+@pytest.mark.long
 def test_a_sweep_shows_loss_by_rate(tmp_path):
     for lr in (0.001, 0.01):
         write_run(tmp_path, "standard", label=f"standard-lr{lr:g}", lr=lr)
@@ -222,7 +231,7 @@ def test_nine_lines_of_one_mechanism_are_seen_on_a_dark_page_and_told_apart(resi
 def test_every_source_is_seen_on_a_dark_page():
     page = luminance(style.DARK[style.PAPER]) + 0.05
     for residual in ("full", "block"):
-        for colour in colours_by_name(make_residual(residual, 24, 8).layout()).values():
+        for colour in source_colours(columns(read.sources for read in make_residual(residual, 24, 8).layout())):
             assert (luminance(style.on_dark(colour)) + 0.05) / page >= 3
 
 
@@ -236,6 +245,7 @@ def test_places_on_a_scale_keep_their_colour_on_a_dark_page():
     assert f"stroke: #003f62; stroke: light-dark(#003f62, {style.on_dark('#003f62')})" in svg
 
 
+@pytest.mark.long
 def test_figures_are_written_as_files_when_asked(tmp_path):
     write_study(tmp_path, ("standard", "block"), layers=2)
     written = write_report(load_study(tmp_path), tmp_path, images="png")
@@ -244,6 +254,7 @@ def test_figures_are_written_as_files_when_asked(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in images)
 
 
+@pytest.mark.long
 def test_a_report_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
     write_study(tmp_path, ("standard", "block"), layers=2)
     before = page_of(tmp_path)

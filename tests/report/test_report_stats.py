@@ -16,9 +16,10 @@ from attnres.errors import UserError
 from attnres.report import load_study
 from attnres.report.columns import COLUMNS, curves_csv, plain_cells, print_table, shown, to_csv
 from attnres.report.page import write_report
-from attnres.report.stats import is_planned, paired, paired_curve, strongest_baseline
+from attnres.report.stats import is_planned, kind, paired, paired_curve, strongest_baseline
 from attnres.report.table import build_table
 from attnres.report.verdict import verdict
+from attnres.residuals import settings_of
 from attnres.savings import LossCurve, saving
 from attnres.stats import Recipe, standard_error, t_quantile
 
@@ -72,7 +73,7 @@ def test_two_seeds_that_disagree_decide_nothing(tmp_path):
 
 def test_what_was_asked_beforehand_is_at_5_percent_and_the_rest_together(tmp_path):
     study, table = both(write_study(tmp_path, ("standard", "block", "full", "rescaled"), seeds=3, noise=0.0001))
-    assert verdict(study, table).startswith("full beats standard by")
+    assert verdict(study, table).startswith("full is below standard by")
     recipe = Recipe((run.label, run.seed, run.windows[1000].mean()) for run in study.runs)
     assert recipe.degrees == 6, "four variants of three seeds"
     planned = {"block": True, "rescaled": True, "full": False}
@@ -334,6 +335,14 @@ def test_the_planned_baseline_stays_where_another_setting_is_better(tmp_path):
     assert verdict(study, table).startswith("block-num_blocks6 ends below block-num_blocks2 by 0.")
 
 
+def test_a_run_that_wrote_the_settings_it_was_given_and_one_that_wrote_all_are_of_one_kind(tmp_path):
+    written = ({}, settings_of("block"), {"num_blocks": 6})
+    for seed, settings in enumerate(written):
+        change(write_run(tmp_path, "block", seed=seed) / "config.json", "model.settings", settings)
+    given, full, other = map(kind, both(tmp_path)[0].of("block"))
+    assert given == full != other
+
+
 def test_in_a_sweep_each_setting_is_a_variant_of_its_own(tmp_path):
     for lr in (0.001, 0.01):
         write_run(tmp_path, "standard", label=f"standard-lr{lr:g}", lr=lr, gain=20 * lr)
@@ -364,7 +373,7 @@ def test_a_variant_worse_than_the_control_is_called_that(tmp_path):
     text = verdict(study, table)
     assert "Worse than completep, the control: full by 0." in text and "Worse than rescaled" not in text
     assert table.row("completep").decided and not table.row("rescaled").decided, "chance is never decided"
-    assert "nothing beyond the error" not in text
+    assert "Over completep" not in text
 
 
 def test_a_seed_that_only_one_of_two_has_shows_the_noise_and_decides_nothing(tmp_path):
@@ -372,7 +381,7 @@ def test_a_seed_that_only_one_of_two_has_shows_the_noise_and_decides_nothing(tmp
         write_run(tmp_path, residual, gain=gain)
     write_run(tmp_path, "full", 1, gain=-1.0)
     text = verdict(*both(tmp_path))
-    assert "is ahead of" not in text and "beats" not in text
+    assert "full is below" not in text and "block is below" not in text
 
 
 def test_an_interval_has_the_digits_of_its_error(tmp_path):
@@ -381,7 +390,7 @@ def test_an_interval_has_the_digits_of_its_error(tmp_path):
         path = tmp_path / f"{residual}-seed0" / "val" / "001000.npy"
         np.save(path, np.load(path) - np.load(path).mean() + 4 + gain)
     text = verdict(*both(tmp_path))
-    assert text.startswith("block (0.0000; 95 %: −0.00") and "is within its error of standard" in text
+    assert text.startswith("block (0.0000; 95 %: −0.00") and "the interval includes 0" in text
 
 
 def test_a_single_window_decides_nothing(tmp_path):
@@ -408,6 +417,7 @@ def test_the_table_has_what_each_run_cost(tmp_path):
     assert any("Tokens/s and step time: whole training steps" in note for note in table.notes)
 
 
+@pytest.mark.long
 def test_step_times_are_held_against_the_plain_model_where_it_was_timed(tmp_path):
     write_study(tmp_path)
     speed = json.loads((tmp_path / "speed.json").read_text())

@@ -87,6 +87,7 @@ def test_the_mechanism_that_the_next_ones_break_is_sound():
     assert not failures(type("Same", (Scaled,), {"__doc__": "h = a h."}))
 
 
+@pytest.mark.long
 def test_parameters_that_init_parameters_forgets_or_that_are_not_fp32():
     class Forgotten(Scaled):
         """h = a h."""
@@ -117,6 +118,7 @@ def test_parameters_that_init_parameters_forgets_or_that_are_not_fp32():
     assert "takes memory on the meta device" in failures(Eager)["start values"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("axes", "shape", "finding"),
     [
@@ -166,6 +168,7 @@ def test_a_dtype_that_is_not_the_embeddings():
     assert failures(Broken)["dtypes"] == "a float64 embedding gives a torch.float32 output"
 
 
+@pytest.mark.long
 def test_a_gradient_that_is_dropped_or_nobodys():
     class Dropped(Scaled):
         """h = a h."""
@@ -188,6 +191,7 @@ def test_a_gradient_that_is_dropped_or_nobodys():
     assert failures(Unused) == {"gradients": "forgotten has no gradient: nothing depends on it"}
 
 
+@pytest.mark.long
 def test_an_end_of_training_or_a_penalty_that_is_no_number():
     class Ends(Scaled):
         """h = h / (1 - p)."""
@@ -265,6 +269,7 @@ def test_a_state_beside_the_state():
     assert failures(Numbered)["states"] == "the state before read holds a int: expected tensors in tuples"
 
 
+@pytest.mark.long
 def test_a_pack_that_forgets_something():
     class Forgets(DenseFormer):
         """y = a x."""
@@ -336,6 +341,7 @@ def test_a_choice_by_value_breaks_the_graph():
 
 
 # -- what reads mix ---------------------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_spans_that_are_off_by_one():
     class Broken(Block):
         """b = sum v."""
@@ -386,10 +392,12 @@ class Split(Standard):
         return self.normed(state, self.first_row(self.num_sublayers), norm)
 
 
+@pytest.mark.long
 def test_a_sound_mechanism_of_several_reads_passes():
     assert not failures(type("Same", (Split,), {"__doc__": "h = h."}), compiled=True)
 
 
+@pytest.mark.long
 def test_reads_that_are_not_what_the_layout_says_they_are_for():
     class OneVector(Split):
         """h = h."""
@@ -421,6 +429,7 @@ def test_reads_that_are_not_what_the_layout_says_they_are_for():
     assert "the output has a read for a part of it" in failures(OneHeadTooMany)["layout"]
 
 
+@pytest.mark.long
 def test_a_layout_that_forgets_an_earlier_read():
     class Broken(Boundary):
         """x = sum a e."""
@@ -458,6 +467,7 @@ def test_a_read_that_shows_nothing():
     assert "has sources and shows no weights" in failures(Silent)["sources"]
 
 
+@pytest.mark.long
 def test_a_scale_that_mixing_rows_leave_out():
     class Broken(Full):
         """h = sum a v."""
@@ -481,6 +491,7 @@ def test_an_editor_that_is_not_asked():
     assert "does not use an editor's weights" in failures(Broken)["mixing"]
 
 
+@pytest.mark.quick("Standard-*", "Full-by_token-*")
 @pytest.mark.parametrize(
     ("mechanism", "trait", "check"),
     [
@@ -514,6 +525,7 @@ def test_what_starts_otherwise_by_its_values_alone_is_not_looked_at(name):
     assert outcome.passed and "value_residual is layer" in outcome.detail
 
 
+@pytest.mark.long
 def test_a_logit_beyond_its_bound():
     class Broken(Full):
         """h = sum a v."""

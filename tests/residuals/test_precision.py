@@ -26,6 +26,7 @@ def read_through(residual, embedding, outputs):
     return residual("finish", state, norm)
 
 
+@pytest.mark.quick("*-plain", "block-*", "full-*")
 @pytest.mark.parametrize("path", ["kernels", "eager", "plain"])
 @pytest.mark.parametrize(
     ("name", "settings"),

@@ -14,7 +14,7 @@ from attnres.training.config import OptimConfig
 from attnres.training.optim import build_optimizers
 
 WIDTH, SUBLAYERS = 16, 6
-QUERIED = [name for name in attnres.RESIDUALS if "query_lr" in settings_of(name)]
+QUERIED = [name for name in attnres.RESIDUALS if "query_lr" in settings_of(name) and name != "compose"]
 
 
 def drawn(*shape, seed=0):

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import torchrun
+from launch import PATIENCE_S, torchrun
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 
 
-def launch(folder: Path, jobs: dict[str, Any], processes: int = 2, seconds: float = 900) -> Any:
+def launch(folder: Path, jobs: dict[str, Any], processes: int = 2) -> Any:
     """What `two_ranks.py` writes of these jobs."""
     folder.mkdir(exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps({"cases": [], "runs": [], **jobs}))
@@ -23,7 +23,7 @@ def launch(folder: Path, jobs: dict[str, Any], processes: int = 2, seconds: floa
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as launched:
         try:
-            said = launched.communicate(timeout=seconds)[0]
+            said = launched.communicate(timeout=PATIENCE_S)[0]
         except subprocess.TimeoutExpired:
             launched.terminate()  # torchrun ends its workers; a kill would leave them behind
             said = f"timed out: {launched.communicate()[0]}"

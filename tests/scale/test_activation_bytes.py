@@ -50,6 +50,7 @@ def allocated(model: Any, losses: Any, *, bf16: bool) -> int:
     return sum(event.nbytes() for event in events.kineto_results.events() if event.name() == "[memory]")
 
 
+@pytest.mark.quick("block-whole-reads-False")
 @pytest.mark.parametrize(
     ("residual", "kind", "checkpointing", "bf16"),
     [

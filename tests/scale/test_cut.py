@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from attnres import UserError
 from attnres.residuals import make_residual
-from attnres.scale.cut import Cut, balanced, crossings, cut_of, most_kept, placed, vectors
+from attnres.scale.cut import PipelineCut, balanced, crossings, cut_of, most_kept, placed, vectors
 from attnres.scale.pipeline import check_schedule
 
 
@@ -19,9 +19,9 @@ def test_vectors_are_those_of_the_closed_forms(ranks: int, virtual: int, blocks:
     stages = ranks * virtual
     residual = make_residual("block", 2 * blocks * stages, 8, block_size=2)
     bounds = tuple(2 * blocks * stage for stage in range(stages + 1))
-    cut = Cut(bounds, placed(stages, ranks))
+    cut = PipelineCut(bounds, placed(stages, ranks))
 
-    def count(cut: Cut = cut, **how: bool) -> int:
+    def count(cut: PipelineCut = cut, **how: bool) -> int:
         return vectors(crossings(residual, cut, **how))
 
     # The embedding is one source more: sent on at every crossing, to every rank once, and back to the first rank.
@@ -31,7 +31,7 @@ def test_vectors_are_those_of_the_closed_forms(ranks: int, virtual: int, blocks:
     paper = pairs // 2 * blocks + (virtual - 1) * ranks**2 * blocks
     assert count(keep_made=False) == paper + ranks - 1 + (virtual > 1)
     if virtual == 2:
-        assert count(Cut(bounds, placed(stages, ranks, v_shaped=True))) == count()
+        assert count(PipelineCut(bounds, placed(stages, ranks, v_shaped=True))) == count()
 
 
 def test_what_a_rank_keeps_is_counted_at_most():

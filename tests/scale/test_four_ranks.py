@@ -45,7 +45,7 @@ FOUR = {"steps": 20, "accumulation": 4, "batch_size": 16}
 def test_four_processes_are_one(corpus, launched, tmp_path):
     muon = {**FOUR, "steps": 4, "optim": {"optimizer": "muon"}}
     runs = [["muon", configuration(corpus, tmp_path / "muon", parallel={"shard": 2, "tp": 2}, **muon), None]]
-    results = launched(tmp_path, {"cases": CASES, "slices": SLICES, "runs": runs}, processes=4, seconds=1500)
+    results = launched(tmp_path, {"cases": CASES, "slices": SLICES, "runs": runs}, processes=4)
     for result in results["slices"]:
         assert max(result["logits"], result["gradient"], result.get("prefill", 0.0)) < 1e-10
         assert result["vectors"][1] == result["vectors"][0] / 4
@@ -68,7 +68,7 @@ def test_twenty_steps_of_every_layout_are_one_processs(processes, corpus, launch
         for name, parallel in layouts.items():
             runs.append([f"{model}, {name}", run(f"{model}, {name}", model, parallel), None])
     single = [[f"{name}, fp32", run(f"{name}, fp32", "block", parallel), None] for name, parallel in layouts.items()]
-    launched(tmp_path / "jobs", {"runs": runs, "single": single}, processes=processes, seconds=1500)
+    launched(tmp_path / "jobs", {"runs": runs, "single": single}, processes=processes)
     for model in MODELS:
         train_run(run(model, model, {}))
         for name in layouts:
@@ -80,7 +80,7 @@ def test_twenty_steps_of_every_layout_are_one_processs(processes, corpus, launch
 
 def test_a_prompt_of_128k_tokens_is_shared_out(launched, tmp_path):
     """Each of two ranks has half of the vectors; whole and in chunks of 2,048 tokens the logits are one process's."""
-    result = launched(tmp_path, {"cases": [], "runs": [], "long": 131_072}, seconds=1500)["long"]
+    result = launched(tmp_path, {"cases": [], "runs": [], "long": 131_072})["long"]
     assert result["vectors"][1] == result["vectors"][0] / 2
     assert max(result["whole"], result["chunks"]) < 1e-4
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_any_layout_fills_any_other_bit_for_bit(corpus, launched
 
     def launch(processes: int, jobs: dict[str, Any]) -> Any:
         if processes > 1:
-            return launched(tmp_path / str(len(list(tmp_path.iterdir()))), jobs, processes=processes, seconds=1500)
+            return launched(tmp_path / str(len(list(tmp_path.iterdir()))), jobs, processes=processes)
         runs = {name: train_run(of, until) for name, of, until in jobs.get("runs", [])}
         return {"runs": runs, "resumed": {name: resume(of) for name, of in jobs.get("resumed", [])}}
 

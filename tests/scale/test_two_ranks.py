@@ -36,6 +36,8 @@ VECTORS = {"1f1b": 4, "everything sent": 12, "four stages a rank": 8, "standard"
 """Vectors a token, by hand. Four stages a rank, P = 2, V = 4, one block a stage: 1 + 3 * 2 and the embedding. There and
 back: the embedding and 4 outputs to rank 1, whose 8 own ones come back."""
 
+pytestmark = pytest.mark.long  # tests/training/test_parallel.py has two processes in make test
+
 GROUPED = {"num_key_value_heads": 1}
 SLICES: dict[str, dict[str, Any]] = {
     "block": BLOCK,
@@ -209,6 +211,29 @@ def test_transformers_own_plan_is_followed(both):
 @pytest.mark.parametrize("layout", ["shares", "stages", "slices", "tokens"])
 def test_steps_in_any_layout_are_those_of_one_process(both, alone, layout):
     assert furthest(alone / layout, alone / "one") < 1e-10
+
+
+@pytest.mark.long
+def test_compiled_parts_are_those_of_one_process(launched, corpus, tmp_path):
+    """One graph of attention and one of the MLP on each process, whatever the steps, the losses of held-out windows and
+    the recorded passes in between."""
+    layouts: dict[str, dict[str, Any]] = {
+        "shares": {"parallel": SHARD, "depth_every": 4},
+        "stages": {"parallel": STAGES, **CHUNKED},
+        "interleaved": {"parallel": {**STAGES, "pp_schedule": "interleaved"}},
+    }
+    runs = {name: configuration(corpus, tmp_path / name, compile=True, **layout) for name, layout in layouts.items()}
+    graphs = launched(tmp_path / "jobs", {"compiled": list(runs.items())})["compiled"]
+    train_run({**runs["shares"], "parallel": {}, "compile": False, "out": str(tmp_path / "one")})
+
+    def curve(name: str) -> list[Any]:
+        lines = (line for line in read_metrics(tmp_path / name / "metrics.jsonl") if line["kind"] in ("train", "val"))
+        return [(line["step"], line["loss"], line.get("grad_norm", 0.0)) for line in lines]
+
+    for name in runs:
+        assert graphs[name] == 2 and len(curve(name)) == 10
+        for ours, theirs in zip(curve(name), curve("one"), strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-9)
 
 
 def test_muon_by_owners_is_muon(both, alone):

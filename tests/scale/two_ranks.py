@@ -5,11 +5,13 @@ FOLDER/jobs.json holds {"cases": [...], "shares": [residual, ...], "slices": [..
 "single" is in fp64. Results go to FOLDER/results.json.
 """
 
+import functools
 import json
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,10 +24,11 @@ from torch.distributed.tensor import DTensor
 from attnres.errors import Interrupted, UserError
 from attnres.head import called_losses
 from attnres.models import build
+from attnres.ops.dispatch import KERNELS
 from attnres.scale.cut import vectors
 from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
 from attnres.scale.shard import local, mean_gradients, shard
-from attnres.training import environment, from_dict, start, train
+from attnres.training import from_dict, start, train
 from attnres.training.checkpoint import checksum
 from attnres.training.interrupt import Signals
 from attnres.training.layout import collected
@@ -157,8 +160,8 @@ def resume(values: dict[str, Any]) -> dict[str, int] | None:
 def counted(values: dict[str, Any]) -> dict[str, Any]:
     """Of a step of a run: bytes sent in collectives and between stages, the mean over ranks; bytes of parameters,
     gradients and optimizer states, the most on a rank; the most bytes that each rank held for backward passes."""
-    who, longest = join_processes("cpu"), environment.EAGER_UP_TO
-    environment.EAGER_UP_TO = 0  # fused attention, as on a GPU
+    who, kernels = join_processes("cpu"), KERNELS["cpu"]
+    KERNELS["cpu"] = kernels._replace(whole_scores=0)  # fused attention, as on a GPU
     run = Run(prepare_run(from_dict(values), dist.get_world_size()), who, progress=False)
     try:
         run.step(Signals())
@@ -175,7 +178,7 @@ def counted(values: dict[str, Any]) -> dict[str, Any]:
         held = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
     finally:
         run.close()
-        environment.EAGER_UP_TO = longest
+        KERNELS["cpu"] = kernels
     between = 0 if pipe is None else 4 * (pipe.sent.forward + pipe.sent.backward)
     every = who.gather([messages.sent, between, held, saved.peak])
     return {
@@ -233,7 +236,7 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
 
     Attention is PyTorch's: at this length Transformers' own would be taken, whose softmax is fp32.
     """
-    first, eager = start.first_model, environment.EAGER_UP_TO
+    first, kernels = start.first_model, KERNELS["cpu"]
     step = Run.step
 
     def in_dtype(*args: Any) -> Any:
@@ -245,7 +248,7 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
             signals.terminations += 1
         step(run, signals)
 
-    start.first_model, Run.step, environment.EAGER_UP_TO = in_dtype, stopping, 0
+    start.first_model, Run.step, KERNELS["cpu"] = in_dtype, stopping, kernels._replace(whole_scores=0)
     try:
         return train(from_dict(values), progress=False)["val_loss"]
     except (Interrupted, UserError) as error:
@@ -253,7 +256,18 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
     except SystemExit as error:
         return error.code
     finally:
-        start.first_model, Run.step, environment.EAGER_UP_TO = first, step, eager
+        start.first_model, Run.step, KERNELS["cpu"] = first, step, kernels
+
+
+def compiled(values: dict[str, Any]) -> int:
+    """Make a run with what it compiles traced alone; give the largest number of graphs that a process had made."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        train_run(values)
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return max(counts)
 
 
 def main(folder: Path) -> None:
@@ -271,6 +285,7 @@ def main(folder: Path) -> None:
     results["counted"] = {name: counted(values) for name, values in jobs.get("counted", [])}
     results["resumed"] = {name: resume(values) for name, values in jobs.get("resumed", [])}
     results["runs"] = {name: train_run(values, until) for name, values, until in jobs["runs"]}
+    results["compiled"] = {name: compiled(values) for name, values in jobs.get("compiled", [])}
     single = jobs.get("single", [])
     results["single"] = {name: train_run(values, until, torch.float32) for name, values, until in single}
     if dist.get_rank() == 0:

@@ -199,6 +199,7 @@ def test_checkpointing_keeps_gradients_or_says_why_not(use_reentrant, where):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_compiled_module_may_checkpoint_its_layers_where_they_hand_on_tuples():
     torch.manual_seed(0)
     module, x, condition = CheckpointedDiT(), torch.randn(2, 5, WIDTH), torch.randn(2, WIDTH)

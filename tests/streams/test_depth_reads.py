@@ -96,6 +96,7 @@ def test_layers_are_checkpointed():
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.long
 def test_the_loop_compiles_as_one_graph():
     model = Loop("block", num_blocks=3)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

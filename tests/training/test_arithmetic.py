@@ -47,6 +47,7 @@ def weights(folder: Path) -> bytes:
     return (folder / "model" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.long
 def test_threads_and_kernels_stay_those_that_the_run_was_begun_with(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(
     assert train(configure(resume=True), progress=False)["step"] == 8
 
 
+@pytest.mark.long
 def test_how_the_loss_is_made_is_kept_where_it_was_left_open(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +125,7 @@ def test_how_the_loss_is_made_is_kept_where_it_was_left_open(
     assert train(configure(resume=True), progress=False)["step"] == 8
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_being_written_where_the_folder_was_keeps_no_one_from_saving_beside(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +160,7 @@ def test_a_checkpoint_that_was_being_written_where_the_folder_was_keeps_no_one_f
     assert [one.folder.parent.name for one in written] == ["run", "run.saved"] and all(one.ended for one in written)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["removed", "renamed", "metrics", "lock"])
 def test_a_folder_that_is_taken_away_is_noticed_and_the_run_saved_beside(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str

@@ -114,6 +114,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.quick("truncated model", "model missing", "other data", "random state no list", "* state", "state *")
 @pytest.mark.parametrize(("harm", "message"), DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_checkpoint_that_is_not_whole_is_refused(
     configure: Configure, stopped: Path, harm: Callable[[Path], object], message: str
@@ -142,6 +143,7 @@ def test_the_checkpoint_itself_knows_its_configuration(configure: Configure, sto
         train(configure(resume=True), progress=False)
 
 
+@pytest.mark.quick("save_file")
 @pytest.mark.parametrize("where", ["save_model", "save_file", "fsync"])
 def test_a_full_disk_keeps_the_checkpoint_before(
     configure: Configure, stopped: Path, monkeypatch: pytest.MonkeyPatch, where: str
@@ -186,6 +188,7 @@ def test_queries_are_resumed_as_they_were_saved(configure: Configure, stopped: P
     assert query.any() and torch.equal(query, saved["model.residual.query"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("residual", ["block", "full"])
 def test_queries_of_a_run_saved_before_its_first_step_are_zero_when_resumed(
     configure: Configure, residual: str

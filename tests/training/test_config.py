@@ -9,6 +9,7 @@ import pytest
 from attnres.commands.train import Train
 from attnres.errors import UserError
 from attnres.flags import config_file, parse
+from attnres.residuals import changed_settings, settings_of
 from attnres.scale.cut import cut_of, placed
 from attnres.training import TrainConfig, from_dict, to_dict
 from attnres.training.config import differences, merged_settings
@@ -174,7 +175,9 @@ def test_a_default_that_stands_in_the_way_gives_way_and_is_said(name: str) -> No
     filled = ("name", "out", "model.size", "model.settings", "data.tokenizer", "model.residual_file")
     prepared = prepare_run(from_dict(values), processes)
     config, notes = prepared.config, prepared.notes
-    found = {key: value for key, value in leaves(to_dict(config)) if value != known[key] and key not in filled}
+    found = {
+        key: value for key, value in leaves(to_dict(config)) if value != known.get(key) and not key.startswith(filled)
+    }
     assert found == changed
     assert all(any(note.startswith(f"{key} is {value}: ") for note in notes) for key, value in changed.items())
     by_depth = "depth_every" not in values and "pp" in values.get("parallel", {})
@@ -207,9 +210,19 @@ def test_a_value_of_the_wrong_type_is_refused_in_code_too() -> None:
 
 def test_plain_flags_become_settings() -> None:
     config = prepare_run(from_dict({"model": {"num_blocks": 3}, "seed": 2})).config
-    assert config.model.settings == {"num_blocks": 3} and config.model.num_blocks is None
+    assert changed_settings("block", config.model.settings) == {"num_blocks": 3} and config.model.num_blocks is None
     assert (config.name, config.out) == ("block-seed2", "runs/block-seed2")
-    assert merged_settings(config.model) == {"num_blocks": 3}
+    assert merged_settings(config.model) == config.model.settings
+
+
+def test_a_run_has_every_setting_of_its_residual_and_is_the_one_that_had_those_that_were_given() -> None:
+    now = to_dict(prepare_run(from_dict({"model": {"num_blocks": 3}})).config)
+    assert now["model"]["settings"] == {**settings_of("block"), "num_blocks": 3}
+    assert to_dict(prepare_run(from_dict(now)).config) == now
+    earlier = {**now, "model": {**now["model"], "settings": {"num_blocks": 3}}}
+    assert differences(now, earlier) == differences(earlier, now) == []
+    other = {**now, "model": {**now["model"], "settings": {"num_blocks": 3, "read_scale": "sum"}}}
+    assert differences(now, other) == ["model.settings.read_scale"]
 
 
 def test_flags_of_the_command_line() -> None:

@@ -40,6 +40,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "model.safetensors")
 
 
+@pytest.mark.long
 def test_a_stopped_run_draws_what_it_would_have_drawn(
     dropping: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,6 +77,7 @@ def test_held_out_text_is_measured_without_dropout(dropping: Configure, tmp_path
     assert measured[1] != pytest.approx(measured[0], rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["layer", "sublayer"])
 def test_what_is_made_again_drops_the_same(dropping: Configure, tmp_path: Path, how: str) -> None:
     for kept in ("none", how):

@@ -23,6 +23,7 @@ from attnres.errors import UserError
 from attnres.flags import config_file
 from attnres.models import build, convert, load
 from attnres.report.stats import equal_conditions
+from attnres.residuals import settings_of
 from attnres.training import TrainConfig, finetune, from_dict, to_dict, train
 from attnres.training.config import FinetuneConfig, OptimConfig, differences
 from attnres.training.layout import PlacedModel
@@ -80,6 +81,7 @@ def loss_of(model: Any, windows: torch.Tensor) -> float:
 # ------------------------------------------------------------------ where it starts
 
 
+@pytest.mark.long
 def test_a_plain_model_starts_where_it_was(tune: Configure, plain: Path, tmp_path: Path) -> None:
     config = tune()
     summary = train(config, progress=False)
@@ -101,6 +103,7 @@ def test_a_plain_model_starts_where_it_was(tune: Configure, plain: Path, tmp_pat
     assert record["trainable"] == summary["parameters"]
 
 
+@pytest.mark.long
 def test_the_residual_and_the_length_of_a_start_model_stand_where_none_was_given(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,6 +136,7 @@ def test_the_residual_and_the_length_of_a_start_model_stand_where_none_was_given
         assert more[1] in capsys.readouterr().err, "what was given is refused"
 
 
+@pytest.mark.quick("block")
 @pytest.mark.parametrize("residual", ["standard", "block", "full"])
 def test_every_residual_starts_at_the_same_weights(tune: Configure, residual: str) -> None:
     config = tune()
@@ -145,6 +149,7 @@ def test_every_residual_starts_at_the_same_weights(tune: Configure, residual: st
     assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.long
 def test_a_standard_run_gets_depth_reads_and_a_run_with_them_goes_on(configure: Configure, tmp_path: Path) -> None:
     first = configure(out="first", steps=4)
     first.model.residual, first.model.num_blocks = "standard", None
@@ -162,10 +167,11 @@ def test_a_standard_run_gets_depth_reads_and_a_run_with_them_goes_on(configure: 
     losses = [line["loss"] for line in read_metrics(tmp_path / "third" / "metrics.jsonl") if line["kind"] == "val"]
     assert losses[0] == vals[-1]  # queries and all
     written = json.loads((tmp_path / "third" / "config.json").read_text())["model"]
-    assert written["settings"] == {"num_blocks": 2, "read_scale": "sum"}
+    assert written["settings"] == {**settings_of("block"), "num_blocks": 2, "read_scale": "sum"}
     assert json.loads((tmp_path / "third" / "start.json").read_text())["logits"] is None
 
 
+@pytest.mark.long
 def test_an_annealed_residual_is_not_annealed_again(configure: Configure, tmp_path: Path) -> None:
     gated = {"size": None, "residual": "adaptive", "num_blocks": None}
     first = configure(out="first", steps=2)
@@ -176,6 +182,7 @@ def test_an_annealed_residual_is_not_annealed_again(configure: Configure, tmp_pa
         train(again, progress=False)
 
 
+@pytest.mark.long
 def test_a_standard_model_gets_the_settings_that_are_asked_for(configure: Configure, tmp_path: Path) -> None:
     """Those have parameters of their own: the model that is written has them, and a stopped run goes on."""
     standard = {"size": None, "residual": "standard", "num_blocks": None}
@@ -196,6 +203,7 @@ def test_a_standard_model_gets_the_settings_that_are_asked_for(configure: Config
     assert train(second, progress=False)["step"] == 4
 
 
+@pytest.mark.long
 def test_what_is_trained_is_counted_in_the_whole_model(
     tune: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +233,7 @@ def test_the_tokenizer_of_a_model_of_the_hub_is_recorded_by_its_name(
     assert "finetune.init_from" in differences(to_dict(config), earlier)
 
 
+@pytest.mark.long
 def test_a_converted_model_in_16_bits_is_trained_in_32(tune: Configure, plain: Path, tmp_path: Path) -> None:
     convert(str(plain), "full", out=tmp_path / "converted")
     config = tune(finetune={"init_from": str(tmp_path / "converted")})
@@ -232,6 +241,7 @@ def test_a_converted_model_in_16_bits_is_trained_in_32(tune: Configure, plain: P
     assert {parameter.dtype for parameter in begun(config).model.parameters()} == {torch.float32}
 
 
+@pytest.mark.long
 def test_the_tokenizer_is_the_models_unless_one_is_given(
     tune: Configure, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -343,6 +353,7 @@ def test_divergence_is_the_formula_and_zero_for_equals() -> None:
     assert not divergence(z, z, 3.0).any()
 
 
+@pytest.mark.long
 def test_a_large_vocabulary_is_taught_in_parts(
     tune: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +367,7 @@ def test_a_large_vocabulary_is_taught_in_parts(
         assert left and right == pytest.approx(left, rel=1e-4, abs=1e-7), name
 
 
+@pytest.mark.long
 def test_distillation_pulls_towards_the_model_it_started_from(tune: Configure, tmp_path: Path) -> None:
     for out, weight in (("alone", 0.0), ("taught", 1.0)):
         train(tune(out=out, steps=6, finetune={"distill_weight": weight}), progress=False)
@@ -369,6 +381,7 @@ def test_distillation_pulls_towards_the_model_it_started_from(tune: Configure, t
     assert losses["alone"][-1] < losses["alone"][0] - 0.1 and abs(losses["taught"][-1] - losses["taught"][0]) < 0.05
 
 
+@pytest.mark.long
 def test_the_teacher_must_be_what_it_was(tune: Configure, plain: Path, tmp_path: Path) -> None:
     shutil.copytree(plain, tmp_path / "teacher")
     config = tune(finetune={"init_from": str(tmp_path / "teacher"), "distill_weight": 0.5})
@@ -385,6 +398,7 @@ def test_the_teacher_must_be_what_it_was(tune: Configure, plain: Path, tmp_path:
 # ------------------------------------------------------------------ going on
 
 
+@pytest.mark.quick("residual")
 @pytest.mark.parametrize(
     "finetune",
     [{}, {"train_only": "residual"}, {"train_only": "lora"}, {"distill_weight": 0.5, "distill_temperature": 2.0}],
@@ -416,6 +430,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     assert (whole / "start.json").read_text() == (parts / "start.json").read_text()
 
 
+@pytest.mark.long
 def test_a_run_that_stopped_before_its_first_checkpoint_measures_step_0_once(tune: Configure, tmp_path: Path) -> None:
     train(tune(), progress=False)
     shutil.rmtree(tmp_path / "run" / "checkpoint")
@@ -428,6 +443,7 @@ def test_a_run_that_stopped_before_its_first_checkpoint_measures_step_0_once(tun
     ]
 
 
+@pytest.mark.long
 def test_a_damaged_adapter_is_named(tune: Configure, tmp_path: Path) -> None:
     config = tune(finetune={"train_only": "lora"})
     train(config, progress=False)
@@ -473,6 +489,7 @@ def test_a_run_of_an_earlier_version_had_the_defaults() -> None:
 # ------------------------------------------------------------------ side by side
 
 
+@pytest.mark.long
 def test_finetune_are_compared(tune: Configure, tmp_path: Path) -> None:
     base = tune(steps=2, val_every=2)
     base.model.residual, base.model.num_blocks = "standard", None

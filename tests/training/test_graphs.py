@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tapes import Tape
 
 from attnres.comparison.speed import step_times, training_steps
-from attnres.head import Sums
+from attnres.head import LossSums
 from attnres.ops import cpu
 from attnres.residuals.mechanisms.standard import Standard
 from attnres.training import TrainConfig, graphs, train
@@ -51,6 +51,7 @@ class Fading(Standard):
         self.fraction = fraction
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize(
     ("model", "accumulation"),
     [
@@ -86,6 +87,7 @@ def test_captured_steps_are_the_eager_steps_bit_for_bit(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_optimizers_are_captured_with_rates_that_change(
     configure: Configure, tmp_path: Path, tapes: list[Tape], optimizer: str
@@ -121,6 +123,7 @@ def test_a_layout_of_several_processes_takes_eager_steps_and_says_so() -> None:
     assert Update(staged, [], 1.0, lambda: None, capture=True).path.startswith("eager: a step of 4 processes")
 
 
+@pytest.mark.long
 def test_on_a_cpu_steps_are_eager_and_the_run_says_why(
     configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +134,7 @@ def test_on_a_cpu_steps_are_eager_and_the_run_says_why(
     assert path_of(tmp_path / "asked") in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -169,7 +173,7 @@ def test_a_step_that_asks_for_a_number_is_no_captured_step(
 ) -> None:
     forward = Objective.forward
 
-    def asking(self: Objective, *batch: Any, **how: Any) -> Sums:
+    def asking(self: Objective, *batch: Any, **how: Any) -> LossSums:
         sums = forward(self, *batch, **how)
         if not how.get("held_out"):
             sums.cross_entropy.item()

@@ -53,6 +53,7 @@ def test_weights_are_means_over_the_windows_of_validation(configure: Configure, 
         np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick("standard")
 @pytest.mark.parametrize("residual", ["standard", "deepnorm"])
 def test_a_residual_without_a_softmax_has_an_inspection(configure: Configure, tmp_path: Path, residual: str) -> None:
     config = configure(steps=2)
@@ -64,6 +65,7 @@ def test_a_residual_without_a_softmax_has_an_inspection(configure: Configure, tm
         np.testing.assert_allclose(stored.mixing, np.tril(np.ones((5, 5))))
 
 
+@pytest.mark.long
 def test_a_resumed_run_writes_it_as_an_uninterrupted_one(configure: Configure, tmp_path: Path) -> None:
     train(configure(out="whole"), progress=False)
     train(configure(out="parts"), progress=False)
@@ -97,6 +99,7 @@ def test_tokens_have_the_kind_that_their_place_in_the_document_gives(tmp_path: P
     assert all(names[i] == "statement start" for i in returns)
 
 
+@pytest.mark.long
 def test_what_is_far_from_its_documents_beginning_has_no_kind(
     configure: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

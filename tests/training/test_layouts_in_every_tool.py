@@ -62,11 +62,8 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-BREADTH = ("cumulative", "boundary_normed")
-"""Each beside another layout of its format, or of none."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in BREADTH)) for n in LAYOUTS])
+@pytest.mark.long
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_every_tool_takes_every_layout(
     name: str, layout: Callable[..., TrainConfig], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +114,7 @@ def test_every_tool_takes_every_layout(
         assert vals[0][0] == pytest.approx(vals[1][-1], rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["cumulative, full, a gate", "boundary", "boundary_normed", "gates in the paper's"])
 def test_a_run_that_was_cut_short_goes_on_bit_for_bit(
     name: str, layout: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -152,6 +150,7 @@ def test_layouts_are_compared(configure: Configure, tmp_path: Path) -> None:
     assert (tmp_path / "all" / "report.html").is_file() and (tmp_path / "all" / "speed.json").is_file()
 
 
+@pytest.mark.quick("cumulative-*")
 @pytest.mark.parametrize(("residual", "settings"), [("cumulative", {"num_blocks": 1}), ("boundary", {"num_blocks": 1})])
 def test_a_plain_model_converts_to_them_only_knowingly(
     residual: str, settings: dict[str, Any], configure: Configure, tmp_path: Path

@@ -21,21 +21,22 @@ import torch
 from lines import CLOCK, lines
 from safetensors.torch import load_file
 from tiny import NARROW
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnres import head
-from attnres.data import Batches, open_tokens
+from attnres.data import Batches, held_out_windows, open_tokens
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.flags import config_file
-from attnres.head import Sums
+from attnres.head import LossSums
 from attnres.models import build, load
 from attnres.models.model_files import snapshots
-from attnres.residuals import Residual
+from attnres.residuals import Residual, settings_of
 from attnres.residuals.check.interface import TAKEN
 from attnres.scale.shard import shard
 from attnres.training import TrainConfig, checkpoint, environment, from_dict, loop, to_dict, train, validate
-from attnres.training.branch import branch, branch_step
+from attnres.training.data import prepare_from
 from attnres.training.inspection import magnitudes
 from attnres.training.interrupt import Signals
 from attnres.training.objective import Objective, loss_kind
@@ -43,6 +44,8 @@ from attnres.training.parallel import Processes
 from attnres.training.prepare import prepare_run
 from attnres.training.records import Metrics, read_metrics
 from attnres.training.run import Run
+from lab.branch import branch
+from lab.design import branch_step
 
 Configure = Callable[..., TrainConfig]
 
@@ -67,7 +70,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Send this process a signal during the given step."""
     forward, count = Objective.forward, 0
 
-    def with_signal(self: Objective, *batch: Any, **how: Any) -> Sums:
+    def with_signal(self: Objective, *batch: Any, **how: Any) -> LossSums:
         nonlocal count
         count += 1
         if count == step:
@@ -81,10 +84,10 @@ def spoil(monkeypatch: pytest.MonkeyPatch, value: float, step: int) -> None:
     """Make the loss of a step something else."""
     forward, count = Objective.forward, 0
 
-    def broken(self: Objective, *batch: Any, **how: Any) -> Sums:
+    def broken(self: Objective, *batch: Any, **how: Any) -> LossSums:
         nonlocal count
         count += 1
-        return Sums(*(one * (value if count == step else 1) for one in forward(self, *batch, **how)))
+        return LossSums(*(one * (value if count == step else 1) for one in forward(self, *batch, **how)))
 
     monkeypatch.setattr(Objective, "forward", broken)
 
@@ -99,7 +102,7 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     assert json.loads((run / "summary.json").read_text()) == summary
     assert set(summary) == {
         *("step", "tokens", "val_loss", "val_se", "perplexity", "train_loss", "tokens_per_s", "step_s"),
-        *("flops_per_token", "peak_flops"),
+        *("flops_per_token", "peak_flops", "last_three", "final_loss", "final_se", "final_windows", "in_context"),
         *("peak_memory_bytes", "parameters", "extra_parameters", "wall_s", "windows", "traits"),
     }
     assert (summary["step"], summary["tokens"], summary["windows"]) == (8, 8 * 4 * 16, 6)
@@ -117,7 +120,10 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     assert val_line["loss"] == losses.mean() and val_line["se"] == pytest.approx(losses.std(ddof=1) / math.sqrt(6))
 
     written = json.loads((run / "config.json").read_text())
-    assert written["model"]["residual"] == "block" and written["model"]["settings"] == {"num_blocks": 2}
+    assert written["model"]["residual"] == "block" and written["model"]["settings"] == {
+        **settings_of("block"),
+        "num_blocks": 2,
+    }
     assert (written["seed"], written["name"], written["dtype"]) == (0, "block-seed0", "fp32")
     environment = json.loads((run / "environment.json").read_text())
     assert {"python", "torch", "transformers", "attnres", "device", "cpu", "threads", "dtype", "date"} <= set(
@@ -169,6 +175,7 @@ def test_what_a_read_does_not_show_is_no_number_of_a_line(configure: Configure, 
     assert (line["entropy"], line["grad_rms"]) == ([0.5, None], [None])
 
 
+@pytest.mark.long
 def test_measuring_depth_changes_no_number(configure: Configure, tmp_path: Path) -> None:
     for out, every in (("with", 1), ("without", 0)):
         train(configure(out=out, depth_every=every), progress=False)
@@ -176,6 +183,7 @@ def test_measuring_depth_changes_no_number(configure: Configure, tmp_path: Path)
     assert kept == lines(tmp_path / "without")
 
 
+@pytest.mark.quick("rescaled", "hyper_connections")
 @pytest.mark.parametrize("residual", ["standard", "rescaled", "full", "deepnorm", "hyper_connections", "denseformer"])
 def test_every_residual_trains(configure: Configure, tmp_path: Path, residual: str) -> None:
     config = configure(steps=2, val_every=2)
@@ -198,10 +206,10 @@ def test_muon_bf16_and_wsd_train(configure: Configure, tmp_path: Path) -> None:
     assert all(parameter.dtype == torch.float32 for parameter in load(tmp_path / "run" / "model").parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_compiled_run_is_the_same_to_rounding(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
@@ -237,12 +245,14 @@ def test_a_step_is_the_mean_over_all_tokens(configure: Configure, corpus: Path) 
     assert first_step(config) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("accumulation", [2, 4])
 def test_accumulation_is_the_same_mean(configure: Configure, accumulation: int) -> None:
     one = first_step(configure(out="a"))
     assert first_step(configure(out="b", accumulation=accumulation)) == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_large_vocabulary_gets_its_losses_in_parts(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
@@ -257,6 +267,7 @@ def test_a_large_vocabulary_gets_its_losses_in_parts(
     assert said == ["whole", "chunked"]
 
 
+@pytest.mark.long
 def test_a_stream_in_bf16_is_in_bf16_from_the_embedding_on(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +320,7 @@ def test_a_loss_that_cannot_be_made_so_is_refused(configure: Configure) -> None:
         loss_kind("chunked", model, 1)
 
 
+@pytest.mark.quick("reads")
 @pytest.mark.parametrize("how", ["layer", "sublayer", "reads"])
 def test_checkpointing_changes_no_number(configure: Configure, tmp_path: Path, how: Any) -> None:
     for out, kept in (("kept", "none"), ("remade", how)):
@@ -330,6 +342,7 @@ def read_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "__init__", behind)
 
 
+@pytest.mark.long
 def test_numbers_read_a_step_behind_are_the_same(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,6 +422,7 @@ def test_queries_are_zero_after_build(configure: Configure) -> None:
     assert queries and all(not query.any() for query in queries)
 
 
+@pytest.mark.long
 def test_variants_share_their_first_weights_and_batches(configure: Configure, tmp_path: Path) -> None:
     weights = []
     for residual in ("standard", "full"):
@@ -429,6 +443,7 @@ def test_variants_share_their_first_weights_and_batches(configure: Configure, tm
 MUDDFORMER = {"residual": "muddformer", "num_blocks": None, "settings": {"value_residual": "head"}}
 
 
+@pytest.mark.quick("adamw")
 @pytest.mark.parametrize(
     ("number", "extra"),
     [
@@ -456,6 +471,7 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.long
 def test_a_finished_run_that_is_interrupted_while_it_writes_its_model_stops_at_once(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -471,6 +487,7 @@ def test_a_finished_run_that_is_interrupted_while_it_writes_its_model_stops_at_o
     assert train(configure(resume=True), progress=False)["step"] == 8
 
 
+@pytest.mark.long
 def test_more_micro_batches_go_on_with_the_same_run(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -486,6 +503,7 @@ def test_more_micro_batches_go_on_with_the_same_run(
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_killed_without_warning_goes_on_bit_for_bit(configure: Configure, tmp_path: Path) -> None:
     train(configure(out="whole"), progress=False)
     config = configure(out="parts")
@@ -511,6 +529,7 @@ def test_a_run_killed_without_warning_goes_on_bit_for_bit(configure: Configure, 
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.long
 def test_a_run_that_never_saved_starts_again(configure: Configure, tmp_path: Path) -> None:
     train(configure(out="whole"), progress=False)
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
@@ -520,6 +539,7 @@ def test_a_run_that_never_saved_starts_again(configure: Configure, tmp_path: Pat
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+@pytest.mark.long
 def test_a_run_killed_before_its_summary_only_finishes(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,6 +610,7 @@ def test_other_data_than_the_run_began_with_is_refused(configure: Configure, tmp
     assert json.loads((tmp_path / "run" / "data.json").read_text()) == record
 
 
+@pytest.mark.long
 def test_peak_memory_is_of_all_sessions(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnres.training.environment.peak_memory", lambda _: 2_000)
     with monkeypatch.context() as patch:
@@ -612,12 +633,31 @@ def test_more_processes_than_held_out_windows(monkeypatch: pytest.MonkeyPatch) -
     for rank, measured in ((1, 1), (2, 0), (3, 0)):
         who = Processes(rank, 4, torch.device("cpu"))
         losses = validate.window_losses(model, windows, who, nullcontext, batch=4)
-        assert losses.shape == (2,) and np.count_nonzero(losses) == measured
+        assert losses.shape == (2, 2) and np.count_nonzero(losses.any(1)) == measured
+
+
+def test_the_end_is_measured_on_more_windows_and_over_three_validations(configure: Configure, tmp_path: Path) -> None:
+    """The summary's figures against the model's own losses, token by token."""
+    config = configure(steps=8, val_every=2, data={"val_windows": 3})
+    summary = train(config, progress=False)
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "val"]
+    assert len(losses) == 4 and summary["last_three"] == pytest.approx(np.mean(losses[1:]))
+    windows = held_out_windows(prepare_from(config.data, progress=False).tokens("val"), config.data.seq_len, 12)
+    stored = validate.read_windows(tmp_path / "run" / "val" / "final.npy")
+    assert len(stored) == summary["final_windows"] == len(windows) > 3
+    model = load(tmp_path / "run" / "model")
+    with torch.no_grad():
+        logits = model.eval()(input_ids=windows[:, :-1]).logits.double()
+    tokens = F.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none").numpy()
+    np.testing.assert_allclose(stored, tokens.mean(1), rtol=1e-4)
+    late, early = 250 * tokens.shape[1] // 256, 50 * tokens.shape[1] // 256
+    assert summary["in_context"] == pytest.approx(tokens[:, late].mean() - tokens[:, early].mean(), abs=1e-3)
 
 
 # ------------------------------------------------------------------ when it goes wrong
 
 
+@pytest.mark.quick("nan")
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_stops_the_run(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
@@ -664,6 +704,7 @@ def test_plain_lines_where_there_is_no_terminal(configure: Configure, capsys: py
     assert "block-seed0  step 8/8  loss" in output and "tokens/s" in output and "\x1b" not in output
 
 
+@pytest.mark.long
 def test_a_run_in_bf16_that_is_emulated_says_so(
     configure: Configure, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -696,6 +737,7 @@ def keep_state(trunk: Path, config: TrainConfig) -> None:
     write_json(checkpoint.kept(trunk, 6) / "state.json", {"format": checkpoint.FORMAT, **state})
 
 
+@pytest.mark.long
 def test_a_branch_ends_as_the_whole_run_does(configure: Configure, tmp_path: Path) -> None:
     train(configure("trunk", **wsd(16, keep_at=(6,))), progress=False)
     whole, short = configure("whole", **wsd(8)), prepare_run(configure("short", **wsd(8, resume=True))).config

@@ -121,6 +121,7 @@ def test_settings_that_prepared_data_does_not_have(
     refused(capsys, message, *flags("--tokenizer", str(tmp_path / "tokenizer.json")))
 
 
+@pytest.mark.quick("values[0-46-8]-*")
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -156,6 +157,7 @@ def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.long
 def test_folders(
     capsys: pytest.CaptureFixture[str],
     configure: Configure,

@@ -29,6 +29,7 @@ def stepped(
     return parameters, optimizer
 
 
+@pytest.mark.quick("options2")
 @pytest.mark.parametrize(
     "options",
     [

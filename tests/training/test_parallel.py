@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import torchrun
+from launch import PATIENCE_S, torchrun
 from lines import lines
 
 from attnres.errors import UserError
@@ -25,7 +25,7 @@ GPT2 = {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 SCRIPT = """
 import faulthandler, json, os, signal, sys
-faulthandler.dump_traceback_later(240)  # where each one waits, before the test's own patience ends
+faulthandler.dump_traceback_later(1500)  # where each one waits, before the test's own patience ends
 from attnres.errors import Interrupted
 from attnres.training import from_dict, train, validate
 from attnres.training.run import Run
@@ -63,7 +63,7 @@ def test_two_processes_are_one_run(configure: Callable[..., TrainConfig], tmp_pa
     command = torchrun(2, "--no-python", sys.executable, "-c", SCRIPT, arguments)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launched:
         try:
-            output = launched.communicate(timeout=300)[0]
+            output = launched.communicate(timeout=PATIENCE_S)[0]
         except subprocess.TimeoutExpired:
             launched.terminate()  # torchrun ends its workers; a kill would leave them behind
             output = f"timed out: {launched.communicate()[0]}"
@@ -116,6 +116,7 @@ refused(configs["rate"], "the training has diverged")
 """
 
 
+@pytest.mark.long
 def test_what_is_refused_is_said_by_the_first_process_and_ends_all(configure: Callable[..., TrainConfig]) -> None:
     """By one process alone, or by all of them for the same reason."""
     configs = {
@@ -146,6 +147,7 @@ for _ in range(400):
 """
 
 
+@pytest.mark.long
 def test_leaving_the_group_waits_for_no_thread_that_waits_for_python() -> None:
     """Without the reference that `_leave` holds, one of some hundred times hangs."""
     left = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True)

@@ -116,6 +116,7 @@ def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     assert seen == {"depth/output_rms/0": 1.0, "depth/output_rms/1": 2.0} and not tracker.run.open
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["trackio", "wandb"])
 def test_a_tracker_knows_a_run_again_and_takes_no_other_of_its_name_for_it(
     configure: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -52,6 +52,7 @@ def moved(model: Any, optim: OptimConfig, steps: int = 4) -> float:
         return float((model(input_ids=x, use_cache=False).logits - first).square().mean().sqrt())
 
 
+@pytest.mark.quick("True-adamw")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_does_as_much_at_every_width(optimizer: Any, tied: bool) -> None:
@@ -104,6 +105,7 @@ def test_the_same_width_is_the_same_model() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.long
 def test_a_run_carries_its_rates_and_saves_a_model_of_its_family(tmp_path: Any) -> None:
     (tmp_path / "text").mkdir()
     for i in range(8):

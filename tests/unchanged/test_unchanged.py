@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 import values
+from sample_mechanisms import crossed
 
 import attnres
 from attnres.residuals import settings_of
@@ -21,7 +22,7 @@ _STUDY = """
 MOVED: dict[str, str] = (
     {f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY}
     | {
-        f"attnres.inspect.{name}": "one line of Reweigh, in docs/inspect.md"
+        f"attnres.inspect.{name}": "one line of Reweigh, in docs/how-to/inspect.md"
         for name in ("AddLogit", "Pin", "Recency", "Swap", "Uniform", "pin_from")
     }
     | {
@@ -33,13 +34,13 @@ MOVED: dict[str, str] = (
 """A name or "command --flag" that is gone, and why."""
 
 
-@pytest.mark.parametrize("name", values.mechanisms())
+@pytest.mark.parametrize("name", crossed(values.mechanisms()))
 def test_ten_training_steps(name):
     torch.testing.assert_close(values.ten_steps(name, torch.float64), THEN["steps fp64"][name], rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(values.ten_steps(name, torch.float32), THEN["steps fp32"][name], rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", values.mechanisms())
+@pytest.mark.parametrize("name", crossed(values.mechanisms()))
 def test_a_saved_model_loads(name):
     torch.testing.assert_close(values.logits(values.HERE / "models" / name), THEN["logits"][name], rtol=1e-7, atol=1e-9)
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 from attnres.errors import UserError
 from attnres.models.foreign.format import (
     Config,
-    Row,
     Target,
+    WeightRule,
     WrittenFormat,
     cannot,
     need,
@@ -85,7 +85,7 @@ class FLA(WrittenFormat):
             return Target(family, fields, "full", settings)
         return Target(family, fields, "block", {"block_size": min(size, 2 * layers), **settings})
 
-    def rows(self, residual: Any) -> list[Row]:
+    def rows(self, residual: Any) -> list[WeightRule]:
         d, count = residual.width, residual.num_sublayers
         starts = [f"model.layers.{i // 2}.{'mlp' if i % 2 else 'attn'}_res_" for i in range(count)]
         return query_and_gain([*starts, "model.res_"], d)

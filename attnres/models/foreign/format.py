@@ -20,7 +20,7 @@ class Target(NamedTuple):
     settings: Config
 
 
-class Row(NamedTuple):
+class WeightRule(NamedTuple):
     """One foreign tensor of the depth reads: row `index` of our `residual.{ours}`, of the shape it has there."""
 
     ours: str
@@ -53,10 +53,10 @@ class Format:
         raise NotImplementedError
 
     def read(self, config: Config) -> Target:
-        """Raises UserError for what our classes do not compute."""
+        """Raise UserError for what our classes do not compute."""
         raise NotImplementedError
 
-    def rows(self, residual: Residual) -> list[Row]:
+    def rows(self, residual: Residual) -> list[WeightRule]:
         """Return all foreign tensors of the depth reads."""
         raise NotImplementedError
 
@@ -111,11 +111,12 @@ def need(kind: Format, config: Config, *fields: str) -> None:
 
 
 def plain_reads(kind: Format, residual: Any) -> None:
-    """Return the paper's layout and nothing besides."""
+    """Refuse a residual whose reads are not the paper's, without settings: UserError."""
     if residual.name not in ("block", "full"):
         raise cannot(kind, f"its residual is '{residual.name}', expected 'block' or 'full'")
     special = residual.special or ("window" if residual.window else None)
     special = special or (None if residual.weighting.read_temperature == 1.0 else "read_temperature")
+    special = special or ("block_sum" if residual.name == "block" and residual.exponent != 0.0 else None)
     if special is not None:
         raise cannot(kind, f"its reads are not the paper's ({special})")
     if residual.read_scale != "mean":
@@ -151,9 +152,12 @@ def plain_config(config: Any) -> Config:
     return {**kept, "model_type": base.model_type, "architectures": [model.__name__]}
 
 
-def query_and_gain(starts: list[str], d: int) -> list[Row]:
-    """Rows of reads whose names start with these, a projection (1, d) and a norm (d,) each."""
+def query_and_gain(starts: list[str], d: int) -> list[WeightRule]:
+    """Return rows of reads whose names start with these, a projection (1, d) and a norm (d,) each."""
     rows = []
     for index, start in enumerate(starts):
-        rows += [Row("query", index, f"{start}proj.weight", (1, d)), Row("gain", index, f"{start}norm.weight", (d,))]
+        rows += [
+            WeightRule("query", index, f"{start}proj.weight", (1, d)),
+            WeightRule("gain", index, f"{start}norm.weight", (d,)),
+        ]
     return rows

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from attnres.errors import UserError
 from attnres.models.classes import CLASSES
 from attnres.models.families import FAMILIES
-from attnres.models.foreign.format import Config, Format, Row, Target, query_and_gain, serve
+from attnres.models.foreign.format import Config, Format, Target, WeightRule, query_and_gain, serve
 
 _log = logging.getLogger("attnres")
 
@@ -73,7 +73,7 @@ class Kimi(Format):
         _log.warning("model type '%s' with Kimi's names is read as a %s with depth reads", model_type, family)
         return family
 
-    def rows(self, residual: Any) -> list[Row]:
+    def rows(self, residual: Any) -> list[WeightRule]:
         d, count = residual.width, residual.num_sublayers
         starts = [f"model.layers.{i // 2}.{'mlp' if i % 2 else 'self_attention'}_res_" for i in range(count)]
         return query_and_gain([*starts, "model.output_attn_res_"], d)

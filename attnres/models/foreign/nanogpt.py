@@ -3,7 +3,7 @@
 from typing import Any
 
 from attnres.errors import UserError
-from attnres.models.foreign.format import Config, Format, Row, Target, need, serve
+from attnres.models.foreign.format import Config, Format, Target, WeightRule, need, serve
 
 
 class NanoGPT(Format):
@@ -46,7 +46,7 @@ class NanoGPT(Format):
         settings = {"block_size": 2 * layers // blocks, "key_norm_eps": self.KEY_EPS}
         return Target("gpt2", fields, "boundary", settings)
 
-    def rows(self, residual: Any) -> list[Row]:
+    def rows(self, residual: Any) -> list[WeightRule]:
         d, blocks = residual.width, range(residual.num_blocks)
-        queries = [Row("query", i, f"depth_attn.{i}.w", (d,)) for i in blocks]
-        return queries + [Row("gain", i, f"depth_attn.{i}.key_norm.weight", (d,)) for i in blocks]
+        queries = [WeightRule("query", i, f"depth_attn.{i}.w", (d,)) for i in blocks]
+        return queries + [WeightRule("gain", i, f"depth_attn.{i}.key_norm.weight", (d,)) for i in blocks]

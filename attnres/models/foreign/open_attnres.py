@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from attnres.models.foreign.format import (
     Config,
-    Row,
     Target,
+    WeightRule,
     WrittenFormat,
     cannot,
     need,
@@ -43,20 +43,20 @@ class OpenAttnRes(WrittenFormat):
         fields = {k: v for k, v in config.items() if not k.startswith("attnres_")}
         return Target("qwen3", fields, "cumulative", {**settings, **self.gate_types[gate]})
 
-    def rows(self, residual: Any) -> list[Row]:
+    def rows(self, residual: Any) -> list[WeightRule]:
         d, gates, rows = residual.width, residual.gates, []
         for index in range(residual.num_sublayers):
             start = f"model.layers.{index // 2}.{'mlp' if index % 2 else 'attn'}_res_"
-            rows.append(Row("query", index, f"{start}proj.weight", (1, d)))
-            rows.append(Row("gain", index, f"{start}norm.weight", (d,)))
-            rows.append(Row("gates.bias", index, f"{start}bias", ()))
+            rows.append(WeightRule("query", index, f"{start}proj.weight", (1, d)))
+            rows.append(WeightRule("gain", index, f"{start}norm.weight", (d,)))
+            rows.append(WeightRule("gates.bias", index, f"{start}bias", ()))
             if gates.gate_kind == "scalar":
-                rows.append(Row("gates.gate", index, f"{start}gate_logit", ()))
+                rows.append(WeightRule("gates.gate", index, f"{start}gate_logit", ()))
             if gates.gate_kind == "vector":
-                rows.append(Row("gates.gate_weight", index, f"{start}gate_proj.weight", (d, d)))
-                rows.append(Row("gates.gate", index, f"{start}gate_proj.bias", (d,)))
+                rows.append(WeightRule("gates.gate_weight", index, f"{start}gate_proj.weight", (d, d)))
+                rows.append(WeightRule("gates.gate", index, f"{start}gate_proj.bias", (d,)))
             if gates.alpha is not None:
-                rows.append(Row("gates.alpha", index, f"{start}alpha", ()))
+                rows.append(WeightRule("gates.alpha", index, f"{start}alpha", ()))
         return rows
 
     def write(self, config: Any, residual: Any, stored: Config) -> Config:

@@ -41,6 +41,18 @@ def why_not(call: Call) -> str | None:
     return None
 
 
+def devices() -> list[torch.device]:
+    """Return the CUDA devices that torch finds."""
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+def missing() -> str | None:
+    """Return why there is no CUDA device, None where there is one."""
+    if torch.cuda.device_count():
+        return None
+    return "torch finds no CUDA device" if torch.backends.cuda.is_built() else "this build of torch has no CUDA"
+
+
 KERNELS = Kernels(
     device="cuda",
     name="gpu",
@@ -51,6 +63,10 @@ KERNELS = Kernels(
     narrow=True,  # reads move memory: half the bytes, and phase 1 multiplies bf16 instead of TF32
     few_compiled={2: 1 << 24},  # the host is behind the GPU for so long; phase 1 of any size is an operator
     torch_norm=True,
+    traced=True,
+    devices=devices,
+    missing=missing,
+    bf16=lambda _: torch.cuda.is_bf16_supported(including_emulation=False),
     bank=Bank,
     most_open=6,  # Inductor's kernel holds all vectors of a token in registers, of which backward of nine spills most
 )

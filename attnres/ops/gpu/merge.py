@@ -9,6 +9,7 @@ bit.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,15 +26,19 @@ from attnres.ops.backend import (
 from attnres.ops.gpu.launch import (
     DTYPES,
     REGISTERS,
+    Empty,
     Launch,
     laid_out,
     multiprocessors,
+    new_empty,
+    planned,
     power_of_two,
     rows,
     shared_memory,
     warps_for,
 )
 from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
+from attnres.ops.norms import Norm
 
 MOST_AGAIN = 8
 """Open sources of a merge up to which its backward makes h again from them: it holds their rows meanwhile."""
@@ -48,7 +53,9 @@ def _check_opens(count: int) -> None:
         )
 
 
-def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor | None]]:
+def plan_merge(
+    m: MergeInputs, empty: Empty = new_empty
+) -> tuple[list[Launch], tuple[Tensor, MergeSaved, Tensor | None]]:
     """The launch, and what `merge` returns once it has run."""
     opens, added, query, eps, output, top, total, norm, dtype, saves = m
     first = opens[0] if opens else output
@@ -60,19 +67,19 @@ def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor
     opens, open_strides = laid_out(opens, shape)
     (added,), added_stride = laid_out((added,), shape)
     (output,), output_stride = laid_out((output,), shape)
-    partial = None if added is None else first.new_empty(shape, dtype=dtype)
+    partial = None if added is None else empty(first, shape, dtype)
     h = h_out = None
     if output is not None and not opens and torch.promote_types(output.dtype, dtype) == dtype:
         h = m.output  # which holds it exactly
     elif saves == "h" or (saves == "least" and k > MOST_AGAIN) or not k:
-        h = h_out = first.new_empty(shape, dtype=torch.float32 if norm is None else dtype)  # without a norm unrounded
+        h = h_out = empty(first, shape, torch.float32 if norm is None else dtype)  # without a norm unrounded
     x = x_out = None
     if norm is None and h is not None and h.dtype == dtype:
         x = h
     else:
-        x = x_out = first.new_empty(shape, dtype=dtype if norm is None else norm.out_dtype or torch.float32)
+        x = x_out = empty(first, shape, dtype if norm is None else norm.out_dtype or torch.float32)
     rows_of_scalars = scalar_rows(k, sealed=output is not None)
-    scalars = None if saves == "nothing" else first.new_empty((rows_of_scalars, tokens), dtype=torch.float32)
+    scalars = None if saves == "nothing" else empty(first, (rows_of_scalars, tokens), torch.float32)
     arguments = {
         "opens": opens,
         "open_strides": open_strides,
@@ -106,7 +113,7 @@ def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor
     options = {"num_warps": warps_for(block), "num_stages": 1}
     if WIDE.value < block <= 2 * WIDE.value:
         options["maxnreg"] = 64  # two programs on a multiprocessor: one loads while the other ends its row
-    return Launch(merge_row, tokens, arguments, constants, options), (x, MergeSaved(h, scalars), partial)
+    return [Launch(merge_row, tokens, arguments, constants, options)], (x, MergeSaved(h, scalars), partial)
 
 
 def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
@@ -119,10 +126,10 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     if not m.opens and m.norm is None:
         assert m.output is not None
         return m.output.to(m.dtype), MergeSaved(m.output), None
-    launch, results = plan_merge(m)
-    if launch.programs:
-        launch.run(results[0].device)
-    return results
+    opens, added, query, eps, output, top, total, norm, dtype, saves = m
+    weight, bias, *of_norm = norm or (None, None)
+    inputs = [*opens, added, query, output, top, total, weight, bias]
+    return planned(plan_merge, m, inputs, eps, dtype, saves, *of_norm)
 
 
 @functools.cache
@@ -139,7 +146,7 @@ def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> 
     return most, 1
 
 
-def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
+def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[Launch], tuple[MergeGrads, Tensor]]:
     """Return the launch, the gradients once it has run but those of query, weight and bias, and of these as many as
     there are, in order, as one row (d,) a program: (count, programs, d)."""
     grad, carried, opens, query, norm, saved, dtype, output, output_dtype, last_dtype, added_dtype = m
@@ -160,29 +167,26 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
     resident, stages = _residents(warps, block * sum(sizes), shared_memory(grad.device), scratch)
     programs = min(tokens, resident * multiprocessors(grad.device))
 
-    weighted, biased = norm is not None and norm.weight is not None, norm is not None and norm.bias is not None
-    shares = grad.new_empty(((k > 0) + weighted + biased, programs, width), dtype=torch.float32)
-    each = iter(shares.unbind(0))
-    dquery, dweight, dbias = (next(each) if wanted else None for wanted in (k > 0, weighted, biased))
+    shares = empty(grad, (sum(_summed(k, norm)), programs, width), torch.float32)
     joined = k > 0 and saved.scalars is not None and len(saved.scalars) == scalar_rows(k, sealed=True)
     to_sealed = joined or not opens
     if output_dtype is None:
         output_dtype = grad.dtype if norm is None or h is None else h.dtype
     copied = not opens and norm is None  # the gradient of the read is that of its output
-    doutput = grad.new_empty(shape, dtype=output_dtype) if to_sealed and not copied else None
+    doutput = empty(grad, shape, output_dtype) if to_sealed and not copied else None
     grads = MergeGrads(
         doutput,
-        grad.new_empty((tokens,), dtype=torch.float32) if to_sealed else None,
-        [source.new_empty(shape) for source in opens[: k - 1]],
+        empty(grad, (tokens,), torch.float32) if to_sealed else None,
+        [empty(source, shape, source.dtype) for source in opens[: k - 1]],
         None,
         None,
         None,
     )
     if opens:
         last_dtype = last_dtype or opens[-1].dtype
-        grads.opens.append(opens[-1].new_empty(shape, dtype=last_dtype))
+        grads.opens.append(empty(opens[-1], shape, last_dtype))
         if added_dtype is not None and added_dtype != last_dtype:
-            grads = grads._replace(added=opens[-1].new_empty(shape, dtype=added_dtype))
+            grads = grads._replace(added=empty(opens[-1], shape, added_dtype))
     arguments = {
         "grad": grad,
         "grad_stride": grad_stride,
@@ -201,9 +205,7 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
         "dadded": grads.added,
         "doutput": grads.output,
         "dtop": grads.top,
-        "dquery": dquery,
-        "dweight": dweight,
-        "dbias": dbias,
+        "shares": shares,
         "tokens": tokens,
         "last": tokens - 1,
         "norm_eps": 0.0 if norm is None else float(norm.eps),
@@ -212,6 +214,7 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
         "K": k,
         "NORM": norm is not None,
         "CENTER": norm is not None and norm.center,
+        "BIASED": _summed(k, norm)[2],
         "D": width,
         "BLOCK": block,
         "STAGES": stages,
@@ -220,7 +223,13 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
         "ROUNDED": doutput is not None and doutput.dtype != torch.float32,
     }
     options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
-    return Launch(merge_rows_backward, programs, arguments, constants, options), grads, shares
+    return [Launch(merge_rows_backward, programs, arguments, constants, options)], (grads, shares)
+
+
+def _summed(k: int, norm: Norm | None) -> tuple[bool, bool, bool]:
+    """Return whether query, weight and bias have gradients: sums over tokens."""
+    weighted = norm is not None and norm.weight is not None
+    return k > 0, weighted, norm is not None and norm.bias is not None
 
 
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
@@ -230,15 +239,17 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
         ValueError: more than 32 open sources.
     """
     _check_opens(len(m.opens))
-    launch, grads, shares = plan_backward(m)
-    if launch.programs:
-        launch.run(m.grad.device)
-    if not m.opens and m.norm is None:
-        return grads._replace(output=m.grad)
-    each = iter(shares.sum(1).unbind(0) if len(shares) else ())
-    given = (launch.arguments[name] is not None for name in ("dquery", "dweight", "dbias"))
-    dquery, dweight, dbias = (next(each) if wanted else None for wanted in given)
-    return grads._replace(query=dquery, weight=dweight, bias=dbias)
+    grad, carried, opens, query, norm, (h, scalars), dtype, again, *dtypes = m
+    k = len(opens)
+    weight, bias, *of_norm = norm or (None, None)
+    inputs = [grad, *carried[:k], *opens, query, weight, bias, h, scalars, again]
+    (output, top, dopens, *_, added), shares = planned(plan_backward, m, inputs, k, dtype, *dtypes, *of_norm)
+    if not k and norm is None:
+        return MergeGrads(grad, top, dopens, None, None, None)
+    sums: Any = shares.sum(1).unbind(0) if len(shares) > 1 else (shares[0].sum(0),) if len(shares) else ()
+    each = iter(sums)
+    dquery, dweight, dbias = [next(each) if summed else None for summed in _summed(k, norm)]
+    return MergeGrads(output, top, dopens, dquery, dweight, dbias, added)
 
 
 def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None, dtype: torch.dtype) -> Launch:

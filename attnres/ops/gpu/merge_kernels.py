@@ -182,15 +182,14 @@ def merge_rows_backward(
     dadded,
     doutput,
     dtop,
-    dquery,
-    dweight,
-    dbias,
+    shares,
     tokens,
     last,
     norm_eps,
     K: tl.constexpr,
     NORM: tl.constexpr,
     CENTER: tl.constexpr,
+    BIASED: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
@@ -198,8 +197,9 @@ def merge_rows_backward(
     SEALED: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """A share of the tokens: their gradients, and this program's row of dquery, dweight, dbias. Absent ones are None;
-    an absent h is made again, rounded to DTYPE before a norm. SEALED: there are sealed sources beside open ones.
+    """A share of the tokens: their gradients, and this program's rows of `shares`, one each of the gradients of query,
+    weight and bias as far as there are these, programs * D elements apart. Absent tensors are None; an absent h is made
+    again, rounded to DTYPE before a norm. SEALED: there are sealed sources beside open ones. BIASED: there is a bias.
     ROUNDED: doutput is narrower than fp32.
 
     ds_j = p_j (<dh, v_j> - delta),  dv_j = p_j dh + ds_j r_j (q - s_j r_j v_j / d),  delta = <dh, h>
@@ -213,9 +213,9 @@ def merge_rows_backward(
         dq = tl.zeros([BLOCK], tl.float32)
     if weight is not None and STAGES > 1 and BLOCK <= WIDE:
         w = _load(weight, 0, D, BLOCK, True).to(tl.float32)
-    if dweight is not None:
+    if weight is not None:
         dw = tl.zeros([BLOCK], tl.float32)
-    if dbias is not None:
+    if BIASED:
         db = tl.zeros([BLOCK], tl.float32)
     for turn in tl.range(program, tokens, programs, num_stages=STAGES):
         # Never more than `last`, which the compiler cannot know: else it keeps an address for every row in registers.
@@ -246,12 +246,11 @@ def merge_rows_backward(
                 mean_h = tl.sum(hat) / D
                 hat -= mean_h  # beyond the end of the row dh is zero
             hat *= scale
-            if dbias is not None:
+            if BIASED:
                 db += dh
             product = dh * hat
-            if dweight is not None:
-                dw += product
             if weight is not None:
+                dw += product
                 if STAGES == 1:
                     w = _load(weight, 0, D, BLOCK, True).to(tl.float32)
                 elif BLOCK > WIDE:  # under a condition it is not pipelined, which would take shared memory
@@ -318,11 +317,13 @@ def merge_rows_backward(
                 _store(doutput, t * D, dh * share, D, BLOCK)
     at = program.to(tl.int64) * D
     if K > 0:
-        _store(dquery, at, dq, D, BLOCK)
-    if dweight is not None:
-        _store(dweight, at, dw, D, BLOCK)
-    if dbias is not None:
-        _store(dbias, at, db, D, BLOCK)
+        _store(shares, at, dq, D, BLOCK)
+        at += programs.to(tl.int64) * D
+    if weight is not None:
+        _store(shares, at, dw, D, BLOCK)
+        at += programs.to(tl.int64) * D
+    if BIASED:
+        _store(shares, at, db, D, BLOCK)
 
 
 @triton.jit

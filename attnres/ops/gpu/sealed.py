@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 
 from attnres.ops.backend import MAX_SHARED, ReadGradInputs, ReadInputs, Sealed, check_shapes
-from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, laid_out, multiprocessors, power_of_two
+from attnres.ops.gpu.launch import (
+    INTERPRETED,
+    REGISTERS,
+    Empty,
+    Launch,
+    cdiv,
+    laid_out,
+    multiprocessors,
+    new_empty,
+    offset,
+    planned,
+    power_of_two,
+)
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
@@ -20,7 +32,7 @@ TOKEN_WARPS = 16  # of token_kernels' backward on each multiprocessor, all its p
 
 # (fp32?, backward?) -> the most reads and the most values of a thread, of a program that holds a token's sources in
 # registers: each read is a sum over all of them, and some of so many are spilled. Backward the values are those of
-# sources, of their gradients and of the queries'. By measurements on an H200 (docs/kernels.md).
+# sources, of their gradients and of the queries'. By measurements on an H200 (docs/results/speed_gpu.md).
 HELD = {(True, False): (8, 256), (False, False): (8, 128), (True, True): (8, 88), (False, True): (4, 0)}
 
 
@@ -47,7 +59,7 @@ def _bunch(tensors: Sequence[Tensor]) -> _Bunch:
         if t.dtype != first:
             wide, other = wide | 1 << j, other or j
         stride: Any = shape[-1] if strides is None else strides[j]
-        misplaced |= (t.data_ptr() | stride * t.itemsize) & 15
+        misplaced |= (offset(t) | stride * t.itemsize) & 15
     if strides is not None and len(set(strides)) == 1:
         strides = strides[:1]
     return _Bunch(laid, strides, wide, other, not misplaced)
@@ -70,8 +82,9 @@ def _tokens(n: int, padded: int, most_rows: int, most_columns: int) -> int:
 
 
 def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: bool) -> tuple[dict[str, int], int]:
-    """Sizes of the tile of a program, and its warps. In bf16 the fastest of a sweep on an H100 (docs/kernels.md); else,
-    and for many sources, what keeps the accumulators in registers (benchmarks/sm90.py).
+    """Sizes of the tile of a program, and its warps. In bf16 the fastest of a sweep on an H100
+    (docs/results/speed_gpu.md); else, and for many sources, what keeps the accumulators in registers
+    (benchmarks/sm90.py).
 
     Rows are (token, source) pairs and columns (token, read) pairs: as many tokens as fit, at least one.
     """
@@ -119,17 +132,17 @@ def _pieces(of_bf16: bool, *outputs: Tensor) -> dict[str, int]:
     return {"PIECES": 3 if of_bf16 else 0, "OUT_PIECES": (3 if fine else 2) if of_bf16 else 0}
 
 
-def plan_read(r: ReadInputs) -> tuple[Launch, Sealed]:
+def plan_read(r: ReadInputs, empty: Empty = new_empty) -> tuple[list[Launch], Sealed]:
     queries, sources, eps, dtype = r
     shape, n, (reads, width) = sources[0].shape, len(sources), queries.shape
     check_shapes((queries,), (reads, shape[-1]))
     bunch, tokens = _bunch(sources), sources[0].numel() // width
 
     def scalars(*shape: int) -> Tensor:
-        return queries.new_empty(shape, dtype=torch.float32)
+        return empty(queries, shape, torch.float32)
 
     # Allocated one by one: what one read keeps must not keep the others alive.
-    outputs = [queries.new_empty(shape, dtype=dtype) for _ in range(reads)]
+    outputs = [empty(queries, shape, dtype) for _ in range(reads)]
     result = Sealed(
         outputs, scalars(reads, tokens), scalars(reads, tokens), scalars(tokens, n, reads), scalars(tokens, n)
     )
@@ -156,11 +169,12 @@ def plan_read(r: ReadInputs) -> tuple[Launch, Sealed]:
     held = _held(n, reads, width, sources[-1].element_size(), backward=False)
     if held is not None:
         sizes, warps = held
-        return Launch(read_token, tokens, arguments, constants | sizes, {"num_warps": warps, "num_stages": 1}), result
+        options = {"num_warps": warps, "num_stages": 1}
+        return [Launch(read_token, tokens, arguments, constants | sizes, options)], result
     sizes, warps = _tile(n, reads, tokens, width, _in_bf16(bunch), backward=False)
     constants |= {**sizes, **_pieces(_in_bf16(bunch), *outputs), "STAGES": 3}
     programs = cdiv(tokens, sizes["TOKENS"])
-    return Launch(read, programs, arguments, constants, {"num_warps": warps, "num_stages": 3}), result
+    return [Launch(read, programs, arguments, constants, {"num_warps": warps, "num_stages": 3})], result
 
 
 def read_sealed(r: ReadInputs) -> Sealed:
@@ -170,13 +184,13 @@ def read_sealed(r: ReadInputs) -> Sealed:
         ValueError: more than 256 sources or reads.
     """
     _check(len(r.sources), r.queries.shape[0])
-    launch, result = plan_read(r)
-    if launch.programs:
-        launch.run(r.queries.device)
-    return result
+    queries, sources, eps, dtype = r
+    return planned(plan_read, r, [queries, *sources], eps, dtype)
 
 
-def plan_backward(r: ReadGradInputs) -> tuple[list[Launch], Tensor, tuple[Tensor, ...]]:
+def plan_backward(
+    r: ReadGradInputs, empty: Empty = new_empty
+) -> tuple[list[Launch], tuple[Tensor, tuple[Tensor, ...]]]:
     """One or two launches, the partial sums of dqueries, and the gradients of the sources."""
     queries, sources, inv_rms, logits, grads, dtop, carried = r
     shape, n, (reads, width) = sources[0].shape, len(sources), queries.shape
@@ -187,7 +201,7 @@ def plan_backward(r: ReadGradInputs) -> tuple[list[Launch], Tensor, tuple[Tensor
     present = [grad for grad in carried if grad is not None]
     # In place of an absent one stands a present one, which is not read.
     earlier = _bunch([present[0] if grad is None else grad for grad in carried]) if present else None
-    dsources = tuple(t.new_empty(shape) for t in bunch.tensors)
+    dsources = tuple(empty(t, shape, t.dtype) for t in bunch.tensors)
     processors = multiprocessors(queries.device)
     arguments: dict[str, Any] = {
         "queries": queries.float().contiguous(),
@@ -214,7 +228,7 @@ def plan_backward(r: ReadGradInputs) -> tuple[list[Launch], Tensor, tuple[Tensor
     }
 
     def partial_sums(programs: int) -> Tensor:
-        return queries.new_empty((programs, reads, width), dtype=torch.float32)
+        return empty(queries, (programs, reads, width), torch.float32)
 
     held = _held(n, reads, width, sources[-1].element_size(), backward=True)
     if held is not None:
@@ -225,7 +239,7 @@ def plan_backward(r: ReadGradInputs) -> tuple[list[Launch], Tensor, tuple[Tensor
         constants |= sizes
         options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
         launch = Launch(read_token_backward, programs, arguments | {"partials": partials}, constants, options)
-        return [launch], partials, dsources
+        return [launch], (partials, dsources)
 
     of_bf16 = _in_bf16(bunch, upstream)
     sizes, warps = _tile(n, reads, tokens, width, of_bf16, backward=True)
@@ -237,7 +251,7 @@ def plan_backward(r: ReadGradInputs) -> tuple[list[Launch], Tensor, tuple[Tensor
     slices = cdiv(width, sizes["BLOCK"])
     splits = min(tiles, 2 * processors if together else cdiv(4 * processors, slices))
     partials = partial_sums(splits)
-    along = None if together else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    along = None if together else empty(logits, logits.shape, logits.dtype)
     arguments |= {"along": along, "partials": partials if together else None, "tiles": tiles}
     constants |= {**sizes, "GROUP": max(16, sizes["READS"]), **_pieces(of_bf16, *dsources), "STAGES": 3}
     options = {"num_warps": warps, "num_stages": 3}
@@ -249,7 +263,7 @@ def plan_backward(r: ReadGradInputs) -> tuple[list[Launch], Tensor, tuple[Tensor
         constants |= {"SPLITS": splits, "PIECES": 3 if _in_bf16(bunch) else 0, "STAGES": 3}
         options = {"num_warps": 4, "num_stages": 3}
         launches.append(Launch(dqueries, slices * splits, arguments, constants, options))
-    return launches, partials, dsources
+    return launches, (partials, dsources)
 
 
 def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
@@ -262,7 +276,6 @@ def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     _check(len(sources), queries.shape[0])
     if not sources[0].numel():
         return torch.zeros_like(queries), [source.new_empty(source.shape) for source in sources]
-    launches, partials, dsources = plan_backward(r)
-    for launch in launches:
-        launch.run(queries.device)
+    inputs = [queries, *sources, r.inv_rms, r.logits, *r.grads, *r.dtop, *r.carried]
+    partials, dsources = planned(plan_backward, r, inputs, len(sources), len(queries))
     return partials.sum(0), [grad.to(source.dtype) for grad, source in zip(dsources, sources, strict=True)]

@@ -194,7 +194,7 @@ def weights(subject: Subject) -> str:
                 expect(not traits.by_token, f"implied gives weights {at}, and traits say by_token")
                 close(shown, implied.to(shown).expand_as(shown), f"the weights {at} are not those implied", _CLOSE)
     claims = (traits.sums_to_one, traits.by_token)
-    measured = sums < _CLOSE and any(read.sources for read in residual.layout()), spread > _CLOSE
+    measured = sums < _CLOSE and all(read.sources for read in residual.layout()), spread > _CLOSE
     for name, claim, real in zip(("sums_to_one", "by_token"), claims, measured):
         expect(claim == real, f"traits say {name}={claim}: rows differ from one by {sums:.1e}, tokens by {spread:.1e}")
     one = "sum to one" if claims[0] else "need not sum to one"

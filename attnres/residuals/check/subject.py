@@ -108,7 +108,7 @@ class Subject(NamedTuple):
         return residual
 
     def networks(self) -> Iterator[tuple[Residual, "Network"]]:
-        """Return a residual and a network of each depth, in fp64."""
+        """Yield a residual and a network of each depth, in fp64."""
         for depth in self.depths:
             yield self.residual(depth), Network(depth)
 

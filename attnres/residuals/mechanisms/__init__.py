@@ -6,6 +6,7 @@ from attnres.residuals.mechanisms.all_outputs import DenseNet, StaticMix
 from attnres.residuals.mechanisms.block import Block
 from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed, PostBlock
 from attnres.residuals.mechanisms.completep import CompleteP
+from attnres.residuals.mechanisms.compose import Compose
 from attnres.residuals.mechanisms.cumulative import Cumulative
 from attnres.residuals.mechanisms.dca import DeepCrossAttention
 from attnres.residuals.mechanisms.ddl import DeepDelta
@@ -79,4 +80,6 @@ MECHANISMS: tuple[type[Residual], ...] = (
     MuddFormer,
     DeepCrossAttention,
     Inkling2,
+    # Several rules in one network.
+    Compose,
 )

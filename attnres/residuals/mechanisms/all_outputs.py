@@ -18,6 +18,8 @@ from attnres.residuals.watch import NormLike
 class AllOutputs(Residual):
     """The state is the embedding and every output, each (..., d). A rule says what `read` makes of them."""
 
+    hands_on_sum = True
+
     def start(self, embedding: Tensor) -> tuple[Tensor, ...]:
         return (embedding,)
 

@@ -199,7 +199,7 @@ class BoundaryNormed(Boundary):
     def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         dtype = compute_dtype(sources[0].dtype)
         with full_precision(sources[0]):
-            gain = self.gain[block].to(dtype)
+            gain = self.gains[block].to(dtype)
             query = self.query[block].to(dtype) / self.width**0.5
             values = [source.to(dtype) for source in sources]
             keys = [v * (v.square().mean(-1, keepdim=True) + self.key_norm_eps).rsqrt() * gain for v in values]
@@ -216,7 +216,7 @@ class BoundaryNormed(Boundary):
         if self._inside(index):
             return None
         block = self._block(index)
-        return float((self.query[block] * self.gain[block]).detach().double().norm())
+        return float((self.query[block] * self.gains[block]).detach().double().norm())
 
 
 def _resolve(num_sublayers: int, block_size: int | None, num_blocks: int | None) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from attnres.residuals.layout import EMBEDDING, About, Learned, Source, Traits
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, whole
-from attnres.residuals.state import Ways
+from attnres.residuals.state import Ways, as_it_is
 from attnres.residuals.watch import NormLike, looking, watched, with_norm
 
 T = TypeVar("T")
@@ -109,6 +109,9 @@ class DeepCrossAttention(Mixtures):
     def finish(self, state: Kept, norm: NormLike) -> Tensor:
         (h,) = self._mixtures(self.num_sublayers, (*state.past, *state.inside[1:]))
         return with_norm(h, norm)
+
+    def handed_on(self, state: Kept) -> Tensor:
+        return self.finish(state, as_it_is)
 
     def hidden_state(self, state: Kept) -> Tensor:
         return _sum((*state.past, *state.inside[1:]))

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from attnres.ops import compute_dtype, depth_read
 from attnres.residuals.layout import About, Source, Traits, block_sources, outputs
 from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.queries import Queried
-from attnres.residuals.settings import positive
+from attnres.residuals.settings import number, positive
 from attnres.residuals.state import Slot, slots_of
 from attnres.residuals.watch import NormLike
 
@@ -34,6 +35,9 @@ class DeltaAttnRes(Queried):
     Start: w = 0, a mean. Of all outputs it is x_l / l, so the read is x_l by a factor, and the network the standard
     residual; of finished blocks it is not, since it leaves the block in progress out.
 
+    `gate_start` multiplies the softmax's part of read l by a learned number a_l that starts there; with 0 the network
+    is the standard residual at the start, in blocks too (hyper-connection-factory has it so). None has no gate.
+
     The authors' code does otherwise in two things: queries start at random, and from the third block on it stores the
     stream less the last stored difference, which is no block's own sum. Here it is as the paper says.
 
@@ -43,6 +47,7 @@ class DeltaAttnRes(Queried):
     name = "delta_attnres"
     traits = Traits(True, sums_to_one=False, has_query=True, starts_standard=True)
     slow = ("query", "gain")
+    hands_on_sum = True
     about = About(
         "h_l = x_l + sum_i softmax_i(w_l . N(v_i)) v_i over outputs, or finished blocks' sums; x_l the running sum",
         "w = 0",
@@ -58,18 +63,23 @@ class DeltaAttnRes(Queried):
         block_size: int | str | Sequence[int] | None = None,
         num_blocks: int | None = None,
         key_norm_eps: float = 1e-6,
+        gate_start: float | None = None,
     ) -> None:
         super().__init__(num_sublayers, width)
         block_size = 1 if block_size is None and num_blocks is None else block_size
         sizes = resolve_block_sizes(num_sublayers, block_size, num_blocks)
         self.bounds = (0, *accumulate(sizes))
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
-        self.traits = self.traits._replace(starts_standard=max(sizes) == 1)
+        self.gate_start = None if gate_start is None else number("gate_start", gate_start)
+        self.traits = self.traits._replace(starts_standard=max(sizes) == 1 or gate_start == 0)
         self.add_queries(num_sublayers)
+        self.gate = None if gate_start is None else nn.Parameter(torch.empty(num_sublayers))
         self.init_parameters()
 
     def init_parameters(self) -> None:
         self.init_queries()
+        if self.gate is not None and self.gate_start is not None:
+            nn.init.constant_(self.gate, self.gate_start)
 
     def start(self, embedding: Tensor) -> Deltas:
         return Deltas(embedding, (embedding,))
@@ -83,6 +93,9 @@ class DeltaAttnRes(Queried):
         if 0 < index < self.num_sublayers:
             query, gain = self.queries[index], self.gains[index]
             added, shares = depth_read(finished, query, gain, eps=self.key_norm_eps, return_weights=True)
+            if self.gate is not None:
+                gate = self.gate[index].to(added.dtype)
+                added, shares = gate * added, gate * shares
             h = h + added
             if weights is not None:
                 weights[:, : len(finished)] += shares.reshape(len(finished), -1).t()

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attnres.ops import (
     Norm,
@@ -50,6 +50,7 @@ class DepthState(NamedTuple):
         logits: of all reads of the group, as there; empty with `outputs`.
         groups: what scores sources, (reads, d) for each group from the current one on; made once a pass, for all reads.
         queries: the current group's, (d,) each.
+        scaled: nothing, or the sum that takes the place of the partial sum at the end of a block (`block_sum`).
     """
 
     sealed: tuple[Tensor, ...]
@@ -61,6 +62,7 @@ class DepthState(NamedTuple):
     logits: tuple[Tensor, ...] = ()
     groups: tuple[Tensor, ...] = ()
     queries: tuple[Tensor, ...] = ()
+    scaled: tuple[Tensor, ...] = ()
 
 
 class DepthAttention(Queried):
@@ -88,6 +90,7 @@ class DepthAttention(Queried):
 
     traits = Traits(True, sums_to_one=True, has_query=True, starts_standard=True)
     parts = (Weighting, Gates)
+    hands_on_sum = True
     slow = ("query", "gain", "weighting.query_weight")
     output_read: ClassVar[bool] = True
     """Whether the output has a read of its own."""
@@ -113,8 +116,8 @@ class DepthAttention(Queried):
         self.window = None if window is None else whole("window", window)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         reads = num_sublayers + self.output_read
-        self.add_queries(reads)
         self.weighting = Weighting(reads, width, **settings_among(options, Weighting))
+        self.add_queries(reads, self.weighting.rank)
         self.gates = Gates(reads, width, **options)
         self.special = self.weighting.special or (None if self.gates.idle else "gates")
         """What makes every read be made in plain torch, in words; None where the kernels and the schedule serve."""
@@ -140,7 +143,7 @@ class DepthAttention(Queried):
             has_query=weighting.bounded,
             starts_standard=uniform or gates.alpha is not None,
             # A vector gate, several heads and normed values give each channel a number of its own.
-            linear=gates.gate_weight is None and weighting.heads == 1 and not weighting.normed_values,
+            linear=traits.linear and gates.gate_weight is None and weighting.heads == 1 and not weighting.normed_values,
         )
 
     def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
@@ -245,17 +248,18 @@ class DepthAttention(Queried):
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
         embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
+        stream = self._stream_dtype(state.sealed)
         places = None if self.window is None else self._places(count)
         count = count if places is None else len(places)
         if count == 1:  # one source: itself, and exactly no gradient for the query
-            h = embedding if isinstance(norm, Norm) else embedding.to(self._stream_dtype(state.sealed))
+            h = embedding if isinstance(norm, Norm) else embedding.to(stream)
             return self.normed(h, index, norm, values=[h]), state
         if self.special is not None or self.editor is not None:
             return self._read_plainly(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
             eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
-            fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or self._stream_dtype(state.sealed))
+            fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or stream)
         phase1, opens = None, state.open
         if state.outputs:
             place = state.logits[0].shape[-1] - len(state.outputs)
@@ -270,7 +274,7 @@ class DepthAttention(Queried):
             state.queries[index - self._groups[index][0]] if opens else None,
             fused,
             eps=self.key_norm_eps,
-            dtype=self._stream_dtype(state.sealed),
+            dtype=stream,
             recompute=self.recompute_reads,
             watched=self.observer is not None,
         )
@@ -296,7 +300,7 @@ class DepthAttention(Queried):
             h = merged.h.view_as(embedding)
             h = h * count if self.read_scale == "sum" else h  # the fused norm does without the factor
             self.observer.on_read(index, h, weights, values)
-        x = merged.x.view(embedding.shape)
+        x = merged.x
         if fused is None:
             assert not isinstance(norm, Norm)
             x = norm(x * count if self.read_scale == "sum" else x)
@@ -354,11 +358,15 @@ class DepthAttention(Queried):
         if index + 1 not in self.bounds[:-1]:  # nothing is sealed after the last group: the output's read is in it
             return state
         stored = state.sealed[0].dtype
-        finished = self._finished(state, stored)
+        finished = self.closed(state, stored)
         if stored != self._stream_dtype(state.sealed):
             finished = tuple(source.to(stored) for source in finished)
         sealed = state.sealed + finished
         return self._begin(sealed, self._reopened(sealed), index + 1, state.groups[1:])
+
+    def closed(self, state: DepthState, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return what the open sources are from the end of their group on; sums are rounded to `dtype`."""
+        return self._finished(state, dtype)
 
     def _finished(self, state: DepthState, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Return the open sources with nothing left to add; a sum is rounded to `dtype`, or else the stream's."""
@@ -370,11 +378,14 @@ class DepthAttention(Queried):
     def direction(self, index: int) -> Tensor | None:
         if index >= len(self.query) or not self.weighting.bounded:
             return None
-        return self.queries[index] * self.gains[index]
+        direction = self.queries[index] * self.gains[index]
+        return nn.functional.pad(direction, (self.width - len(direction), 0))  # of a sliced key: the last coordinates
 
     def sharpness(self, index: int) -> float | None:
-        largest = super().sharpness(index)
-        return None if largest is None else largest / self.weighting.read_temperature
+        largest, rank = super().sharpness(index), self.query.shape[1]
+        if largest is None:
+            return None
+        return largest * math.sqrt(rank / self.width) / self.weighting.read_temperature
 
     def learned(self) -> dict[str, Learned]:
         return self.gates.learned()

@@ -53,6 +53,8 @@ class LRAttnRes(Residual):
         "arXiv 2607.09694",
     )
 
+    hands_on_sum = True
+
     def __init__(
         self,
         num_sublayers: int,

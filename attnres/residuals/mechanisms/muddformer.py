@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from attnres.residuals.layout import EMBEDDING, About, Learned, Source, Traits
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
-from attnres.residuals.settings import positive, start_at, whole
-from attnres.residuals.state import Ways
+from attnres.residuals.settings import positive, start_at, true_or_false, whole
+from attnres.residuals.state import Ways, as_it_is
 from attnres.residuals.watch import NormLike, watched
 
 WAYS = (*Ways._fields, "stream")
@@ -26,7 +26,12 @@ class MuddFormer(Mixtures):
     values and stream only, over some of the sources. The publication norms queries, keys and values with a gain each:
     here they share one, which the projection behind it can hold as well.
 
-    Source: Xiao et al., "MUDDFormer", arXiv 2502.12170; trimmed: github.com/KellerJordan/modded-nanogpt.
+    `prepost_norm` norms before and after: sources are u_j = g_j * N(y_j), and a mixture D_c of them (b = 0) is added to
+    y_i, as it is for query, key and value, as p_i * N(D) for the stream. g starts at 1, p at 0.001: with D = 0 every
+    x_c is y_i to the bit. It keeps 24 layers and more from diverging (hyper-connection-factory; one seed each).
+
+    Source: Xiao et al., "MUDDFormer", arXiv 2502.12170; trimmed: github.com/KellerJordan/modded-nanogpt; norms:
+    github.com/wdlctc/hyper-connection-factory, where the publication's Eq. 10 norms all four mixtures.
     """
 
     name = "muddformer"
@@ -39,7 +44,15 @@ class MuddFormer(Mixtures):
     )
     carried = ("stream",)
 
-    def __init__(self, num_sublayers: int, width: int, *, last_layers: int | None = None, eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        num_sublayers: int,
+        width: int,
+        *,
+        last_layers: int | None = None,
+        prepost_norm: bool = False,
+        eps: float = 1e-6,
+    ) -> None:
         super().__init__(num_sublayers, width)
         layers, self.eps = num_sublayers // 2, positive("eps", eps)
         self.first = 0 if last_layers is None else max(0, layers - whole("last_layers", last_layers))
@@ -47,13 +60,22 @@ class MuddFormer(Mixtures):
         self.inner = nn.ParameterList(torch.empty(ways * count, width) for ways, count in shapes)
         self.outer = nn.ParameterList(torch.empty(ways * count, ways * count) for ways, count in shapes)
         self.bias = nn.ParameterList(torch.empty(ways, count) for ways, count in shapes)
+        self.prepost_norm = true_or_false("prepost_norm", prepost_norm)
+        if prepost_norm:
+            self.traits = self.traits._replace(linear=False)
+            self.pre = nn.Parameter(torch.empty(layers + 1, width))
+            self.post = nn.Parameter(torch.empty(layers - self.first, width))
         self.init_parameters()
 
     def init_parameters(self) -> None:
+        if self.prepost_norm:
+            nn.init.ones_(self.pre)
+            nn.init.constant_(self.post, 0.001)
         for inner, outer, bias in zip(self.inner, self.outer, self.bias):
             nn.init.normal_(inner, std=self.width**-0.5)
             nn.init.zeros_(outer)
-            start_at(bias, torch.eye(bias.shape[1])[-1:].expand_as(bias))
+            one = 0.0 if self.prepost_norm else 1.0
+            start_at(bias, one * torch.eye(bias.shape[1])[-1:].expand_as(bias))
 
     def mixes(self, index: int) -> bool:
         """Whether the reads of sublayer `index` (L: of the head) are mixtures: those behind a layer from `first` on."""
@@ -67,7 +89,13 @@ class MuddFormer(Mixtures):
         inner, outer, bias = (table[place].to(values.dtype) for table in (self.inner, self.outer, self.bias))
         newest = F.rms_norm(values[..., -1, :], (self.width,), None, self.eps)
         weights = bias + F.linear(F.gelu(F.linear(newest, inner)), outer).unflatten(-1, bias.shape)
-        return weights @ values, weights
+        if not self.prepost_norm:
+            return weights @ values, weights
+        count = values.shape[-2]
+        units = F.rms_norm(values, (self.width,), None, self.eps) * self.pre[:count].to(values.dtype)
+        (*inputs, stream), y = (weights @ units).unbind(-2), values[..., -1, :]
+        stream = self.post[place].to(y.dtype) * F.rms_norm(stream, (self.width,), None, self.eps)
+        return torch.stack([y + h for h in (*inputs, stream)], -2), weights
 
     def read(self, state: Kept, index: int, norm: NormLike) -> tuple[Tensor | Ways, Kept]:
         past, row = state.past, self.first_row(index)
@@ -92,6 +120,9 @@ class MuddFormer(Mixtures):
             return self.normed(stream, self.first_row(last), norm, values=[stream])
         (h,), weights = self.mixed(last, past)
         return self.normed(h, self.first_row(last), norm, weights.reshape(-1, len(past)), past)
+
+    def handed_on(self, state: Kept) -> Tensor:
+        return self.finish(state, as_it_is)
 
     def hidden_state(self, state: Kept) -> Tensor:
         return (*state.past, *state.inside)[-1]

@@ -21,6 +21,8 @@ class Standard(OneStream):
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return state + output
 
+    hands_on_sum = True
+
     def bank_reads(self) -> BankReads | str:
         reads = range(self.num_sublayers + 1)
         streams = [(Source("stream", None, range(index + 1), open=True),) for index in reads]
@@ -46,6 +48,9 @@ class Rescaled(Standard):
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return torch.lerp(state, output.to(state.dtype), 1.0 / (index + 2))
+
+    def handed_on(self, state: Tensor) -> Tensor:
+        return state * (self.num_sublayers + 1)
 
     def implied(self, index: int) -> Tensor:
         return torch.full((index + 1,), 1.0 / (index + 1))

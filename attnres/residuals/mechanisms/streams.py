@@ -49,6 +49,9 @@ class ParallelStreams(Residual):
         """Return what the head reads of n streams (..., n, d)."""
         return streams.sum(-2)
 
+    def handed_on(self, state: Streams) -> Tensor:
+        return self.merged(state.streams) / self.num_streams
+
     def forget(self) -> None:
         self._made_of = {}
 

@@ -50,6 +50,7 @@ class Weighting(nn.Module):
         query: "static" is w alone; "input" adds W, (d, d) a read, which starts at zero: each token asks by its state.
         weights: "sigmoid" weighs each source by itself; rows then sum to no number.
         key_norm: False takes keys g * v_i.
+        keys: "sliced:R" takes the last R coordinates of v_i for its key, rms and w (R,) with them, and has no gain.
         heads: the query is cut into slices of d / heads; each slice of the values has weights of its own. rms(v_i) is
             that of the whole vector.
         values: "normed" mixes v_i / rms(v_i).
@@ -59,7 +60,7 @@ class Weighting(nn.Module):
 
     Source: arXiv 2603.15031, table of ablations (query, weights, key_norm, heads); arXiv 2607.27230 (heads);
     Inkling 2 and samitmohan.github.io's snippet (normed values with sqrt(d)); open-attention-residuals (null source,
-    queries drawn at 0.02).
+    queries drawn at 0.02); github.com/jon123boss/LR-AttnRes (sliced keys; its sweep has no factor 1/sqrt(R)).
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Weighting(nn.Module):
         query: QueryKind = "static",
         weights: WeightKind = "softmax",
         key_norm: bool = True,
+        keys: str = "whole",
         heads: int = 1,
         values: ValueKind = "raw",
         read_temperature: float | Literal["sqrt_width"] = 1.0,
@@ -84,6 +86,9 @@ class Weighting(nn.Module):
         self.heads, self.key_norm = whole("heads", heads), true_or_false("key_norm", key_norm)
         if width % heads:
             raise UserError(f"heads is {heads}: expected a number that divides the width, {width}")
+        self.rank = _sliced(keys, width)
+        if self.rank is not None and heads > 1:
+            raise UserError(f"heads is {heads} with keys={keys}: the slices of a query are of whole keys, give one")
         self.sigmoid, self.normed_values = weights == "sigmoid", values == "normed"
         self.null_source = true_or_false("null_source", null_source)
         if self.sigmoid and self.null_source:
@@ -93,7 +98,7 @@ class Weighting(nn.Module):
         named = read_temperature == "sqrt_width"
         self.read_temperature = math.sqrt(width) if named else positive("read_temperature", read_temperature)
         self.query_std = number("query_std", query_std, least=0.0)
-        self.query_weight = nn.Parameter(torch.empty(reads, width, width)) if query == "input" else None
+        self.query_weight = nn.Parameter(torch.empty(reads, self.rank or width, width)) if query == "input" else None
         self.init_parameters()
 
     def init_parameters(self) -> None:
@@ -109,6 +114,7 @@ class Weighting(nn.Module):
             "query=input": self.query_weight is not None,
             "weights=sigmoid": self.sigmoid,
             "key_norm=false": not self.key_norm,
+            f"keys=sliced:{self.rank}": self.rank is not None,
             f"heads={self.heads}": self.heads > 1,
             "values=normed": self.normed_values,
             "null_source=true": self.null_source,
@@ -156,11 +162,12 @@ class Weighting(nn.Module):
             values = [source.to(dtype) for source in sources]  # no stack: each source is kept for backward as it is
             query, gain = query.to(dtype), gain.to(dtype)
             if self.query_weight is not None:
-                state = F.rms_norm(stream().to(dtype), (len(gain),), None, eps)
+                state = F.rms_norm(stream().to(dtype), (self.width,), None, eps)
                 query = query + F.linear(state, query_lr * self.query_weight[index].to(dtype))
             scaled_query = query * gain / self.read_temperature
-            factors = [(v.square().mean(-1, keepdim=True) + eps).rsqrt() for v in values]
-            logits = [self._logit(v, scaled_query, factor) for v, factor in zip(values, factors, strict=True)]
+            keys = values if self.rank is None else [v[..., -self.rank :] for v in values]
+            factors = [_one_over_rms(key, eps) for key in keys]
+            logits = [self._logit(key, scaled_query, factor) for key, factor in zip(keys, factors, strict=True)]
             if bias is not None:
                 logits[-1] = logits[-1] + bias.to(dtype)
             if self.null_source:
@@ -168,6 +175,7 @@ class Weighting(nn.Module):
             stacked = torch.stack(logits, -1)  # (..., heads, sources)
             weights = stacked.sigmoid() if self.sigmoid else stacked.softmax(-1)
             if self.normed_values:
+                factors = factors if self.rank is None else [_one_over_rms(v, eps) for v in values]
                 values = [v * factor for v, factor in zip(values, factors, strict=True)]
             rows = weights.mean(-2).reshape(-1, weights.shape[-1])
             if edit is not None:
@@ -180,12 +188,12 @@ class Weighting(nn.Module):
                 values = [*values, torch.zeros_like(values[0])]
         return Mixed(h, rows.detach(), values)
 
-    def _logit(self, value: Tensor, query: Tensor, factor: Tensor) -> Tensor:
+    def _logit(self, key: Tensor, query: Tensor, factor: Tensor) -> Tensor:
         """Return the logits of one source, (..., heads)."""
         if self.heads == 1:
-            logit = (value @ query if query.dim() == 1 else (value * query).sum(-1)).unsqueeze(-1)
+            logit = (key @ query if query.dim() == 1 else (key * query).sum(-1)).unsqueeze(-1)
         else:
-            logit = (value * query).unflatten(-1, (self.heads, -1)).sum(-1)
+            logit = (key * query).unflatten(-1, (self.heads, -1)).sum(-1)
         return logit * factor if self.key_norm else logit
 
     def _factor(self, weight: Tensor) -> Tensor:
@@ -194,6 +202,20 @@ class Weighting(nn.Module):
             return weight
         slices = weight.unsqueeze(-1).expand(*weight.shape, self.width // self.heads)
         return slices.flatten(-2)
+
+
+def _sliced(keys: Any, width: int) -> int | None:
+    """Return R of "sliced:R", None of "whole"."""
+    if keys == "whole":
+        return None
+    word, _, rank = str(keys).partition(":")
+    if word != "sliced" or not rank.isdecimal() or not 1 <= int(rank) <= width:
+        raise UserError(f"keys is {keys!r}: expected whole, or sliced:R with R from 1 to the width, {width}")
+    return int(rank)
+
+
+def _one_over_rms(vectors: Tensor, eps: float) -> Tensor:
+    return (vectors.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def _in_proportion(weights: Tensor, before: Tensor, after: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ def formula(bounds):
             if index:
                 keys = [F.rms_norm(v, (network.width,), p["gain"][index], 1e-6) for v in sources]
                 weights = torch.stack([key @ p["query"][index] for key in keys]).softmax(0)
-                h = stream + sum(weight.unsqueeze(-1) * v for weight, v in zip(weights, sources, strict=True))
+                gate = p["gate"][index] if "gate" in p else 1.0
+                h = stream + gate * sum(weight.unsqueeze(-1) * v for weight, v in zip(weights, sources, strict=True))
             out = network.f(index, network.norm(index, h))
             stream, block = stream + out, out if block is None else block + out
             if index + 1 in bounds:
@@ -31,6 +32,15 @@ def formula(bounds):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_read_is_the_stream_and_what_a_softmax_takes_of_earlier_deltas(shape, size):
     check_formula("delta_attnres", formula(range(size, shape[0], size)), shape, block_size=size)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_gate_from_zero_starts_at_the_standard_residual(shape):
+    check_formula("delta_attnres", formula(range(2, shape[0], 2)), shape, block_size=2, gate_start=0.0)
+    assert make_residual("delta_attnres", 6, 8, block_size=2, gate_start=0).traits.starts_standard
+    assert not make_residual("delta_attnres", 6, 8, block_size=2, gate_start=1.0).traits.starts_standard
+    with pytest.raises(UserError, match="gate_start is 'zero'"):
+        make_residual("delta_attnres", 6, 8, gate_start="zero")
 
 
 def test_blocks_may_differ_in_size():

@@ -9,8 +9,9 @@ from formula import SHAPES, check_formula
 from attnres import UserError, make_residual
 
 
-def formula(mixed_layers):
-    """The network with mixtures after those of its layers that `mixed_layers` (a function of their number) says."""
+def formula(mixed_layers, prepost=False):
+    """The network with mixtures after those of its layers that `mixed_layers` (a function of their number) says;
+    `prepost`: of sources that are normed, added to what the layer gave, the stream's normed once more."""
 
     def compute(network, p):
         def unit(x):
@@ -38,13 +39,16 @@ def formula(mixed_layers):
                 place = chosen.index(layer)
                 weights = gelu(unit(x) @ p[f"inner.{place}"].T) @ p[f"outer.{place}"].T
                 table = p[f"bias.{place}"]
+                taken = [p["pre"][j] * unit(y) for j, y in enumerate(hiddens)] if prepost else hiddens
                 ways = [
                     sum(
-                        (weights[..., c * len(hiddens) + j, None] + table[c, j]) * hiddens[j]
-                        for j in range(len(hiddens))
+                        (weights[..., c * len(hiddens) + j, None] + table[c, j]) * taken[j] for j in range(len(hiddens))
                     )
                     for c in range(len(table))
                 ]
+                if prepost:
+                    ways[-1] = p["post"][place] * unit(ways[-1])
+                    ways = [x + way for way in ways]
         if network.sublayers % 2:
             query, key, value, x = ways
             index = network.sublayers - 1
@@ -53,6 +57,29 @@ def formula(mixed_layers):
         return network.norm(network.sublayers, ways[0])
 
     return compute
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_before_and_after_a_mixture(shape):
+    check_formula("muddformer", formula(range, prepost=True), shape, prepost_norm=True)
+
+
+def test_norms_before_and_after_start_as_the_standard_residual_to_the_bit():
+    torch.manual_seed(0)
+    residual, standard = make_residual("muddformer", 6, 8, prepost_norm=True), make_residual("standard", 6, 8)
+    results = []
+    for one in (residual, standard):
+        state = one.start(torch.ones(3, 8))
+        for index in range(6):
+            x, state = one.read(state, index, torch.tanh)
+            state = one.write(state, index, sum(x) / 3 if isinstance(x, tuple) else x)
+        results.append(one.finish(state, torch.tanh))
+    assert torch.equal(*results) or torch.allclose(*results, rtol=1e-6)
+    results[0].sum().backward()
+    assert all(outer.grad.any() for outer in residual.outer)  # W2 = 0 learns from the first step on
+    assert not residual.traits.linear and residual.post.shape == (3, 8) and residual.pre.shape == (4, 8)
+    with pytest.raises(UserError, match="prepost_norm is 'yes'"):
+        make_residual("muddformer", 6, 8, prepost_norm="yes")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

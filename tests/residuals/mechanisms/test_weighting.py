@@ -74,24 +74,44 @@ VARIANTS = {
 }
 
 
-def network_formula(read, sizes):
-    """A network of blocks of these sizes (1, 1, ... is Full) whose reads are made by `read`."""
+def sliced(v, w, g, x):
+    return mixed(v, torch.stack([(w * rms(one[..., -3:])).sum(-1) for one in v]).softmax(0))
+
+
+def sliced_by_input(v, w, g, x, query_weight):
+    queries = w + rms(x) @ query_weight.T
+    return mixed([rms(one) for one in v], torch.stack([(queries * one[..., -3:]).sum(-1) for one in v]).softmax(0))
+
+
+VARIANTS |= {
+    "sliced": (sliced, {"keys": "sliced:3"}),
+    "sliced, by input, normed values": (
+        *(sliced_by_input, {"keys": "sliced:3", "query": "input", "key_norm": False, "values": "normed"}),
+    ),
+}
+
+
+def network_formula(read, sizes, closed=sum):
+    """A network of blocks of these sizes (1, 1, ... is Full) whose reads are made by `read`. A block is the plain sum
+    of its outputs until it ends, and then what `closed` makes of them (and of the parameters, where it is no sum)."""
     ends = {sum(sizes[: i + 1]) for i in range(len(sizes))}
+    empty = torch.zeros(sum(sizes) + 1)
 
     def formula(network, parameters):
-        x, blocks, partial = network.embedding, [network.embedding], None
+        x, blocks, inside = network.embedding, [network.embedding], []
         for index in range(network.sublayers + 1):
-            sources = blocks if partial is None else [*blocks, partial]
+            sources = [*blocks, sum(inside)] if inside else blocks
             h = sources[0]
             if len(sources) > 1:
                 extra = [parameters[name][index] for name in parameters if name.startswith("weighting.")]
-                h = read(sources, parameters["query"][index], parameters["gain"][index], x, *extra)
+                h = read(sources, parameters["query"][index], parameters.get("gain", empty)[index], x, *extra)
             if index == network.sublayers:
                 return network.norm(index, h)
             output = network.f(index, network.norm(index, h))
-            x, partial = x + output, output if partial is None else partial + output
+            x, inside = x + output, [*inside, output]
             if index + 1 in ends:
-                blocks, partial = [*blocks, partial], None
+                last = sum(inside) if closed is sum else closed(inside, parameters, len(blocks) - 1)
+                blocks, inside = [*blocks, last], []
 
     return formula
 
@@ -119,10 +139,63 @@ def test_blocks_may_differ_in_size(sizes):
     ]
 
 
+def by_gamma(exponent):
+    """github.com/kimmichtank/rms-block-attnres: each output normed (gamma 0), and its proposal sum r^gamma y / r."""
+
+    def closed(outputs, parameters, block):
+        gamma = parameters["gamma"][block] if exponent == "learned" else exponent
+        sizes = [(y.square().mean(-1, keepdim=True) + 1e-6).sqrt() for y in outputs]
+        return sum(y / size * size**gamma for y, size in zip(outputs, sizes, strict=True))
+
+    return closed
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("block_sum", "gamma", "read"),
+    [("rms", 0.0, "paper"), (0.25, 0.25, "paper"), ("learned", "learned", "paper"), ("rms", 0.0, "sliced")],
+)
+def test_a_finished_block_is_the_sum_of_its_outputs_at_a_power_of_their_size(shape, block_sum, gamma, read):
+    sizes = {8: [3, 3, 2], 7: [3, 3, 1], 3: [3]}[shape[0]]
+    make, settings = (lambda v, w, g, x: mixed(v, paper(v, w, g, x)), {}) if read == "paper" else VARIANTS["sliced"]
+    formula = network_formula(make, sizes, by_gamma(gamma))
+    check_formula("block", formula, shape, block_size=3, block_sum=block_sum, **settings)
+
+
+def test_the_size_of_an_output_does_not_count_once_its_block_has_ended():
+    residual = make_residual("block", 4, 8, block_size=2, block_sum="rms", key_norm_eps=1e-12).double()
+    ones, ends = torch.randn(5, 3, 8, dtype=torch.float64), []
+    for factor in (1.0, 7.0):
+        state = residual.start(ones[0])
+        for index in range(2):
+            _, state = residual.read(state, index, lambda h: h)
+            inside, state = state, residual.write(state, index, ones[index + 1] * factor)
+        assert torch.equal(inside.open[0], ones[1] * factor)
+        ends.append(state.sealed[1])
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-9)
+    alone = make_residual("block", 2, 8, block_size=1, block_sum="rms").write(state, 1, ones[2]).open[0]
+    torch.testing.assert_close(alone.square().mean(-1), torch.ones(3, dtype=torch.float64), rtol=1e-5, atol=0)
+
+
+def test_a_power_of_one_is_block_itself():
+    for block_sum, starts in ((1, True), (1.0, True), ("learned", True), ("rms", False), (0.5, False)):
+        assert make_residual("block", 6, 8, block_sum=block_sum).traits.starts_standard == starts
+    assert make_residual("block", 6, 8, block_sum=1.0).traits.linear
+
+
+def test_a_sliced_key_takes_a_query_of_its_own_width():
+    residual = make_residual("block", 6, 16, keys="sliced:4", query_lr=0.1)
+    assert residual.query.shape == (7, 4) and residual.gain is None
+    with torch.no_grad():
+        residual.query[2] = 10.0
+    assert torch.equal(residual.direction(2), torch.tensor([0.0] * 12 + [1.0] * 4))
+    assert residual.sharpness(2) == pytest.approx(4.0)  # |(1, 1, 1, 1)| sqrt(4)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_starts_as_the_standard_residual_says_so(variant):
     starts = make_residual("full", 6, 8, **VARIANTS[variant][1]).traits.starts_standard
-    assert starts == (variant not in ("inkling 2", "window"))
+    assert starts == (variant not in ("inkling 2", "window", "sliced, by input, normed values"))
     assert make_residual("full", 6, 8, window=6).traits.starts_standard
 
 
@@ -144,6 +217,13 @@ def test_what_starts_as_the_standard_residual_says_so(variant):
         ({"block_size": "2+0+6"}, "one for each block"),
         ({"block_size": "two"}, "one for each block"),
         ({"block_size": [4, 4], "num_blocks": 2}, "one of them"),
+        ({"keys": "sliced"}, "sliced:R with R from 1 to the width, 16"),
+        ({"keys": "sliced:17"}, "sliced:17"),
+        ({"keys": "sliced:4", "heads": 2}, "heads is 2 with keys=sliced:4"),
+        ({"block_sum": "mean"}, "block_sum is 'mean'"),
+        ({"block_sum": 1.5}, "block_sum is 1.5"),
+        ({"block_sum": "rms", "gate": "scalar"}, "gate=scalar is given with block_sum=rms"),
+        ({"block_sum": "rms", "query": "input"}, "query=input is given with block_sum=rms"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(settings, message):
@@ -168,5 +248,9 @@ def test_explain_names_the_setting_that_no_kernel_has():
     said = str(make_residual("full", 12, 16, heads=2, null_source=True).explain(embedding))
     assert "plain torch" in said and "heads=2" in said and "null_source=true" in said
     assert "gates" in str(make_residual("block", 12, 16, gate="scalar").explain(embedding))
+    assert "keys=sliced:4" in str(make_residual("block", 12, 16, keys="sliced:4").explain(embedding))
+    rms_block = make_residual("block", 12, 16, block_size=4, block_sum="rms")
+    assert "two phases" in str(rms_block.explain(embedding, training=True))
+    assert "block_sum" in str(rms_block.explain(embedding, training=False))
     assert "window=3" in str(make_residual("full", 12, 16, window=3).explain(embedding))
     assert "two phases" in str(make_residual("block", 12, 16, block_size=4, read_temperature=2.0).explain(embedding))

@@ -1,0 +1,282 @@
+"""Commands whose work is one call: the flags of each, and the call. Longer ones have files of their own.
+
+What a command needs besides its flags is imported when they are understood.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from attnres.errors import UserError, unknown
+from attnres.evals.config import EvalConfig, GenerateConfig
+from attnres.files import user_path
+from attnres.flags import Settings, fields_of, parse
+from attnres.inspect.config import CorpusConfig, InspectConfig, LookConfig, SearchConfig
+
+
+def _inspect(options: InspectConfig) -> None:
+    from attnres.inspect.look import look
+
+    look(options)
+
+
+def _search(options: SearchConfig) -> None:
+    from attnres.inspect.corpus import find_tokens
+
+    find_tokens(options)
+
+
+@dataclass
+class Figures(LookConfig):
+    """Write the figures of models, runs or saved inspections: attnres figures MODEL [MORE ...] OUT/.
+
+    Several are also compared side by side, each in a folder of its own. A model is inspected first (attnres inspect).
+    """
+
+    paths: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="MODEL ... OUT")]
+    """Run folders, folders of runs, model folders, hub names, files of attnres inspect; last the folder to write."""
+    formats: tuple[str, ...] = ("pdf", "png")
+    """File formats: pdf, png, svg."""
+
+
+def _figures(options: Figures) -> None:
+    if len(options.paths) < 2:
+        raise UserError("expected attnres figures MODEL [MORE ...] OUT: a model, run or inspection, then a folder")
+
+    from attnres.figures.draw import draw
+
+    draw(options.paths[:-1], options.paths[-1], options.formats, fields_of(options, only=LookConfig), options.by)
+
+
+def _generate(options: GenerateConfig) -> None:
+    from attnres.evals.generate import speak
+
+    speak(options)
+
+
+@dataclass
+class Eval(EvalConfig):
+    """Score models on text and tasks; several models are compared with the first, paired by item."""
+
+    out: str | None = None
+    """JSON file for the results; scores of single items go to NAME.items.jsonl in the same folder."""
+    progress: bool = True
+    """Show a progress bar."""
+
+
+def _eval(options: Eval) -> None:
+    if options.out is not None and Path(options.out).suffix != ".json":
+        raise UserError(f"--out is '{options.out}': expected the name of a .json file")
+
+    from attnres.evals.run import evaluate, refuse_out, show
+
+    if options.out is not None:
+        refuse_out(options.out)
+    results = evaluate(EvalConfig(**fields_of(options, only=EvalConfig)), progress=options.progress)
+    show(results.record)
+    if options.out is not None:
+        items = results.save(options.out)
+        print(f"{options.out}, item by item in {items}")
+
+
+@dataclass
+class App(CorpusConfig):
+    """Look into one or two models in the browser: what every token reads, and the prediction after an ablation.
+
+    With --corpus the page can search that text.
+    """
+
+    models: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL [MODEL2]]")] = ()
+    """Run folders, model folders or hub names, at most two; none opens the demo's Block and Full in runs/demo. The
+    checkpoints that a run kept (--keep-at) can be chosen too."""
+    host: str = "127.0.0.1"
+    """Address to serve on; 127.0.0.1 is this machine alone. Anyone who can reach another address can use the models."""
+    port: int = 7860
+    """Port to serve on."""
+    names: tuple[str, ...] = ()
+    """With --host: other host names that requests may have, such as a proxy's or a container's."""
+    open: bool = False
+    """Open the page in a browser."""
+
+
+def _app(options: App) -> None:
+    from attnres.app import serve
+
+    serve(
+        options.models,
+        corpus=options.corpus,
+        column=options.column,
+        host=options.host,
+        port=options.port,
+        names=options.names,
+        browser=options.open,
+        trust_remote_code=options.trust_remote_code,
+    )
+
+
+@dataclass
+class Report:
+    """Make table.csv, curves.csv and report.html from run folders, finished or not."""
+
+    dirs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUNS ...")]
+    """Run folders, or folders of runs as `attnres compare` makes them."""
+    out: str | None = None
+    """Folder to write them into; none is the folder of runs itself, or report/ here for several."""
+    images: str | None = None
+    """png or svg: also write every figure as a file of its own."""
+
+
+def _report(options: Report) -> None:
+    if not options.dirs:
+        raise UserError("no folder given: expected attnres report DIR..., run folders or folders of runs")
+    if options.images not in (None, "png", "svg"):
+        raise unknown("image format", options.images, ("png", "svg"))
+    folders = tuple(user_path(folder) for folder in options.dirs)
+    out = user_path(options.out) if options.out else folders[0] if len(folders) == 1 else Path("report")
+
+    from attnres.report.page import show
+
+    show(*folders, out=out, images=options.images)
+
+
+@dataclass
+class Prepare:
+    """Tokenise a corpus into shards. Training does this by itself; use it to prepare data ahead or in a folder of
+    yours."""
+
+    source: str = "stdlib"
+    """stdlib (Python's own sources), a file or folder (.txt, .md, .jsonl, .json, .csv, .parquet, .arrow, .py and other
+    code; text also as .gz or .zst; what datasets.save_to_disk wrote), a pattern ('data/**/*.txt'),
+    hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several: mix:SOURCE,SOURCE is all of each, mix:SOURCE=3,SOURCE=1 mixes
+    them by these weights until one is used up. Of a folder the split train is read; a line says what is left out."""
+    tokenizer: str = "bpe:4096"
+    """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name."""
+    column: str = "text"
+    """Field or column that holds the text, of rows."""
+    held_out: float = 0.05
+    """Fraction of the documents held out for validation."""
+    limit: int | None = None
+    """Read at most this many characters of the source; none reads all."""
+    out: str | None = None
+    """Folder for the shards; none is one in the cache."""
+    workers: int = 1
+    """Processes that tokenise; the data do not depend on their number. With several, an interrupted command continues
+    when it is given again. What was read of the hub under a limit is not read again."""
+
+
+def _prepare(options: Prepare) -> None:
+    from attnres.data import prepare
+
+    prepared = prepare(
+        options.source,
+        options.tokenizer,
+        out=options.out,
+        held_out=options.held_out,
+        limit=options.limit,
+        column=options.column,
+        workers=options.workers,
+    )
+    for name, split in prepared.header["splits"].items():
+        print(f"{name}: {split['tokens']:,} tokens in {split['documents']:,} documents")
+    print(f"{prepared.path} (vocabulary {prepared.vocab_size:,})")
+
+
+@dataclass
+class Export:
+    """Write a model as a graph for other runtimes, its logits compared with the model's; or its weights."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Run folder, model folder or hub name."""
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
+    """Folder to write, new or empty."""
+    onnx: bool = False
+    """Write ONNX, checked in onnxruntime (extra `export`); otherwise a file for torch.export.load."""
+    weights: bool = False
+    """Write Hugging Face safetensors, also of a sharded checkpoint."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+
+
+def _export(options: Export) -> None:
+    remote = options.trust_remote_code
+    if options.weights:
+        if options.onnx:
+            raise UserError("both --weights and --onnx are given: give one of them")
+        from attnres.training.checkpoint import export_weights
+
+        print(export_weights(options.model, options.out, trust_remote_code=remote))
+        return
+
+    from attnres.models.export import export_graph
+
+    print(export_graph(options.model, options.out, onnx=options.onnx, trust_remote_code=remote))
+
+
+@dataclass
+class Families:
+    """Print which families of decoders convert, how exactly, and what is refused and why."""
+
+
+def _families(options: Families) -> None:
+    from rich.table import Table
+
+    from attnres.models import families_table
+    from attnres.progress import wide
+
+    table = Table("family", "model types", "converts", "", title="Decoders that depth reads go into")
+    for row in families_table():
+        table.add_row(row.family, ", ".join(row.model_types), row.kind, row.note)
+    wide().print(table)
+    print("Others are probed: what follows a pre-norm decoder's pattern converts, verified by its logits.")
+
+
+@dataclass
+class Check:
+    """Check a residual mechanism: one line a check, exit status 1 if one fails.
+
+    Shapes, dtypes, gradients against finite differences, states, pipeline cuts, activation checkpointing, compilation,
+    described against actual reads, and training, cached decoding, saving and loading in a small model.
+    """
+
+    residual: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME|FILE.py:CLASS")]
+    """A mechanism's name, or the file and class of one of your own."""
+    settings: Settings = field(default_factory=dict)
+    """Settings of the residual, e.g. num_streams=2; none are its defaults."""
+
+
+def _check(options: Check) -> None:
+    from attnres.models.check import checks
+
+    failures = 0
+    for outcome in checks(options.residual, options.settings):
+        failures += not outcome.passed
+        print(f"{outcome.name:<14} {'ok' if outcome.passed else 'FAILED':<7} {outcome.detail}", flush=True)
+    if failures:
+        print(f"{failures} {'check' if failures == 1 else 'checks'} failed")
+        sys.exit(1)
+
+
+CALLS: dict[str, tuple[type, Callable[[Any], None]]] = {
+    "inspect": (InspectConfig, _inspect),
+    "search": (SearchConfig, _search),
+    "figures": (Figures, _figures),
+    "generate": (GenerateConfig, _generate),
+    "eval": (Eval, _eval),
+    "app": (App, _app),
+    "report": (Report, _report),
+    "prepare": (Prepare, _prepare),
+    "export": (Export, _export),
+    "families": (Families, _families),
+    "check": (Check, _check),
+}
+"""The flags of each command and what is done with them."""
+
+
+def run(command: str, arguments: list[str]) -> None:
+    """Parse the arguments after the command's name and carry it out."""
+    kind, call = CALLS[command]
+    call(parse(command, kind, arguments))

@@ -1,0 +1,88 @@
+"""Begin a run at the checkpoint of another that trains the same way up to that step.
+
+With warm-up, a constant rate and a decay at the end (WSD), a run of T steps does what a longer one does until its
+decay begins. So one long run with `keep_at`, and short decays that branch off it, give the losses of several budgets;
+the result is that of whole runs, bit for bit.
+
+Source: Hägele et al., arXiv 2405.18392; OLMo-core's ladder ("WSD-S").
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from attnres.errors import UserError
+from attnres.files import replaced_folder
+from attnres.residuals import Residual, residual_class
+from attnres.training.checkpoint import kept, reconfigure, stored_state
+from attnres.training.config import TrainConfig, differences, from_dict, to_dict
+from attnres.training.optim import scheduled_rate
+from attnres.training.records import Metrics
+from lab.store import attnres_version, run_key
+
+SCHEDULE = ("schedule", "warmup", "decay", "min_lr_ratio")
+"""Fields of `optim` in which a branch may differ from its trunk, beside `steps`, as long as they give the same learning
+rates until it branches off."""
+
+
+def branch(trunk: Path, step: int, config: TrainConfig) -> None:
+    """Write the folder of a run of `config` with the state of the run in `trunk` at `step`; `--resume` continues it.
+
+    Args:
+        trunk: folder of a run that kept its checkpoint of that step (`keep_at`).
+        config: of the branch, prepared (`attnres.training.prepare.prepare_run`).
+
+    Raises:
+        UserError: the trunk is no such run, or the branch's run would have gone another way until there.
+    """
+    if step >= config.steps:
+        raise UserError(
+            f"a run of {config.steps} steps cannot branch off at step {step}: its decay has no step of its own"
+        )
+    there = kept_checkpoint(trunk, step)
+    _refuse_other_run(step, config, stored_state(there)["config"], trunk)
+    with replaced_folder(config.out or ".") as folder:
+        shutil.copytree(there, folder / "checkpoint")
+        for name in ("data.json", "environment.json", "start.json", "metrics.jsonl"):
+            if (trunk / name).is_file():
+                shutil.copyfile(trunk / name, folder / name)
+        Metrics(folder, step).close()  # without what the trunk measured after that
+        for name in ("val", "residual"):
+            if (trunk / name).is_dir():
+                shutil.copytree(trunk / name, folder / name)
+        reconfigure(folder, to_dict(config))  # resuming it forgets the trunk's held-out losses after `step`
+
+
+def kept_checkpoint(trunk: Path, step: int) -> Path:
+    """Return the folder of the checkpoint that a run kept of a step; raises UserError if it did not."""
+    folder = kept(trunk, step)
+    if not folder.is_dir():
+        raise UserError(f"{trunk} kept no checkpoint of step {step}: train it with keep_at {step}, from the beginning")
+    return folder
+
+
+def _refuse_other_run(step: int, config: TrainConfig, trunk: dict[str, Any], where: Path) -> None:
+    """Refuse a branch that would not have come to the trunk's state at `step`. Raises UserError.
+
+    With the branch's schedule the trunk has to be the same run (`lab.store.run_key`), and until `step` the learning
+    rates have to be the same.
+    """
+    fields = to_dict(config)
+    optim = {**trunk["optim"], **{name: fields["optim"][name] for name in SCHEDULE}}
+    rescheduled = {**trunk, "steps": config.steps, "optim": optim}
+    version = attnres_version(where)
+    if run_key(rescheduled, version) != run_key(fields):
+        names = differences(fields, rescheduled) or [f"the version of attnres, {version}"]
+        raise UserError(f"a branch of {where} differs from it in {', '.join(names)}: only the schedule may differ")
+    if residual_class(config.model.residual).set_progress is not Residual.set_progress:
+        raise UserError(
+            f"residual '{config.model.residual}' is annealed over a run's steps, so that no other run begins as it "
+            "does: train each budget from the start"
+        )
+    before = from_dict(trunk)
+    for at in range(1, step + 1):
+        if scheduled_rate(at, config.steps, config.optim) != scheduled_rate(at, before.steps, before.optim):
+            raise UserError(
+                f"a branch of {where} has another learning rate at step {at} of the {step} before it branches off: "
+                "give both as many steps of warm-up, and let it branch off before any decay"
+            )
