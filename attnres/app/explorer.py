@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from attnres.app.reading import Cache, Encoder, Reading, Report
 from attnres.app.state import Cut, key_of
-from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.inspect.attention import TokenAttention, token_attention
 from attnres.inspect.attribution import Attribution, Patching, attributing, patch
@@ -35,6 +34,7 @@ from attnres.models.convert import convert
 from attnres.models.encoding import characters, piece, stated_context
 from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.ops.dispatch import pick_device
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512

@@ -9,7 +9,6 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from attnres.device import pick_device
 from attnres.errors import UserError, unknown
 from attnres.files import write_json
 from attnres.folders import refuse_other_file
@@ -23,6 +22,7 @@ from attnres.inspect.recording import find_residual, record
 from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, vocab_size
 from attnres.inspect.survey import batches, check_documents, encode
 from attnres.models.encoding import check_ids, pieces, spelled, token_in_front
+from attnres.ops.dispatch import pick_device
 from attnres.progress import counting, grid, say, wide
 from attnres.text import counted, short
 

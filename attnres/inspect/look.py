@@ -11,7 +11,6 @@ from rich.console import Console
 
 from attnres.data.shards import decoded, prepared_folder, read_header
 from attnres.data.sources import open_source
-from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
 from attnres.files import user_path, write_json
@@ -34,6 +33,7 @@ from attnres.inspect.tables import (
 )
 from attnres.models.encoding import check_text, token_in_front
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.ops.dispatch import pick_device
 from attnres.progress import counting, say, wide
 from attnres.reading import read_json, read_text
 from attnres.residuals import traits_of
