@@ -126,8 +126,8 @@ def test_a_run_is_trained_and_a_rule_that_is_not_there_passed_over(run: Run, mon
 def test_the_whole_command_ends_with_rows_of_each_experiment(
     run: Run, captured: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the size for trying it, in the order of a machine with a GPU, its steps captured; the compiler and the tests of
-    a GPU are left out. What needs a GPU says so."""
+    """At the size for trying it, its steps captured; the compiler and the tests of a GPU are left out. What needs a GPU
+    says so."""
     monkeypatch.setattr(torch, "compile", lambda function, **how: function)
     monkeypatch.delitem(gpu_round.ROUNDS, "tests")
     with cpu.switched(on=False):
