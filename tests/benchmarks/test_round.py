@@ -245,11 +245,30 @@ def test_the_page_has_the_rows(tmp_path: Path) -> None:
     block |= {"host_ms": 3.0, "busy_ms": 31.9, "peak_bytes": 105}
     page = gpu_round.page([plain, block | {"ratio": 9.0}, block])
     assert "| 1.08 | 1.100 [1.090, 1.120] | 1.500 | 1.100 | 1.050 | captured, H200 |" in page
-    assert page.count("not measured") == 3 + len(gpu_round.GOALS) - 1
+    assert page.count("not measured") == 3 + len(gpu_round.GOALS) - 1 + len(gpu_round.OTHERS)
+    assert all(
+        f'--only "{experiment}"' in page and experiment in gpu_round.ROUNDS for _, experiment, *_ in gpu_round.OTHERS
+    )
     file = tmp_path / "page.md"
     file.write_text(f"before {gpu_round.MARKS[0]} old {gpu_round.MARKS[1]} after")
     gpu_round.write_page(page, file)
     assert page in file.read_text() and file.read_text().startswith("before") and file.read_text().endswith("after")
+
+
+def test_the_page_has_what_scripts_have_found(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"round": "train rates standard adamw x1.0", "tokens_per_s": 5e5}]
+    decode = {"decode": {"1": {"block": {"ratio": 0.9}}}, "prefill": {"8192": {"block": {"ratio": 1.01}}}}
+    read = {"read": [{"stages": {"forward": {"ours": {"median_s": 4e-4}}}}]}
+    stack = {
+        "kinds": {"identity": {name: {"median_s": s} for name, s in (("ours", 3.0), ("fla", 2.0), ("standard", 1.0))}}
+    }
+    for experiment, result in (("prefill and decode", decode), ("kernels", read), ("peers", stack)):
+        (tmp_path / f"{experiment}.json").write_text(json.dumps(result))
+        rows.append({"round": experiment, "file": f"{experiment}.json"})
+    table = gpu_round.others_table([row | {"of": {"device": "H200"}} for row in rows], tmp_path)
+    found = [line.split(" | ")[2] for line in table.splitlines()[2:]]
+    stacked = "fla, ours 1.500 of its time"
+    assert found == [f"{f}, H200" for f in ("1.010", "0.900", "400 us", stacked, "500,000")] + ["not measured"]
 
 
 def test_the_documentation_has_the_tables_of_the_rows_that_there_are() -> None:
