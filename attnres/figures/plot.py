@@ -29,8 +29,9 @@ LINE = 1.12
 OUT = 0.2
 """Inches from the middle of the word out under an axis to that of a number beside it, at least."""
 NOTEBOOK_DPI = 130
-LOSS, TRAIN_LOSS = "held-out loss, nats per token", "training loss, nats per token"
-DIFFERENCE = "difference, nats per token"
+LOWER = "\n(lower is better)"
+LOSS, TRAIN_LOSS = f"held-out loss, nats per token{LOWER}", f"training loss, nats per token{LOWER}"
+DIFFERENCE = f"difference, nats per token{LOWER}"
 STEP, TOKENS, RATE, LAYER = "step", "training tokens", "peak learning rate", "layer"
 """Names beside axes."""
 _LABELS = {"embedding": "emb", "attention": "attn", "output": "out"}
@@ -91,6 +92,8 @@ def fit(text: str, inches: float, size: float = 8.0) -> str:
     'block-num_\\nblocks4-seed0'
     """
     room = max(4, int(inches * 72 / (0.68 * size)))
+    if all(len(line) <= room for line in text.split("\n")):
+        return text
     lines = []
     while len(text) > room and len(lines) < 2:
         ends = [i for i in range(room // 2, room + 1) if text[i - 1] in "-_. :/,"]

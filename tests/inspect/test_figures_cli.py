@@ -74,6 +74,7 @@ def test_a_model_and_a_file_are_drawn_and_set_side_by_side(run, folder_of, saved
     assert "**patterns. saved: what reads are made of.**" in (tmp_path / "out/saved/captions.md").read_text()
 
 
+@pytest.mark.long
 def test_a_run_has_its_dynamics_once(run, saved, tmp_path, monkeypatch):
     folder = tmp_path / "block-seed0"
     folder.mkdir()
