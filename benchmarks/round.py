@@ -260,7 +260,7 @@ class Training:
             yield about | {"passed_over": str(error)}
             return
         batch, length = (2, 16) if place.tiny else (64, 512)
-        size = qwen3(*((16, 2, 2, 32) if place.tiny else self.size))
+        size = qwen3(*((16, 4, 2, 32) if place.tiny else self.size))
         tokens = len(open_tokens(text))
         steps = self.epochs * tokens / (batch * length)
         if self.tokens_a_parameter is not None:
