@@ -21,7 +21,7 @@ from attnres.comparison.plan import CompareConfig, ComparisonPlan, VariantSpec, 
 from attnres.comparison.speed import step_times
 from attnres.comparison.watch import Ended, RunStatus, train_all
 from attnres.device import cores
-from attnres.errors import Interrupted, UserError
+from attnres.errors import UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.ops import cpu
@@ -140,7 +140,7 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
 
     Raises:
         UserError: something cannot run, or a folder holds something else; what is finished stays.
-        Interrupted: Ctrl-C or SIGTERM; the same command continues.
+        Interrupted: SIGTERM, or Ctrl-C during a run; the same command continues.
     """
     say = console or Console(stderr=True)
     with opened(config, say) as work:
@@ -294,29 +294,24 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         style="bold",
         highlight=False,
     )
-    try:
-        speed = step_times(
-            {PLAIN: (None, {})}
-            | {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
-            size=size_or_default(run.model),
-            vocab_size=vocabulary,
-            seq_len=run.data.seq_len,
-            batch_size=run.batch_size,
-            accumulation=run.accumulation,
-            optim=run.optim,
-            dtype=run.dtype,
-            device=run.device,
-            compile=run.compile,
-            cuda_graphs=run.cuda_graphs,
-            loss=run.loss,
-            gradient_checkpointing=run.gradient_checkpointing,
-            baseline=PLAIN,
-            seconds=seconds,
-        )
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "stopped while timing, what is finished stays: give the same command to continue", 130
-        ) from None
+    speed = step_times(
+        {PLAIN: (None, {})}
+        | {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
+        size=size_or_default(run.model),
+        vocab_size=vocabulary,
+        seq_len=run.data.seq_len,
+        batch_size=run.batch_size,
+        accumulation=run.accumulation,
+        optim=run.optim,
+        dtype=run.dtype,
+        device=run.device,
+        compile=run.compile,
+        cuda_graphs=run.cuda_graphs,
+        loss=run.loss,
+        gradient_checkpointing=run.gradient_checkpointing,
+        baseline=PLAIN,
+        seconds=seconds,
+    )
     times = speed.pop("variants")
     speed["variants"] = {label: times[kinds[label]] for label in plan.variants}
     write_json(path, {"key": key, **speed, "plain": times[PLAIN]})

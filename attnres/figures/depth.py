@@ -14,14 +14,12 @@ from attnres.figures.cells import cells, scale
 from attnres.figures.comparison import Comparison, Variant, held_out_panel
 from attnres.figures.plot import (
     LAYER,
-    LOSS,
     STEP,
     NotShown,
     Plot,
     canvas,
     depth_axis,
     depth_line,
-    fit,
     head,
     label,
     legend,
@@ -301,8 +299,6 @@ def dynamics(comparison: Comparison) -> Plot:
         raise NotShown("the runs recorded neither held-out loss nor magnitudes")
     figure, axes = panels(losses + len(depths))
     notes = held_out_panel(axes[0], comparison) if losses else ""
-    if losses:
-        axes[0].set_ylabel(fit(LOSS, 1.5, sheet().font))
     for ax, key in zip(axes[losses:], depths, strict=True):
         panel(ax, comparison, key)
     legend(figure, *axes)

@@ -75,7 +75,7 @@ def draw(
     every = sum(alone, Drawn()) + beside
     if only and not every.plots:
         reasons = [f"{name} ({reason})" for name, reason in dict(every.left_out).items()]
-        raise UserError(f"no figure of --only {' '.join(only)} applies: {listed(reasons) or 'it compares runs'}")
+        raise UserError(f"no figure of --only {' '.join(only)} applies: {listed(reasons or ['it is of runs'])}")
     written = list[Path]()
     if len(inspections) == 1:
         written += write_drawn(console, names[0], every, out, formats)

@@ -26,8 +26,9 @@ OUT = 0.2
 CONSTANT = 0.05
 """A panel of contributions or weights that differ by no more is left out."""
 NOTEBOOK_DPI = 130
-LOSS, TRAIN_LOSS = (f"{what} loss, nats per token\n(lower is better)" for what in ("held-out", "training"))
-DIFFERENCE = "difference, nats per token\n(lower is better)"
+LOWER = "\n(lower is better)"
+LOSS, TRAIN_LOSS = f"held-out loss, nats per token{LOWER}", f"training loss, nats per token{LOWER}"
+DIFFERENCE = f"difference, nats per token{LOWER}"
 STEP, TOKENS, RATE, LAYER = "step", "training tokens", "peak learning rate", "layer"
 """Names beside axes."""
 _WORDS = {"mlp": "MLP", "partial": "partial sum"}

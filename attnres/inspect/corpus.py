@@ -18,10 +18,10 @@ from attnres.inspect import notebook
 from attnres.inspect.config import SearchConfig
 from attnres.inspect.edits import choose_reads, source_and_read
 from attnres.inspect.inspection import FIELD, By
-from attnres.inspect.look import batch_size_of, context_of, open_residual, text_of
 from attnres.inspect.recording import find_residual, record
 from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, vocab_size
 from attnres.inspect.survey import batches, check_documents, encode
+from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_ids, pieces, spelled, token_in_front
 from attnres.progress import counting, grid, say, wide
 from attnres.text import counted, short

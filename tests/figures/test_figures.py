@@ -422,6 +422,7 @@ def test_a_row_of_dynamics_is_labelled_where_its_first_panel_is():
     assert max(map(len, second.get_title(loc="left").split("\n"))) < 60
 
 
+@pytest.mark.long
 def test_long_names_leave_room_for_the_plots():
     shown = [inspection(residual, 1) for residual in ("standard", "block", "full")]
     for i, seen in enumerate(shown):
@@ -652,6 +653,7 @@ def test_lines_that_begin_outside_the_axes_are_said_to():
     assert "cut off" not in held_out_loss(Comparison([variant("full", "full", held_out=late)])).caption
 
 
+@pytest.mark.long
 def test_what_is_of_several_seeds_says_so_in_every_caption():
     rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]], "grad_rms": [[0.1, 0.2], [0.3, 0.4]]}
 

@@ -75,6 +75,7 @@ def test_a_model_and_a_file_are_drawn_and_set_side_by_side(run, folder_of, saved
     assert "**patterns. saved: contributions of sources.**" in (tmp_path / "out/saved/captions.md").read_text()
 
 
+@pytest.mark.long
 def test_a_run_has_its_dynamics_once(run, saved, tmp_path, monkeypatch):
     folder = tmp_path / "block-seed0"
     folder.mkdir()
@@ -124,7 +125,7 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(run, saved, folder_of, tmp
 
 
 def test_one_figure_for_a_column_of_a_paper(saved, tmp_path, capsys):
-    """Its width is exact in every format, text is text, and the fonts are in the PDF; the scale's ramp may be an image."""
+    """Its width is exact in every format, text is text, fonts are in the PDF; the scale's ramp may be an image."""
     out = tmp_path / "out"
     asked = ["--only", "patterns", "--width", "3.3in", "--font", "8", "--formats", "png", "pdf", "svg"]
     cli.main(["figures", str(saved), str(out), *asked])
