@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text as RichText
 from torch import nn
 
-from attnres.device import pick_device
 from attnres.errors import UserError, unknown
 from attnres.files import write_json
 from attnres.folders import refuse_other_file
@@ -29,6 +28,7 @@ from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_
 from attnres.inspect.survey import batches, check_documents, encode
 from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_ids, pieces, spelled, token_in_front
+from attnres.ops.dispatch import pick_device
 from attnres.progress import counting, grid, say, wide
 from attnres.text import counted, short
 
