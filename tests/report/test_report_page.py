@@ -137,7 +137,7 @@ def test_several_seeds_make_a_page(tmp_path):
 def test_a_backslash_in_a_label_stays_one(tmp_path):
     write_run(tmp_path, "standard", layers=2)
     write_run(tmp_path, "block", label=r"block\g<1>\1", layers=2)
-    assert r"block\g&lt;1&gt;\1: weights of reads" in page_of(tmp_path)
+    assert r"block\g&lt;1&gt;\1: weights of sources" in page_of(tmp_path)
 
 
 @pytest.mark.long
