@@ -29,7 +29,7 @@ from attnres.stats import Effect, standard_error
 from attnres.text import with_error
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "five_questions.md"
-DOCUMENTS, TOKENS = 12, 192
+DOCUMENTS, TOKENS = 8, 128
 """Documents that are looked at, and the tokens of each from its beginning."""
 SHOWN = 6
 """Rows of a table of ablations."""
@@ -229,7 +229,7 @@ def page(looked: Looked, name: str, text: str, tokens: int) -> str:
         "",
         "and the lines of Python below begin with",
         "",
-        "```{.python notest}",
+        "```py",
         "from attnres.inspect import Ablate, attribute, effect, inspect_model, search",
         "from attnres.models import open_checkpoint",
         "",
