@@ -1,4 +1,4 @@
-"""Write docs/five_questions.md: five questions to a model with depth reads, answered with errors over documents.
+"""Write the five questions of docs/gallery.md: to a model with depth reads, answered with errors over documents.
 
 python experiments/gallery.py MODEL CORPUS [--name NAME]
 
@@ -7,6 +7,7 @@ documents: it may not. `--name` is what the page calls the model in its lines of
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -28,7 +29,8 @@ from attnres.residuals import Read, labels
 from attnres.stats import Effect, standard_error
 from attnres.text import with_error
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "five_questions.md"
+MARK = re.compile(r"(<!-- made: five questions -->\n).*?(<!-- end -->)", flags=re.DOTALL)
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "gallery.md"
 DOCUMENTS, TOKENS = 8, 128
 """Documents that are looked at, and the tokens of each from its beginning."""
 SHOWN = 6
@@ -217,7 +219,7 @@ def page(looked: Looked, name: str, text: str, tokens: int) -> str:
     """Return the page, in Markdown."""
     words = {one.name: label for one, label in labels(looked.layout).items()}
     parts = [
-        "# Five questions to a trained model",
+        "## Five questions to a trained model",
         "",
         f"Answers of the model `{name}` ({looked.layers} layers) from {len(looked.losses)} documents of {text}, the "
         f"first {tokens} tokens of each. ± is the standard error over documents, of one model and one seed; whether an "
@@ -239,16 +241,16 @@ def page(looked: Looked, name: str, text: str, tokens: int) -> str:
     ]
     for number, (title, kind, early, chosen) in enumerate(QUESTIONS, start=1):
         source, read = example(looked.layout, kind, chosen, early)
-        parts += ["", f"## {number}. {title}", "", *answer(looked, kind, early, chosen), ""]
+        parts += ["", f"### {number}. {title}", "", *answer(looked, kind, early, chosen), ""]
         parts += _how(
             f"the cell {words[read]} ← {words[source]}", f'effect(model, text, Ablate("{source}", reads="{read}"))'
         )
     costly = max(looked.without.items(), key=lambda item: item[1].mean())[0]
     read = looked.layout[costly[0]]
     source = read.sources[costly[1]]
-    parts += ["", "## 4. Is mass cause?", "", *mass(looked), ""]
+    parts += ["", "### 4. Is mass cause?", "", *mass(looked), ""]
     parts += _how("a token: the table has contributions and effects side by side", "attribute(model, text).frame()")
-    parts += ["", "## 5. What does an ablation cost?", "", *costs(looked), ""]
+    parts += ["", "### 5. What does an ablation cost?", "", *costs(looked), ""]
     line = f'effect(model, text, Ablate("{source.name}", reads="{read.name}"))'
     parts += _how(f"the cell {words[read.name]} ← {words[source.name]}", line)
     return "\n".join(parts) + "\n"
@@ -272,7 +274,8 @@ def main() -> None:
     encoded = (encode(checkpoint.tokenizer, text).ids[:tokens] for text in corpus_text(options.corpus, "text").read())
     documents = list(islice((torch.from_numpy(ids) for ids in encoded if len(ids) == tokens), DOCUMENTS))
     looked = look(checkpoint.load(), documents)
-    write_text(PAGE, page(looked, options.name or options.model, options.text or options.corpus, tokens))
+    made = page(looked, options.name or options.model, options.text or options.corpus, tokens)
+    write_text(PAGE, MARK.sub(lambda part: part[1] + made + part[2], PAGE.read_text("utf-8")))
     print(PAGE)
 
 

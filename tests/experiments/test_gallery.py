@@ -36,7 +36,8 @@ def test_every_number_is_what_one_call_says(looked):
 def test_an_answer_holds_where_its_interval_does(looked):
     _, _, seen = looked
     text = gallery.page(seen, "example", "a text", 12)
-    assert [line[3] for line in text.splitlines() if line.startswith("## ")] == list("12345")
+    assert [line[4] for line in text.splitlines() if line.startswith("### ")] == list("12345")
+    assert gallery.MARK.search(gallery.PAGE.read_text("utf-8")), "the page has a place for them"
     assert text.count("One click:") == text.count("One line:") == 5 and text.count("±") > 10
     reads = [r for r, read in enumerate(seen.layout) if read.kind == "mlp" and len(read.sources) > 1]
 
