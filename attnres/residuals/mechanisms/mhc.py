@@ -1,15 +1,13 @@
 """Manifold-constrained Hyper-Connections and two variants: mHC-lite, and streams that are not mixed."""
 
-import itertools
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.residuals.arithmetic import normed_product, sinkhorn
+from attnres.ops.backend import Connection
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams
 from attnres.residuals.settings import positive, start_at, whole
@@ -41,10 +39,12 @@ class MHC(ParallelStreams):
     )
     carries: ClassVar[bool] = True
     """Whether A is learned; else it is I."""
+    kind: ClassVar[Any] = "sinkhorn"
+    """Of the `Connection`."""
 
     def __init__(self, num_sublayers: int, width: int, *, num_streams: int = 4, eps: float = 1e-6) -> None:
         super().__init__(num_sublayers, width, num_streams)
-        self.eps = positive("eps", eps)
+        self.connection = Connection(self.kind, eps=positive("eps", eps))
         n = num_streams
         self.sizes = (n, n, self.carry_size()) if self.carries else (n, n)
         self.static_read = nn.Parameter(torch.empty(num_sublayers, n))
@@ -64,10 +64,6 @@ class MHC(ParallelStreams):
         """Return the logits of a matrix A at the start."""
         return (8.0 * torch.eye(self.num_streams) - 8.0).flatten()
 
-    def carry(self, logits: Tensor) -> Tensor:
-        """Return A (..., n, n) for its logits (..., carry_size)."""
-        return sinkhorn(logits.unflatten(-1, (self.num_streams, self.num_streams)))
-
     def init_parameters(self) -> None:
         preferred = torch.arange(self.num_sublayers) % self.num_streams
         one_of_n = 2.0 * nn.functional.one_hot(preferred, self.num_streams) - 1.0
@@ -79,17 +75,11 @@ class MHC(ParallelStreams):
         nn.init.zeros_(self.weight)
         nn.init.constant_(self.scale, 0.01)
 
-    def connections(self, streams: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        dtype = streams.dtype
-        weight = (self.gain[index].unsqueeze(-1) * self.weight[index]).to(dtype)
-        parts = normed_product(streams.flatten(-2), weight, self.eps).split(self.sizes, -1)
-        scales = self.scale[index].to(dtype).unbind()
-        statics = (self.static_read, self.static_write, *((self.static_carry,) if self.carries else ()))
-        logits = [s[index].to(dtype) + scale * part for s, scale, part in zip(statics, scales, parts, strict=True)]
-        alpha = logits[0].sigmoid().unsqueeze(-1)
-        if self.carries:
-            alpha = torch.cat([alpha, self.carry(logits[2])], -1)
-        return alpha, 2.0 * logits[1].sigmoid()
+    def connection_tables(self) -> tuple[Tensor, ...]:
+        statics = torch.cat([self.static_read, self.static_write, *([self.static_carry] if self.carries else [])], -1)
+        scales = torch.cat([self.scale[:, i : i + 1].expand(-1, size) for i, size in enumerate(self.sizes)], -1)
+        weights = self.gain.unsqueeze(-1) * self.weight
+        return torch.cat([statics.unsqueeze(1), scales.unsqueeze(1), weights], 1).unbind()
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
@@ -121,6 +111,7 @@ class MHCLite(MHC):
         "8n + 2",
         "Yang and Gao, arXiv 2601.05732",
     )
+    kind = "permutations"
 
     def __init__(self, num_sublayers: int, width: int, *, num_streams: int = 4, eps: float = 1e-6) -> None:
         if whole("num_streams", num_streams) > MOST_STREAMS:
@@ -129,18 +120,12 @@ class MHCLite(MHC):
                 f"expected at most {MOST_STREAMS}, or choose mhc"
             )
         super().__init__(num_sublayers, width, num_streams=num_streams, eps=eps)
-        orders = torch.tensor(list(itertools.permutations(range(num_streams))), device="cpu")
-        self.permutations = F.one_hot(orders, num_streams).flatten(1).float()  # (n!, n^2), no parameter
 
     def carry_size(self) -> int:
         return math.factorial(self.num_streams)
 
     def first_carry(self) -> Tensor:
         return -8.0 * (torch.arange(self.carry_size()) > 0)
-
-    def carry(self, logits: Tensor) -> Tensor:
-        n = self.num_streams
-        return (logits.softmax(-1) @ self.permutations.to(logits)).unflatten(-1, (n, n))
 
 
 class IdentityHC(MHC):
@@ -154,3 +139,4 @@ class IdentityHC(MHC):
     name = "identity_hc"
     about = About("as mhc, A = I", "as mhc", "6n + 2", "ablation of Xie et al., arXiv 2512.24880")
     carries = False
+    kind = "identity"

@@ -10,6 +10,7 @@ from formula import SHAPES, check_formula, on_logarithms
 from torch.nn import functional as F
 
 from attnres import UserError, make_residual
+from attnres.ops.streams import coefficients, split
 
 
 def of_permutations(logits):
@@ -20,6 +21,11 @@ def of_permutations(logits):
         permutation[range(3), order] = 1.0
         matrix = matrix + weights[..., k, None, None] * permutation
     return matrix
+
+
+def at_start(residual, streams, index):
+    """p, b and A of sublayer `index` for these streams."""
+    return split(coefficients(streams, residual.connection_tables()[index], residual.connection), streams.shape[-2])
 
 
 def formula(count, carry):
@@ -55,17 +61,16 @@ def test_start_values_are_the_published_ones(name):
         preferred = [1.0 if stream == index % 4 else -1.0 for stream in range(4)]
         assert residual.static_read[index].tolist() == residual.static_write[index].tolist() == preferred
     assert not residual.weight.any() and (residual.gain == 1).all() and (residual.scale == 0.01).all()
-    streams = torch.randn(2, 4, 8)
-    alpha, beta = residual.connections(streams, 5)
+    p, b, _ = at_start(residual, torch.randn(2, 4, 8), 5)
     strong, weak = 1 / (1 + math.exp(-1)), 1 / (1 + math.exp(1))
     reads = torch.tensor([weak, strong, weak, weak])
-    torch.testing.assert_close(alpha[..., 0], reads.expand(2, 4))
-    torch.testing.assert_close(beta, 2 * reads.expand(2, 4))
+    torch.testing.assert_close(p, reads.expand(2, 4))
+    torch.testing.assert_close(b, 2 * reads.expand(2, 4))
 
 
 def test_the_matrix_starts_nearly_as_the_identity():
     residual = make_residual("mhc", 2, 8)
-    carry = residual.connections(torch.randn(3, 4, 8), 0)[0][..., 1:]
+    carry = at_start(residual, torch.randn(3, 4, 8), 0)[2]
     assert carry.diagonal(dim1=-2, dim2=-1).tolist() == [[pytest.approx(0.99899, abs=1e-5)] * 4] * 3
     torch.testing.assert_close(carry.sum(-1), torch.ones(3, 4))
 
@@ -86,9 +91,12 @@ def test_streams_are_mixed_by_permutations_that_a_softmax_weighs(shape):
 def test_the_matrix_starts_nearly_as_the_identity_and_is_doubly_stochastic_wherever_it_is():
     residual = make_residual("mhc_lite", 2, 8)
     assert residual.static_carry[0].tolist() == [0.0] + [-8.0] * 23
-    carry = residual.carry(residual.static_carry[0])
+    carry = at_start(residual, torch.randn(4, 8), 0)[2]
     torch.testing.assert_close(carry.diagonal(), torch.full((4,), 0.9923 + 0.0019), rtol=0, atol=2e-4)
-    carry = residual.carry(torch.randn(5, 24) * 10)
+    with torch.no_grad():
+        residual.static_carry[0] += 10 * torch.randn(24)
+        residual.weight[0, :, 8:] += 10 * torch.randn(32, 24)
+    carry = at_start(residual, torch.randn(5, 4, 8), 0)[2]
     for axis in (-1, -2):
         torch.testing.assert_close(carry.sum(axis), torch.ones(5, 4))
 
@@ -115,4 +123,4 @@ def test_it_has_no_parameter_of_a_matrix():
         "static_write",
         "weight",
     ]
-    assert residual.connections(torch.randn(4, 8), 0)[0].shape == (4, 1)
+    assert at_start(residual, torch.randn(4, 8), 0)[2] is None
