@@ -11,6 +11,7 @@ from attnres.ops.backend import Connection
 from attnres.ops.dispatch import explain_connection
 from attnres.ops.streams import connect, split, write
 from attnres.residuals.base import Residual
+from attnres.residuals.program import BankReads
 from attnres.residuals.settings import whole
 from attnres.residuals.state import Slot
 from attnres.residuals.watch import NormLike, looking
@@ -134,6 +135,9 @@ class ParallelStreams(Residual):
         streams, *shares = tensors
         shares = tuple(one[..., : self.num_streams].contiguous() for one in shares)
         return Streams(streams, shares, (), self.connection_tables())
+
+    def bank_reads(self) -> BankReads | str:
+        return "its reads mix streams, not sources"
 
     def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
         return explain_connection(embedding, self.connection, self.num_streams)
