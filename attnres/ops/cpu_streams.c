@@ -295,20 +295,32 @@ static void outer(const float *const *h, float *dw, int64_t P, int64_t d, float 
     IN_COLUMNS(outer_at, h, dw, P, d, du)
 }
 
+/* Where rows of a multiple of 16 elements are taken PAIR vectors at a time, which share what is broadcast. */
+#if W < 16
+#define PAIR 2
+#else
+#define PAIR 1
+#endif
+
 /* out_j = sum_i A_ij v_i + b_j y, and the sums of their squares. carried: whether A is not I. */
 INLINE void write_of(const int64_t n, int carried, const float *const *v, const float *y, const float *b, const float *A,
                      int64_t d, float *const *out, float *squares) {
     vec s[n];
     for (int64_t j = 0; j < n; j++) s[j] = (vec){0};
-    for (int64_t k = 0; k < d; k += W) {
-        vec x[n], f = CVEC(y + k);
-        for (int64_t i = 0; i < n; i++) x[i] = CVEC(v[i] + k);
+    for (int64_t k = 0; k < d; k += PAIR * W) {
+        vec x[n][PAIR], f[PAIR];
+        for (int64_t i = 0; i < n; i++)
+            for (int q = 0; q < PAIR; q++) x[i][q] = CVEC(v[i] + k + q * W);
+        for (int q = 0; q < PAIR; q++) f[q] = CVEC(y + k + q * W);
         for (int64_t j = 0; j < n; j++) {
-            vec z = f * b[j];
-            if (!carried) z += x[j];
-            else for (int64_t i = 0; i < n; i++) z += x[i] * A[i * n + j];
-            VEC(out[j] + k) = z;
-            s[j] += z * z;
+            vec z[PAIR];
+            for (int q = 0; q < PAIR; q++) z[q] = carried ? f[q] * b[j] : f[q] * b[j] + x[j][q];
+            for (int64_t i = 0; carried && i < n; i++)
+                for (int q = 0; q < PAIR; q++) z[q] += x[i][q] * A[i * n + j];
+            for (int q = 0; q < PAIR; q++) {
+                VEC(out[j] + k + q * W) = z[q];
+                s[j] += z[q] * z[q];
+            }
         }
     }
     for (int64_t j = 0; j < n; j++) squares[j] = sum(s[j]);
@@ -318,24 +330,26 @@ INLINE void write_of(const int64_t n, int carried, const float *const *v, const 
 INLINE void write_backward(const int64_t n, int carried, const float *const *v, const float *y, const float *b,
                            const float *A, int64_t d, const float *const *g, float *da, float *db, const rows *dv,
                            const rows *dy) {
-    for (int64_t i = 0; i <= n; i++) { /* one stream at a time, then the output: n sums stay in registers */
+    for (int64_t i = carried ? 0 : n; i <= n; i++) { /* one stream at a time, then the output: n sums stay in registers */
+        const float *row = i < n ? v[i] : y, *share = i < n ? A + i * n : b;
+        rows to = i < n ? dv[i] : *dy;
         vec s[n];
         for (int64_t j = 0; j < n; j++) s[j] = (vec){0};
-        if (i == n || carried)
-            for (int64_t k = 0; k < d; k += W) {
-                vec x = CVEC((i < n ? v[i] : y) + k), z = {0};
-                for (int64_t j = 0; j < n; j++) {
-                    vec of = CVEC(g[j] + k);
-                    s[j] += x * of;
-                    z += of * (i < n ? A[i * n + j] : b[j]);
+        for (int64_t k = 0; k < d; k += PAIR * W) {
+            vec x[PAIR], z[PAIR];
+            for (int q = 0; q < PAIR; q++) x[q] = CVEC(row + k + q * W), z[q] = (vec){0};
+            for (int64_t j = 0; j < n; j++)
+                for (int q = 0; q < PAIR; q++) {
+                    vec of = CVEC(g[j] + k + q * W);
+                    s[j] += x[q] * of;
+                    z[q] += of * share[j];
                 }
-                put(i < n ? &dv[i] : dy, k, z);
-            }
-        else
-            for (int64_t k = 0; k < d; k += W) put(&dv[i], k, CVEC(g[i] + k));
-        if (i == n || carried)
-            for (int64_t j = 0; j < n; j++) (i < n ? da + i * n : db)[j] = sum(s[j]);
+            for (int q = 0; q < PAIR; q++) put(&to, k + q * W, z[q]);
+        }
+        for (int64_t j = 0; j < n; j++) (i < n ? da + i * n : db)[j] = sum(s[j]);
     }
+    for (int64_t i = 0; !carried && i < n; i++)
+        for (int64_t k = 0; k < d; k += W) put(&dv[i], k, CVEC(g[i] + k));
 }
 
 static void write_token(int64_t n, int carried, const float *const *v, const float *y, const float *b, const float *A,
@@ -434,26 +448,65 @@ INLINE void shares_of_read(const connect_call *c, const sizes *s, int64_t t, int
                                    : c->kind == SUM ? 1.0f : c->coefficients[(t + l) * s->C + i];
 }
 
-/* row = the read of W-token `l`, and the norm's centre and scale. */
-INLINE float read_row(const connect_call *c, const sizes *s, int64_t l, const bench_of *o, float *row, float *centre) {
-    int64_t n = s->n, d = s->d;
+/* row = sum_i p_i h_i; returns its sum and that of its squares. */
+INLINE void mixture_of(const int64_t n, const float *const *h, const float *p, int64_t d, float *row, float *total,
+                       float *power) {
     vec squares = {0}, mean = {0};
     for (int64_t k = 0; k < d; k += W) {
-        vec y = {0};
-        for (int64_t i = 0; i < n; i++) y += CVEC(o->h[l * n + i] + k) * o->shares[l * n + i];
+        vec y = CVEC(h[0] + k) * p[0];
+        for (int64_t i = 1; i < n; i++) y += CVEC(h[i] + k) * p[i];
         VEC(row + k) = y;
         squares += y * y;
         mean += y;
     }
-    float power = sum(squares) / d;
+    *total = sum(mean);
+    *power = sum(squares);
+}
+
+/* out_i = <g, h_i>. */
+INLINE void products_of(const int64_t n, const float *const *h, const float *g, int64_t d, float *out) {
+    vec p[n];
+    for (int64_t i = 0; i < n; i++) p[i] = (vec){0};
+    for (int64_t k = 0; k < d; k += W)
+        for (int64_t i = 0; i < n; i++) p[i] += CVEC(g + k) * CVEC(h[i] + k);
+    for (int64_t i = 0; i < n; i++) out[i] = sum(p[i]);
+}
+
+/* row = the read of W-token `l`, and the norm's centre and scale. */
+INLINE float read_row(const connect_call *c, const sizes *s, int64_t l, const bench_of *o, float *row, float *centre) {
+    int64_t n = s->n, d = s->d;
+    float total, power;
+    OF_STREAMS(mixture_of, n, o->h + l * n, o->shares + l * n, d, row, &total, &power)
     *centre = 0;
     if (c->norm == 2) {
-        *centre = sum(mean) / d;
+        *centre = total / d;
         vec spread = {0};
         for (int64_t k = 0; k < d; k += W) { vec y = CVEC(row + k) - *centre; spread += y * y; }
-        power = sum(spread) / d;
+        power = sum(spread);
     }
-    return c->norm ? 1.0f / sqrtf(power + (float)c->norm_eps) : 1.0f;
+    return c->norm ? 1.0f / sqrtf(power / d + (float)c->norm_eps) : 1.0f;
+}
+
+/* out[r] = the gradient of stream i of ROWS tokens from PAIR vectors on: of what it is read for later, of this read, of
+ * its norm and of the products. */
+INLINE void gradients_at(const float *const *h, const float *const *read, const float *shares, const float *along,
+                         int64_t apart, const rows *later, const float *columns, int64_t K, int64_t M,
+                         float *const *du, int64_t k, float *const *out) {
+    vec a[ROWS][PAIR];
+    for (int r = 0; r < ROWS; r++)
+        for (int q = 0; q < PAIR; q++) {
+            int64_t at = k + q * W;
+            a[r][q] = CVEC(read[r] + at) * shares[r * apart] + CVEC(h[r] + at) * along[r * MOST_STREAMS];
+            if (later[r].data) a[r][q] += get(&later[r], at);
+        }
+    for (int64_t m = 0; m < M; m++) {
+        vec x[PAIR];
+        for (int q = 0; q < PAIR; q++) x[q] = CVEC(columns + m * K + k + q * W);
+        for (int r = 0; r < ROWS; r++)
+            for (int q = 0; q < PAIR; q++) a[r][q] += x[q] * du[r][m];
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int q = 0; q < PAIR; q++) VEC(out[r] + k + q * W) = a[r][q];
 }
 
 int attnres_connect(const connect_call *c) {
@@ -585,11 +638,11 @@ int attnres_connect_backward(const connect_call *c) {
                 for (int64_t m = 0; m < C; m++) dout[m][l] = c->dcoefficients ? c->dcoefficients[(t + l) * C + m] : 0;
                 if (before) memset(to_memory, 0, n * sizeof(float));
                 if (c->kind == SUM && !c->late) continue;
+                float p[MOST_STREAMS];
+                OF_STREAMS(products_of, n, o.h + l * n, g, d, p)
                 for (int64_t i = 0; i < n; i++) {
-                    vec p = {0};
-                    for (int64_t k = 0; k < d; k += W) p += CVEC(g + k) * CVEC(o.h[l * n + i] + k);
-                    if (!c->late) dout[i][l] += sum(p);
-                    else if (before) to_memory[i] = sum(p);
+                    if (!c->late) dout[i][l] += p[i];
+                    else if (before) to_memory[i] = p[i];
                 }
             }
             if (M) {
@@ -624,19 +677,10 @@ int attnres_connect_backward(const connect_call *c) {
                         later[r] = c->dmade.data ? stream_of(&c->dmade, t + one, i) : NONE;
                     }
                     if (M) outer(h, dw + (G > 1 ? 0 : i * d * P), P, d, du);
-                    const float *columns = w + (G > 1 ? 0 : i * d);
-                    for (int64_t k = 0; k < d; k += W) {
-                        vec a[ROWS];
-                        for (int r = 0; r < ROWS; r++) {
-                            a[r] = CVEC(dread + (l + r) * d + k) * o.shares[(l + r) * n + i] + CVEC(h[r] + k) * along[l + r][i];
-                            if (later[r].data) a[r] += get(&later[r], k);
-                        }
-                        for (int64_t m = 0; m < M; m++) {
-                            vec x = CVEC(columns + m * s.K + k);
-                            for (int r = 0; r < ROWS; r++) a[r] += x * du[r][m];
-                        }
-                        for (int r = 0; r < ROWS; r++) VEC(out[r] + k) = a[r];
-                    }
+                    const float *columns = w + (G > 1 ? 0 : i * d), *reads[ROWS];
+                    for (int r = 0; r < ROWS; r++) reads[r] = dread + (l + r) * d;
+                    for (int64_t k = 0; k < d; k += PAIR * W)
+                        gradients_at(h, reads, o.shares + l * n + i, &along[l][i], n, later, columns, s.K, M, du, k, out);
                 }
             for (int64_t l = 0; l < count; l++) {
                 rows dv[MOST_STREAMS], dy = NONE;

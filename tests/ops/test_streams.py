@@ -8,12 +8,19 @@ from hypothesis import strategies as st
 
 from attnres import Norm, UserError
 from attnres.ops import cpu
-from attnres.ops.backend import MAX_STEPS, MAX_STREAMS, Connect, Connection
+from attnres.ops.backend import MAX_STEPS, MAX_STREAMS, Connect, ConnectGradInputs, Connection
 from attnres.ops.dispatch import connection_backend
 from attnres.ops.streams import _Connect, _connect, connect, sinkhorn, write
 
 FP32, BF16 = torch.float32, torch.bfloat16
 KINDS = ("sum", "gate", "identity", "sinkhorn", "tanh")
+try:
+    from attnres.ops.gpu import kernels as gpu
+    from attnres.ops.gpu.launch import Launch
+except ImportError:
+    gpu = Launch = None
+triton = pytest.mark.skipif(gpu is None, reason="triton is not installed")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 compiled = pytest.mark.skipif(cpu.load() is None, reason="no C compiler: the CPU kernels cannot be built")
 
 
@@ -105,7 +112,7 @@ def outcome(compute, inputs, cast):
     leaves = [leaf(tensor) for tensor in (*inputs[:4], weight, bias)]
     made, x, coefficients = compute(inputs, norm, *leaves)
     results = [x, *((made,) if inputs.form.kind != "sum" else ()), *(() if inputs.table is None else (coefficients,))]
-    probes = [drawn(*result.shape).flip(0).to(result.dtype) for result in results]
+    probes = [drawn(*result.shape).flip(0).to(result) for result in results]
     total = sum((result * probe).sum() for result, probe in zip(results, probes, strict=True))
     given = [tensor for tensor in leaves if tensor is not None]
     return results, torch.autograd.grad(total, given, allow_unused=True, materialize_grads=True)
@@ -129,13 +136,13 @@ def check(backend, inputs, dtype=FP32, tolerance=2e-5):
 
     def cast(tensor):
         vector = tensor is inputs.streams or tensor is inputs.output
-        return tensor.to(dtype if vector else FP32)
+        return tensor.to(DEVICE if backend is gpu else "cpu", dtype if vector else FP32)
 
     ours, theirs = outcome(by(backend), inputs, cast), outcome(plainly, inputs, torch.Tensor.double)
     for a, e in zip((*ours[0], *ours[1]), (*theirs[0], *theirs[1]), strict=True):
         assert a.shape == e.shape and a.is_contiguous()
         unit = 2**-6 if dtype == BF16 else 0.0
-        assert (a.double() - e).abs().le((tolerance + unit) * (1 + e.abs().amax())).all()
+        assert (a.cpu().double() - e).abs().le((tolerance + unit) * (1 + e.abs().amax())).all()
     return ours
 
 
@@ -226,3 +233,52 @@ def test_a_second_derivative_is_refused_and_not_wrong():
 def test_a_write_alone_is_that_of_the_next_read():
     inputs = make_inputs(Connection("sinkhorn"), 3, 16, (2, 5))
     torch.testing.assert_close(write(*inputs[:3]), _connect(inputs)[0])
+
+
+# In Triton's interpreter, or on a GPU if there is one.
+@triton
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_kernels_connect_streams_as_plain_torch_does(kind, late):
+    """Twice: planned, and from the plan that is remembered."""
+    form = Connection(kind, eps=1e-5, steps=3, late=late and kind != "gate")
+    for n, width, tokens, norm, carried in ((4, 32, (19,), "rms", True), (3, 80, (2, 5), "layer", False)):
+        for pending in (True, False):
+            inputs = make_inputs(form, n, width, tokens, norm, pending=pending, carried=carried)
+            first, second = check(gpu, inputs), check(gpu, inputs)
+            assert all(torch.equal(a, b) for a, b in zip((*first[0], *first[1]), (*second[0], *second[1]), strict=True))
+
+
+@triton
+@pytest.mark.parametrize("norm", ["none", "plain", "biased"])
+def test_triton_kernels_have_every_norm(norm):
+    check(gpu, make_inputs(Connection("identity"), 2, 24, (17,), norm))
+
+
+@triton
+@pytest.mark.parametrize("over_in", [False, True])
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_triton_kernels_balance_matrices_in_either_order(over_in, eps):
+    form = Connection("sinkhorn", read_eps=eps, steps=20, over_in=over_in, sinkhorn_eps=eps)
+    check(gpu, make_inputs(form, 4, 16, (5,), sharp=4.0), tolerance=1e-4)
+
+
+@triton
+def test_triton_kernels_on_bf16(bf16_of_a_gpu):
+    check(gpu, make_inputs(Connection("sinkhorn", steps=3), 4, 32, (9,)), BF16)
+
+
+@triton
+@pytest.mark.parametrize("kind", ["sinkhorn", "tanh", "identity"])
+def test_launches_of_a_sublayer(kind, monkeypatch):
+    """One forward and two backward: at most three each way."""
+    count, run = [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda self, device: (count.append(self.kernel), run(self, device)))
+    inputs = make_inputs(Connection(kind, steps=2), 2, 16, (3,))
+    vectors = [v.to(DEVICE, FP32) for v in inputs[:4]]
+    norm = inputs.norm._replace(weight=inputs.norm.weight.to(DEVICE, FP32))
+    given = inputs._replace(streams=vectors[0], earlier=vectors[1], output=vectors[2], table=vectors[3], norm=norm)
+    made, x, coefficients, products = gpu.connect(given)
+    assert len(count) == 1
+    gpu.connect_backward(ConnectGradInputs(given, made, coefficients, products, x, made, coefficients))
+    assert len(count) == 3

@@ -29,8 +29,6 @@ def load() -> Backend | str:
 
 def why_not(call: Call) -> str | None:
     """Return why the kernels cannot take a call, None if they can."""
-    if call.form is not None:
-        return "there is no Triton kernel of parallel streams yet"
     backend, width = load(), call.tensors[0].shape[-1]
     if isinstance(backend, str):
         return backend

@@ -1,7 +1,8 @@
 """Manifold-constrained Hyper-Connections and two variants: mHC-lite, and streams that are not mixed."""
 
 import math
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +10,44 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.ops.backend import Connection
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.streams import ParallelStreams
-from attnres.residuals.settings import positive, start_at, whole
+from attnres.residuals.mechanisms.streams import ParallelStreams, Streams
+from attnres.residuals.settings import one_of, positive, start_at, true_or_false, whole
+
+
+class Start(NamedTuple):
+    """How an implementation of mHC starts, and in which order its Sinkhorn runs.
+
+    Attributes:
+        weight: W is zero, normal with standard deviation 0.02, or Xavier-uniform.
+        statics: "preferred": of a read and a write 1 for stream l mod n, else -1, of A 0 on the diagonal, else -8;
+            "zero": all 0; "one": of a read 1 for stream l mod n, else 0, of a write 1, of A 1 on the diagonal, else 0.
+        scale: of the dynamic part.
+        read_eps: added to the shares of a read.
+        over_in: Sinkhorn's last step makes the shares of a new stream sum to one, else those of an old stream.
+        sinkhorn_eps: added to its first softmax and to every sum.
+        gated_head: the head reads sum_i (sigmoid(static + s N(vec H) W)_i + read_eps) H_i, learned, not the plain sum.
+    """
+
+    weight: Literal["zero", "normal", "xavier"]
+    statics: Literal["preferred", "zero", "one"]
+    scale: float = 0.01
+    read_eps: float = 0.0
+    over_in: bool = False
+    sinkhorn_eps: float = 0.0
+    gated_head: bool = False
+
+
+STARTS = {
+    "mhc_lite": Start("zero", "preferred"),
+    "lucidrains": Start("zero", "one"),
+    "liger": Start("normal", "zero", scale=1.0, sinkhorn_eps=1e-6),
+    "transformer_engine": Start("normal", "zero", over_in=True),
+    "megatron": Start("xavier", "zero", read_eps=1e-6, over_in=True, sinkhorn_eps=1e-6),
+    "hyper_connection_factory": Start("normal", "zero", 0.01, 1e-6, over_in=True, sinkhorn_eps=1e-6, gated_head=True),
+    "deepseek_v4": Start("normal", "zero", 1.0, 1e-6, over_in=True, sinkhorn_eps=1e-6, gated_head=True),
+}
+"""Setting `init`: docs/reference/mechanism_settings.md has the sources. None has W = 0 and equal statics: streams that
+start as copies of the embedding would then stay equal for good, since they have equal gradients."""
 
 
 class MHC(ParallelStreams):
@@ -19,6 +56,12 @@ class MHC(ParallelStreams):
         [P, B, R] = N(vec H) W                                      N: one RMSNorm of all n d numbers, with a gain
         p = sigmoid(static_read + s_p P),  b = 2 sigmoid(static_write + s_b B)
         A = sinkhorn(static_carry + s_r R): 20 times the columns of its exponential are normalised, then the rows
+
+    Settings: `init`, the start and the order of Sinkhorn of an implementation (`STARTS`), which a converted checkpoint
+    needs as it was trained; `single_pass`, Megatron's form, in which a read has the p that the sublayer before it made
+    (the first one reads stream 0), so that a write and the next read are one pass also without a kernel of ours;
+    `stream_scale`, a learned factor (n, d) on the copies of the embedding that starts at it plus U(-u, u) with
+    u = sqrt(6 / (n + d)) (arXiv 2606.03483, against streams that collapse into one).
 
     Start: W = 0, s = 0.01; static read and write -1, and 1 for stream l mod n; static carry 0 on the diagonal and -8
     beside it. So A is nearly I (.999 on the diagonal of n = 4), p is .73 for one stream and .27 for the others, b twice
@@ -42,10 +85,40 @@ class MHC(ParallelStreams):
     kind: ClassVar[Any] = "sinkhorn"
     """Of the `Connection`."""
 
-    def __init__(self, num_sublayers: int, width: int, *, num_streams: int = 4, eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        num_sublayers: int,
+        width: int,
+        *,
+        num_streams: int = 4,
+        eps: float = 1e-6,
+        init: str = "mhc_lite",
+        single_pass: bool = False,
+        stream_scale: float | None = None,
+    ) -> None:
         super().__init__(num_sublayers, width, num_streams)
-        self.connection = Connection(self.kind, eps=positive("eps", eps))
+        start = self.first = STARTS[one_of("init", init, tuple(STARTS))]
+        self.connection = Connection(
+            self.kind,
+            eps=positive("eps", eps),
+            read_eps=start.read_eps,
+            over_in=start.over_in,
+            sinkhorn_eps=start.sinkhorn_eps,
+            late=true_or_false("single_pass", single_pass),
+        )
         n = num_streams
+        if stream_scale is not None and start.statics == "zero":
+            raise UserError(
+                f"stream_scale is {stream_scale} and init is '{init}', whose A starts at 1/n: the first write "
+                "would average the streams to copies; give init=mhc_lite, init=lucidrains or no stream_scale"
+            )
+        self.first_scale = None if stream_scale is None else positive("stream_scale", stream_scale)
+        scaled, gated = stream_scale is not None, start.gated_head and not single_pass
+        self.traits = self.traits._replace(linear=not scaled)
+        self.stream_scale = nn.Parameter(torch.empty(n, width)) if scaled else None
+        self.head_static = nn.Parameter(torch.empty(n)) if gated else None
+        self.head_scale = nn.Parameter(torch.empty(1)) if gated else None
+        self.head_weight = nn.Parameter(torch.empty(n * width, n)) if gated else None
         self.sizes = (n, n, self.carry_size()) if self.carries else (n, n)
         self.static_read = nn.Parameter(torch.empty(num_sublayers, n))
         self.static_write = nn.Parameter(torch.empty(num_sublayers, n))
@@ -65,15 +138,45 @@ class MHC(ParallelStreams):
         return (8.0 * torch.eye(self.num_streams) - 8.0).flatten()
 
     def init_parameters(self) -> None:
-        preferred = torch.arange(self.num_sublayers) % self.num_streams
-        one_of_n = 2.0 * nn.functional.one_hot(preferred, self.num_streams) - 1.0
-        start_at(self.static_read, one_of_n)
-        start_at(self.static_write, one_of_n)
+        start, count = self.first, self.num_sublayers
+        one_hot = nn.functional.one_hot(torch.arange(count) % self.num_streams, self.num_streams).float()
+        read, write, carry = {
+            "preferred": (2.0 * one_hot - 1.0, 2.0 * one_hot - 1.0, self.first_carry()),
+            "zero": (torch.zeros_like(one_hot), torch.zeros_like(one_hot), torch.zeros(self.carry_size())),
+            "one": (one_hot, torch.ones_like(one_hot), torch.eye(self.num_streams).flatten()),
+        }[start.statics]
+        start_at(self.static_read, read)
+        start_at(self.static_write, write)
         if self.carries:
-            start_at(self.static_carry, self.first_carry().expand(self.num_sublayers, -1))
+            start_at(self.static_carry, carry.expand(count, -1))
         nn.init.ones_(self.gain)
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.scale, 0.01)
+        nn.init.constant_(self.scale, start.scale)
+        first = {
+            "zero": nn.init.zeros_,
+            "normal": partial(nn.init.normal_, std=0.02),
+            "xavier": nn.init.xavier_uniform_,
+        }
+        for weight in self.weight:
+            first[start.weight](weight)
+        if self.head_static is not None and self.head_scale is not None and self.head_weight is not None:
+            nn.init.zeros_(self.head_static)
+            nn.init.constant_(self.head_scale, start.scale)
+            first[start.weight](self.head_weight)
+        if self.stream_scale is not None and self.first_scale is not None:
+            reach = math.sqrt(6.0 / (self.num_streams + self.width))
+            nn.init.uniform_(self.stream_scale, self.first_scale - reach, self.first_scale + reach)
+
+    def start(self, embedding: Tensor) -> Streams:
+        state = super().start(embedding)
+        if self.stream_scale is None:
+            return state
+        return state._replace(streams=(state.streams * self.stream_scale).to(embedding.dtype))
+
+    def head(self) -> tuple[Connection, Tensor | None]:
+        if self.head_static is None or self.head_scale is None or self.head_weight is None:
+            return super().head()
+        rows = self.head_static.unsqueeze(0), self.head_scale.expand(1, self.num_streams), self.head_weight
+        return self.connection._replace(kind="gate"), torch.cat(rows)
 
     def connection_tables(self) -> tuple[Tensor, ...]:
         statics = torch.cat([self.static_read, self.static_write, *([self.static_carry] if self.carries else [])], -1)

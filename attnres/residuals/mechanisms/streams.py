@@ -92,7 +92,7 @@ class ParallelStreams(Residual):
         weights = self._follow(index, form, earlier, made) if self.watched else None
         return streams, self.normed(x, index, norm, weights), made
 
-    def _follow(self, index: int, form: Connection, earlier: Tensor | None, made: Tensor | None) -> Tensor:
+    def _follow(self, index: int, form: Connection, earlier: Tensor | None, made: Tensor | None) -> Tensor | None:
         """Return what read `index` is made of, (tokens, index + 1), and keep what the streams (..., n, outputs) will be
         sums of after its write. Kept beside the state and by index: looking changes no state, and a layer that runs
         again finds what it found."""
@@ -107,7 +107,7 @@ class ParallelStreams(Residual):
                 _, b, carry = split(made.to(shares), n)
                 after = outputs if carry is None else carry.transpose(-1, -2) @ outputs
                 self._made_of[index + 1] = torch.cat([after, b.unsqueeze(-1)], -1)
-            return (shares[..., None, :n] @ outputs).reshape(-1, index + 1)
+            return (shares[..., None, :n] @ outputs).reshape(-1, index + 1) if self.traits.linear else None
 
     def write(self, state: Streams, index: int, output: Tensor) -> Streams:
         return state._replace(output=(output,))
