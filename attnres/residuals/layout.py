@@ -233,12 +233,14 @@ class About(NamedTuple):
         moves: vectors of width d that one sublayer reads and writes besides its own arithmetic (standard: x, f and the
             new x, 3), in terms of L sublayers, N blocks of S, n streams.
         source: the publication.
+        evidence: who claims what with how many seeds, and our figure; empty where docs/results has it.
     """
 
     rule: str
     start: str
     moves: str
     source: str
+    evidence: str = ""
 
 
 class Learned(NamedTuple):
