@@ -389,7 +389,7 @@ def connect_tokens_backward(
     dp = tl.zeros([TOKENS, NP], tl.float32)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        g = _read_gradient(
+        read = _read_gradient(
             kept,
             kept_stride,
             kept_apart,
@@ -412,7 +412,7 @@ def connect_tokens_backward(
             NORM,
         )
         for j in tl.static_range(N):
-            one = tl.sum(g * _tile(kept, t * kept_stride + j * kept_apart, columns, live, D), 1)
+            one = tl.sum(read * _tile(kept, t * kept_stride + j * kept_apart, columns, live, D), 1)
             dp += tl.where((i == j)[None, :], one[:, None], 0.0)
     of_streams = live[:, None] & (i < N)[None, :]
     if earlier is not None:
@@ -508,12 +508,12 @@ def connect_tokens_backward(
         )
         grads = ()
         for j in tl.static_range(N):
-            g = _share(earlier, coefficients, t, live, j, E, C, LATE)[:, None] * read
+            grad = _share(earlier, coefficients, t, live, j, E, C, LATE)[:, None] * read
             if dmade is not None:
-                g += _tile(dmade, t * (N * D) + j * D, columns, live, D)
+                grad += _tile(dmade, t * (N * D) + j * D, columns, live, D)
             if M > 0:
                 of_norm = tl.load(along + t * G + (j if KIND == TANH else 0), mask=live, other=0.0)
-                g += of_norm[:, None] * _tile(kept, t * kept_stride + j * kept_apart, columns, live, D)
+                grad += of_norm[:, None] * _tile(kept, t * kept_stride + j * kept_apart, columns, live, D)
                 du = tl.load(
                     dproducts + ((t * G + (j if KIND == TANH else 0)) * M)[:, None] + at[None, :],
                     mask=live[:, None] & (at < M)[None, :],
@@ -525,8 +525,8 @@ def connect_tokens_backward(
                     mask=(at < M)[:, None] & (columns < D)[None, :],
                     other=0.0,
                 )
-                g = tl.dot(du, w, g, input_precision="tf32x3")
-            grads = grads + (g,)
+                grad = tl.dot(du, w, grad, input_precision="tf32x3")
+            grads = grads + (grad,)
         if output is not None:
             f = _tile(output, t * D, columns, live, D)
             df = tl.zeros_like(f)
@@ -627,14 +627,14 @@ def connect_sums(
         tl.store(dtable + (G + 1 + row)[:, None] * M + at[None, :], dw, mask=(row < K)[:, None] & (at < M)[None, :])
     else:
         width: tl.constexpr = (G + 1) * M + 2 * D
-        column = (program - blocks) * BLOCK + tl.arange(0, BLOCK)
+        place = (program - blocks) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
         for each in range(programs):
-            total += tl.load(shares + tl.cast(each, tl.int64) * width + column, mask=column < width, other=0.0)
+            total += tl.load(shares + tl.cast(each, tl.int64) * width + place, mask=place < width, other=0.0)
         if M > 0:
-            tl.store(dtable + column, total, mask=column < (G + 1) * M)
-        column -= (G + 1) * M
+            tl.store(dtable + place, total, mask=place < (G + 1) * M)
+        place -= (G + 1) * M
         if dweight is not None:
-            tl.store(dweight + column, total, mask=(column >= 0) & (column < D))
+            tl.store(dweight + place, total, mask=(place >= 0) & (place < D))
         if dbias is not None:
-            tl.store(dbias + column - D, total, mask=(column >= D) & (column < 2 * D))
+            tl.store(dbias + place - D, total, mask=(place >= D) & (place < 2 * D))

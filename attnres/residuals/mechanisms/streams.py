@@ -56,8 +56,9 @@ class ParallelStreams(Residual):
         self._made_of: dict[int, Tensor] = {}
 
     def connection_tables(self) -> tuple[Tensor, ...]:
-        """Return the table of each sublayer, (G + 1 + K, M) as `ops.streams` has it."""
-        raise NotImplementedError
+        """Return the table of each sublayer, (G + 1 + K, M) as `ops.streams` has it; none where reads are a subclass's
+        own."""
+        return ()
 
     def head(self) -> tuple[Connection, Tensor | None]:
         """Return how the head reads the streams, and its table."""
