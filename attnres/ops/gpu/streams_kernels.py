@@ -615,7 +615,7 @@ def connect_sums(
         row = program * BLOCK + tl.arange(0, BLOCK)
         at = tl.arange(0, MP)
         dw = tl.zeros([BLOCK, MP], tl.float32)
-        for g in tl.static_range(G):
+        for g in tl.static_range(G if M > 0 else 0):
             column = (row // D + g).to(tl.int64) * kept_apart + row % D
             for start in range(0, tokens, TOKENS):
                 t = (start + tl.arange(0, TOKENS)).to(tl.int64)
@@ -624,7 +624,9 @@ def connect_sums(
                 here = (t < tokens)[:, None] & (at < M)[None, :]
                 du = tl.load(dproducts + ((t * G + g) * M)[:, None] + at[None, :], mask=here, other=0.0)
                 dw = tl.dot(h, du, dw, input_precision="tf32x3")
-        tl.store(dtable + (G + 1 + row)[:, None] * M + at[None, :], dw, mask=(row < K)[:, None] & (at < M)[None, :])
+        if M > 0:
+            to = dtable + (G + 1 + row)[:, None] * M + at[None, :]
+            tl.store(to, dw, mask=(row < K)[:, None] & (at < M)[None, :])
     else:
         width: tl.constexpr = (G + 1) * M + 2 * D
         place = (program - blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -88,7 +88,7 @@ class HyperConnections(TanhConnections, ParallelStreams):
     about = About(
         "H = A^T H + beta f(N(alpha^T H)), n streams",
         "alpha = onehot, A = I, beta = 1; dynamic part 0",
-        "8n + 2",
+        "2n + 1",
         "Zhu et al., arXiv 2409.19606",
     )
 

@@ -77,7 +77,7 @@ class MHC(ParallelStreams):
     about = About(
         "H = A^T H + b f(N(p^T H)), n streams; A doubly stochastic (20 Sinkhorn steps), p = sigmoid, b = 2 sigmoid",
         "logits of p, b 1 for stream l mod n, else -1; of A 0 on the diagonal, else -8; dynamic part 0",
-        "8n + 2",
+        "2n + 1",
         "Xie et al., arXiv 2512.24880",
     )
     carries: ClassVar[bool] = True
@@ -240,6 +240,6 @@ class IdentityHC(MHC):
     """
 
     name = "identity_hc"
-    about = About("as mhc, A = I", "as mhc", "6n + 2", "ablation of Xie et al., arXiv 2512.24880")
+    about = About("as mhc, A = I", "as mhc", "2n + 1", "ablation of Xie et al., arXiv 2512.24880")
     carries = False
     kind = "identity"

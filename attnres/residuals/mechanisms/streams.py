@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnres.ops import Norm, Plan
-from attnres.ops.backend import Connection
+from attnres.ops.backend import Call, Connection, why_not_connected
 from attnres.ops.dispatch import explain_connection
 from attnres.ops.streams import connect, split, write
 from attnres.residuals.base import Residual
@@ -49,6 +49,12 @@ class ParallelStreams(Residual):
     heeds_recompute = True
     """A read keeps the streams that it makes, which the next one needs, and little else."""
     connection: Connection
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether a device's kernels make its reads."""
+        call = Call((), torch.float32, streams=self.num_streams, form=self.connection)
+        return bool(self.connection_tables()) and why_not_connected(call) is None
 
     def __init__(self, num_sublayers: int, width: int, num_streams: int) -> None:
         super().__init__(num_sublayers, width)
@@ -141,4 +147,6 @@ class ParallelStreams(Residual):
         return "its reads mix streams, not sources"
 
     def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
+        if not self.connection_tables():
+            return Plan("eager", "one pass", (f"residual '{self.name}' is made in plain torch",))
         return explain_connection(embedding, self.connection, self.num_streams)
