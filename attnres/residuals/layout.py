@@ -56,9 +56,8 @@ class Source(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` makes the source again."""
         values: dict[str, Any] = {"kind": self.kind, "number": self.number, "open": self.open}
-        values["span"] = None if self.span is None else [self.span.start, self.span.stop]
-        if self.span is not None and self.span.step != 1:
-            values["span"].append(self.span.step)
+        step = [] if self.span is None or self.span.step == 1 else [self.span.step]
+        values["span"] = None if self.span is None else [self.span.start, self.span.stop, *step]
         return values | ({} if self.after is None else {"after": self.after})
 
     @classmethod

@@ -218,7 +218,7 @@ class Block(DepthAttention):
         y, eps = output.to(compute_dtype(output.dtype)), self.key_norm_eps
         if self.exponent == -1.0:
             return F.rms_norm(y, (self.width,), None, eps).to(output.dtype)
-        exponent = self.exponent if self.gamma is None else self.gamma[group].to(y.dtype) - 1.0
+        exponent = self.gamma[group].to(y.dtype) - 1.0 if self.gamma is not None else self.exponent or 0.0
         return (y * (y.square().mean(-1, keepdim=True) + eps) ** (exponent / 2)).to(output.dtype)
 
     def closed(self, state: DepthState, dtype: torch.dtype) -> tuple[Tensor, ...]:

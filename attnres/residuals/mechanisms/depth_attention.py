@@ -323,9 +323,10 @@ class DepthAttention(Queried):
         state = state._replace(open=self._finished(state), added=())
         every, editor, bias = state.sealed + state.open, self.editor, self.gates.bias
         sources = [every[place] for place in self._places(len(every))]
-        biases = self.prior_logits(index) or [0.0] * (len(sources) if bias is not None else 0)
+        biases = self.prior_logits(index)
         if bias is not None:
-            biases[-1] = biases[-1] + bias[index]
+            *others, last = biases or [0.0] * len(sources)
+            biases = [*others, last + bias[index]]
         mixed = self.weighting.read(
             sources,
             self.queries[index],
