@@ -150,12 +150,14 @@ class Block(DepthAttention):
             _refuse_stream(self.altered, options)
             self.hands_on_sum = False
             self.traits = self.traits._replace(linear=False)
-        standard = self.exponent in (None, 0.0) and self.count_power == self.count_prior
+        sizes = resolve_block_sizes(num_sublayers, block_size, num_blocks)
+        alike = self.count_power == self.count_prior or max(sizes) <= self.kinds  # or every sum has one output
+        standard = self.exponent in (None, 0.0) and alike
         self.traits = self.traits._replace(starts_standard=standard)
         super().__init__(
             num_sublayers,
             width,
-            groups=resolve_block_sizes(num_sublayers, block_size, num_blocks),
+            groups=sizes,
             key_norm_eps=key_norm_eps,
             read_scale=read_scale,
             window=window,
