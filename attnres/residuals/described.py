@@ -112,7 +112,7 @@ class Described(nn.Module):
     def spanned(self, span: range) -> Tensor:
         """Return (1, L+1): one for the outputs of `span`, zero elsewhere."""
         row = torch.zeros(1, self.num_sublayers + 1)
-        row[:, span.start : span.stop] = 1.0
+        row[:, span.start : span.stop : span.step] = 1.0
         return row
 
     def mix_values(self, layer: int, value: Tensor, first: Tensor, x: Tensor) -> Tensor:
