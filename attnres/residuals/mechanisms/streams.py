@@ -144,7 +144,7 @@ class ParallelStreams(Residual):
         return Streams(streams, shares, (), self.connection_tables())
 
     def bank_reads(self) -> BankReads | str:
-        return "its reads mix streams, not sources"
+        return f"residual '{self.name}' mixes streams, not sources"
 
     def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
         if not self.connection_tables():
