@@ -10,7 +10,7 @@ from attnres.residuals.arithmetic import normed_product, sinkhorn
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams, Streams
 from attnres.residuals.settings import positive, start_at, whole
-from attnres.residuals.watch import NormLike
+from attnres.residuals.watch import NormLike, looking
 
 
 class XHC(ParallelStreams):
@@ -118,12 +118,12 @@ class XHC(ParallelStreams):
             shares = torch.zeros_like(alpha.squeeze(-2)).scatter(-1, places, beta)  # nothing for the other streams
         weights = None
         if self.watched:
-            n = self.num_streams
-            columns = torch.eye(n, device=alpha.device, dtype=alpha.dtype).expand(*places.shape[:-1], n, n)
-            to = places.unsqueeze(-1).expand(*places.shape, n)
-            inside = torch.zeros_like(columns[..., :k, :]).scatter(-1, places.unsqueeze(-2).expand_as(carry), carry)
-            columns = columns.scatter(-2, to, inside).transpose(-1, -2)
-            weights = self._follow(index, torch.cat([alpha.transpose(-1, -2), columns], -1), shares)
+            with looking(self):
+                n = self.num_streams
+                rest = torch.eye(n, device=alpha.device, dtype=alpha.dtype).expand(*places.shape[:-1], n, n)
+                inside = torch.zeros_like(rest[..., :k, :]).scatter(-1, places.unsqueeze(-2).expand_as(carry), carry)
+                whole = rest.scatter(-2, places.unsqueeze(-1).expand_as(inside), inside)  # A of all streams
+                weights = self._follow(index, torch.cat([alpha, whole], -2).mT, shares)
         return self.normed(h, index, norm, weights), Streams(mixed, (shares.to(dtype),))
 
     @torch.no_grad()
