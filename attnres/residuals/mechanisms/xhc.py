@@ -12,7 +12,7 @@ from attnres.ops.streams import sinkhorn
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams, Streams
 from attnres.residuals.settings import positive, start_at, whole
-from attnres.residuals.watch import NormLike
+from attnres.residuals.watch import NormLike, looking
 
 
 class XHC(ParallelStreams):
@@ -124,13 +124,13 @@ class XHC(ParallelStreams):
             shares = torch.zeros_like(alpha.squeeze(-2)).scatter(-1, places, beta)  # nothing for the other streams
         weights = None
         if self.watched:
-            n = self.num_streams
-            columns = torch.eye(n, device=alpha.device, dtype=alpha.dtype).expand(*places.shape[:-1], n, n)
-            to = places.unsqueeze(-1).expand(*places.shape, n)
-            inside = torch.zeros_like(columns[..., :k, :]).scatter(-1, places.unsqueeze(-2).expand_as(carry), carry)
-            columns = columns.scatter(-2, to, inside).transpose(-1, -2)
-            made = torch.cat([alpha.squeeze(-2), shares, columns.flatten(-2)], -1)
-            weights = self._follow(index, self.connection, None, made)
+            with looking(self):
+                n = self.num_streams
+                rest = torch.eye(n, device=alpha.device, dtype=alpha.dtype).expand(*places.shape[:-1], n, n)
+                inside = torch.zeros_like(rest[..., :k, :]).scatter(-1, places.unsqueeze(-2).expand_as(carry), carry)
+                whole = rest.scatter(-2, places.unsqueeze(-1).expand_as(inside), inside)  # A of all streams
+                made = torch.cat([alpha.squeeze(-2), shares, whole.mT.flatten(-2)], -1)
+                weights = self._follow(index, self.connection, None, made)
         coefficients = torch.cat([alpha.squeeze(-2), shares], -1)
         return self.normed(h, index, norm, weights), Streams(mixed, (coefficients,))
 
