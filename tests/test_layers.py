@@ -26,7 +26,7 @@ ORDER = """
     figures
     report
     evals
-    inspect.look inspect.corpus inspect.steps figures.draw
+    inspect.texts inspect.look inspect.corpus inspect.steps figures.draw
     comparison
     app
     flags

@@ -15,7 +15,7 @@ from tiny import NARROW
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from attnres import UserError, cli
-from attnres.app.explorer import Opened
+from attnres.app.opened import Opened
 from attnres.app.page import Page
 from attnres.app.state import Cut, View
 from attnres.inspect import Ablate, Inspection, attribute, effect, intervene, prune_report, record

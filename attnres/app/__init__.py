@@ -43,7 +43,7 @@ def explore(
     _need_server()
     if port:
         check_port("127.0.0.1", port)
-    from attnres.app.explorer import Given, Opened, open_models
+    from attnres.app.opened import Given, Opened, open_models
     from attnres.app.page import Page
     from attnres.app.server import Explorer
 
@@ -83,9 +83,9 @@ def serve(
     _check_count(models or [DEMO])
     address = check_port(host, port)
     _need_server()
-    from attnres.app.explorer import choose_threads, find_demo, open_models
+    from attnres.app.opened import choose_threads, find_demo, open_models
     from attnres.app.page import Page
-    from attnres.inspect.look import corpus_text
+    from attnres.inspect.texts import corpus_text
 
     searched = None if corpus is None else corpus_text(corpus, column)
     page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code), searched)

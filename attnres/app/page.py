@@ -9,15 +9,15 @@ from urllib.parse import parse_qsl
 import numpy as np
 from torch import nn
 
-from attnres.app.explorer import Learned, Opened
+from attnres.app.opened import Learned, Opened
 from attnres.app.reading import Reading, Report
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
 from attnres.inspect.attribution import Attribution
 from attnres.inspect.geometry import sharpness
-from attnres.inspect.look import LookText
 from attnres.inspect.notebook import sheet
 from attnres.inspect.steps import step_change
+from attnres.inspect.texts import LookText
 from attnres.residuals import Read, columns, depths, labels, outputs
 from attnres.stats import plain
 from attnres.text import visible
@@ -233,7 +233,7 @@ class Page:
                 "before": hit.before,
                 "token": visible(hit.token),
                 "after": hit.after,
-                "document": hit.document,
+                "document": hit.name,
                 "text": hit.window,
                 "at": model.encoder.token_at(hit.window, hit.at),
             }

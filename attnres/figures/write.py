@@ -1,7 +1,7 @@
 """Every figure there is, in one list, and the files that those which apply become."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from attnres.figures.comparison import (
 from attnres.figures.depth import CHOICE, MAGNITUDES, QUANTITIES, by_depth, dynamics, over_steps, source_norms
 from attnres.figures.geometry import keys, learned, queries
 from attnres.figures.patterns import at_boundaries, by_kind, label_sources, layers, mixing, patterns
-from attnres.figures.plot import COLUMN, NotShown, Plot
+from attnres.figures.plot import NotShown, Plot
 from attnres.figures.tokens import stacked, token_map
 from attnres.inspect.inspection import By
 from attnres.text import listed
@@ -42,6 +42,7 @@ class Figure:
         mean: it shows means over seeds, which its caption says; of one variant else the first seed.
         folded: the title of the fold that it is in, on the page; of figures of single variants else the variant's.
         by: it can be drawn by contribution or by weight.
+        each: it has a panel for each variant; on the page none for a control that is mathematically the baseline.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Figure:
     mean: bool = False
     folded: str = ""
     by: bool = False
+    each: bool = False
 
     def asked(self, by: By) -> dict[str, By]:
         """Return the keyword argument that selects contributions or weights, if the figure takes one."""
@@ -90,37 +92,37 @@ FIGURES = (
     Figure("learning-rates", learning_rates, "finals", "Training"),
     Figure(
         "patterns",
-        partial(patterns, width=COLUMN),
-        section="What each read is made of",
+        partial(patterns, narrow=True),
+        section="Contributions to each layer's input",
         paper=False,
         mean=True,
     ),
     Figure(
         "patterns-weight",
-        partial(patterns, by="weight", width=COLUMN),
-        section="What each read is made of",
+        partial(patterns, by="weight", narrow=True),
+        section="Contributions to each layer's input",
         paper=False,
         mean=True,
         folded="Weights",
     ),
     *(_alone(key, "Magnitudes by depth") for key in MAGNITUDES),
-    Figure("mixing", mixing, "inspections", "What each output is of each read", mean=True, by=True),
+    Figure("mixing", mixing, "inspections", "Contributions of every sublayer", mean=True, by=True, each=True),
     Figure("layers", layers, by=True),
     Figure("depth", partial(by_depth, keys=CHOICE, name="depth", title="reads by depth"), "inspections"),
-    *(_alone(key, "How reads choose, by depth") for key in CHOICE),
+    *(_alone(key, "How layers choose their sources") for key in CHOICE),
     Figure(
         "magnitudes",
         partial(by_depth, keys=MAGNITUDES[:2], name="magnitudes", title="magnitudes by depth"),
         needs="inspections",
     ),
-    Figure("source-norms", source_norms, "inspections", "How large the sources are", mean=True),
+    Figure("source-norms", source_norms, "inspections", "Size of the sources", mean=True),
     Figure("dynamics", dynamics, "held_out"),
-    Figure("dynamics-steps", over_steps, "dynamics", "Training by depth", mean=True),
-    Figure("kinds", by_kind, section="What kinds of token read", by=True),
-    Figure("kinds-sources", label_sources, section="What kinds of token read", by=True),
-    Figure("queries", queries, section="Which reads ask alike"),
+    Figure("dynamics-steps", over_steps, "dynamics", "Training by depth", mean=True, each=True),
+    Figure("kinds", by_kind, section="Contributions by kind of token", by=True),
+    Figure("kinds-sources", label_sources, section="Contributions by kind of token", by=True),
+    Figure("queries", queries, section="Similarity of the layers' queries"),
     Figure("keys", keys),
-    Figure("learned", learned, section="What is learned besides queries"),
+    Figure("learned", learned, section="Other learned parameters"),
     Figure("tokens", stacked, by=True),
     Figure("token-map", token_map, by=True),
 )
@@ -146,20 +148,28 @@ class Drawn:
         return Drawn(self.plots + other.plots, self.left_out + other.left_out)
 
 
-def draw_model(inspection: "Inspection", by: By = "contribution") -> Drawn:
-    """Draw every figure of one model alone; `by` says which numbers of sources are shown."""
+def names_of_figures() -> list[str]:
+    """Return the names of the figures that `attnres figures` writes."""
+    return list(dict.fromkeys(figure.name for figure in FIGURES if figure.paper))
+
+
+def draw_model(inspection: "Inspection", by: By = "contribution", only: Collection[str] = ()) -> Drawn:
+    """Draw every figure of one model alone, or `only` those of these names; `by` says which numbers of sources are
+    shown."""
     drawn = Drawn()
     for figure in FIGURES:
-        if figure.paper and not figure.needs:
+        if figure.paper and not figure.needs and (not only or figure.name in only):
             drawn.add(figure.name, partial(figure.draw, inspection, **figure.asked(by)))
     return drawn
 
 
-def draw_comparison(comparison: Comparison, by: By = "contribution") -> Drawn:
-    """Draw every figure of models or runs side by side, or of a single one, for which it has the numbers."""
+def draw_comparison(comparison: Comparison, by: By = "contribution", only: Collection[str] = ()) -> Drawn:
+    """Draw every figure of models or runs side by side, or of a single one, for which it has the numbers, or `only`
+    those of these names."""
     drawn = Drawn()
     for figure in FIGURES:
-        if figure.paper and figure.needs and (having := comparison.having(figure.needs)).variants:
+        wanted = figure.paper and figure.needs and (not only or figure.name in only)
+        if wanted and (having := comparison.having(figure.needs)).variants:
             drawn.add(figure.name, partial(figure.compared, having, by))
     return drawn
 

@@ -116,6 +116,7 @@ def attribute(
     most: int | None = None,
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
+    so_far: Callable[[Attribution], None] | None = None,
 ) -> Attribution:
     """Measure how ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l,
     i).
@@ -142,40 +143,12 @@ def attribute(
         most: measure only so many edges, those of the largest gradient estimates; None is all.
         batch_size: copies in one forward pass.
         progress: called with the number of edges after each pass.
+        so_far: called with what there is, first with the gradients alone, then after each pass, the reads nearest to
+            the output first.
 
     Raises:
         UserError: as `effect`; a position or a target that is not there; a residual that mixes by no weights.
     """
-    *_, last = attributing(
-        model,
-        input_ids,
-        position=position,
-        target=target,
-        against=against,
-        edits=edits,
-        everywhere=everywhere,
-        most=most,
-        batch_size=batch_size,
-        progress=progress,
-    )
-    return last
-
-
-def attributing(
-    model: Model,
-    input_ids: Text,
-    *,
-    position: int,
-    target: Token | None,
-    against: Token | None = None,
-    edits: Sequence[Edit] = (),
-    everywhere: bool = True,
-    most: int | None = None,
-    batch_size: int = 32,
-    progress: Callable[[int], None] | None = None,
-) -> Iterator[Attribution]:
-    """Yield what `attribute` returns as it comes: with the gradients alone, then with each measured batch, the reads
-    nearest to the output first."""
     model = as_model(model)
     ids = prompt_ids(model, input_ids)
     length = ids.shape[1]
@@ -202,7 +175,7 @@ def attributing(
         choice = [len(probe.sources[index]) > 1 for index, _ in edges]
         before = _margin(row, known, rival).item()
 
-        def so_far() -> Attribution:
+        def made() -> Attribution:
             there = np.array(choice) & ~np.isnan(knockout)
             return Attribution(
                 position=position,
@@ -216,7 +189,8 @@ def attributing(
                 against=rival,
             )
 
-        yield so_far()
+        if so_far is not None:
+            so_far(made())
         order = sorted(range(len(edges)), key=lambda i: (-choice[i], -abs(gradient[i])))[:most]
         order.sort(reverse=True)
         replay = Replay(model, residual, passes)
@@ -229,7 +203,9 @@ def attributing(
                 knockout[i] = value - before
             if progress is not None:
                 progress(len(part))
-            yield so_far()
+            if so_far is not None:
+                so_far(made())
+        return made()
 
 
 def _margin(log_probs: Tensor, target: int, against: int | None) -> Tensor:

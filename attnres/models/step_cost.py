@@ -23,6 +23,7 @@ from attnres.residuals.mechanisms.block import Block
 from attnres.residuals.mechanisms.compose import Compose
 from attnres.residuals.mechanisms.depth_attention import DepthAttention
 from attnres.residuals.mechanisms.full import Full
+from attnres.residuals.mechanisms.streams import ParallelStreams
 
 PEAKS = {
     "B200": (2250e12, 80e12),
@@ -98,9 +99,13 @@ def _attention(config: Any, length: int) -> float:
 
 ADD = 3
 """a + b out of place."""
-SCALED_SUM = 3 + 3 + ADD
-"""A sublayer's part in a sum that is not plain (`block_sum`): the output and the sum in, the sum out. Backward: the
-sum's gradient and the output in, the output's gradient out, which is added to that of the plain sum."""
+SIZED_SUM = 3 + 3 + ADD
+"""A sublayer's part in a sum of outputs of other sizes (`block_sum`): the output and the sum in, the sum out. Backward:
+the sum's gradient and the output in, the output's gradient out, which is added to that of the plain sum."""
+SCALED_SUM = 4 + 3
+"""A sublayer's part in a sum that is a source by a factor (`count_power`): the output and the sum in, the sum and the
+source out. Backward: the source's and the sum's gradients in, the output's out. A learned factor (`block_scale`) has
+one more, the sum in. An output that begins a sum is that sum: forward 2, backward 2."""
 STANDARD = 8
 """A sublayer of the standard residual, addition and norm fused: h, f -> h, x. Backward: dx, h and the stream's gradient
 -> that gradient."""
@@ -133,25 +138,38 @@ def merge_backward(opens: int, *, carried: int, sealed: bool = True) -> float:
     return 2 + opens + carried + opens + sealed
 
 
-def group(n: float, opens: Sequence[int], *, sums: bool) -> float:
+def group(n: float, opens: Sequence[int], *, sums: int) -> float:
     """Return the vectors of a group of reads, forward and backward, with their pre-norms and the sublayers' additions.
 
     Args:
         n: sealed sources of the group.
         opens: open sources of each of its reads, the first of which has none.
-        sums: whether a sublayer's output is added to the open source (Block) instead of being one itself (Full).
+        sums: how many open sources outputs are added to, in turn: 1 of Block, 2 with `summaries=split`; 0 where each
+            output is a source of its own (Full).
     """
     reads = len(opens)
-    forward = read_sealed(n, reads) + sum(merge(open_, added=sums and i > 1) for i, open_ in enumerate(opens))
+    added = [0 < sums < i for i in range(reads)]
+    forward = read_sealed(n, reads) + sum(merge(open_, added=add) for open_, add in zip(opens, added, strict=True))
     backward = read_sealed_backward(n, reads, n) + sum(merge_backward(open_, carried=open_) for open_ in opens)
-    return forward + backward + ADD * (sums and reads > 1)
+    return forward + backward + ADD * (0 < sums < reads)
+
+
+def connect(streams: int) -> int:
+    """Return the vectors of a sublayer of parallel streams, forward and backward, with its pre-norm and addition.
+
+    Streams before the write and the output in, streams after it and x out. Backward: both, and the gradients of x and
+    of the streams after the write in; those of the streams before it and of the output out.
+    """
+    return 2 * streams + 2 + 4 * streams + 3
 
 
 def step_vectors(residual: Residual) -> float | None:
     """Return the vectors a token that all sublayers of a network move in a step; None for a mechanism that is not
-    counted: another one than standard, Block or Full, or settings that no kernel has."""
+    counted: another one than standard, Block, Full or parallel streams, or settings that no kernel has."""
     if type(residual) is residual_class("standard"):
         return float(STANDARD * residual.num_sublayers)
+    if isinstance(residual, ParallelStreams):
+        return float(connect(residual.num_streams) * residual.num_sublayers) if residual.has_kernels else None
     if isinstance(residual, Compose):
         standard = sum(part.stop - part.first for part in residual.laid if part.rule is None)
         moved = [step_vectors(part.rule) for part in residual.laid if part.rule is not None]
@@ -160,12 +178,14 @@ def step_vectors(residual: Residual) -> float | None:
         return None
     if residual.special is not None or residual.window is not None:
         return None
-    scaled = isinstance(residual, Block) and residual.exponent != 0.0
-    return scaled * SCALED_SUM * residual.num_sublayers + sum(
-        group(
-            len(residual.sealed(start)),
-            [len(residual.opens(index)) for index in range(start, stop)],
-            sums=isinstance(residual, Block),
-        )
-        for start, stop in pairwise(residual.bounds)
-    )
+    kinds, total = 0, 0.0
+    if isinstance(residual, Block) and residual.scales:
+        begun = sum(min(size, residual.kinds) for size in residual.block_sizes)
+        total = (SCALED_SUM + (residual.scale is not None)) * (residual.num_sublayers - begun) + 4.0 * begun
+    elif isinstance(residual, Block):
+        kinds = residual.kinds
+        total = SIZED_SUM * residual.num_sublayers * (residual.altered is not None)
+    for start, stop in pairwise(residual.bounds):
+        opens = [len(residual.opens(index)) for index in range(start, stop)]
+        total += group(len(residual.sealed(start)), opens, sums=kinds)
+    return total

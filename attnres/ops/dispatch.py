@@ -14,14 +14,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnres.errors import UserError
 from attnres.ops import cpu, eager, gpu
-from attnres.ops.backend import KERNELS, MAX_ONE_PASS, Backend, Call, in_two_phases, vectors_moved
+from attnres.ops.backend import (
+    KERNELS,
+    MAX_ONE_PASS,
+    Backend,
+    Call,
+    Connect,
+    Connection,
+    Kernels,
+    in_two_phases,
+    vectors_moved,
+    why_not_connected,
+)
 from attnres.ops.precision import compute_dtype
 from attnres.ops.sharded import refuse_sharded
 
 KERNELS.update((row.device, row) for row in (cpu.KERNELS, gpu.KERNELS))  # another device: a folder, and its row here
 
 _log = logging.getLogger("attnres")
+
+
+def accelerator() -> Kernels | None:
+    """Return the row of the first kind of device that is here, besides the processor; None where there is none."""
+    return next((row for row in KERNELS.values() if not row.host and row.devices()), None)
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors are in the process's own memory and computed by its threads."""
+    return device.type in KERNELS and KERNELS[device.type].host
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of a name: `auto` is an accelerator where there is one, else the CPU.
+
+    Raises:
+        UserError: no such device, or one that PyTorch does not find.
+    """
+    if name == "auto":
+        found = accelerator()
+        return torch.device("cpu" if found is None else found.device)
+    *names, last = "auto", *KERNELS
+    expected = f"expected {', '.join(names)} or {last}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device {name} does not exist: {expected}") from error
+    if device.type not in KERNELS:
+        raise UserError(f"device {name} is none that depth reads run on: {expected}")
+    row = KERNELS[device.type]
+    if not row.host and not row.devices():
+        raise UserError(f"device {name} was asked for, but {row.missing()}: use --device cpu")
+    if not row.host and (device.index or 0) >= len(row.devices()):
+        raise UserError(f"device {name} does not exist: the last one here is {row.devices()[-1]}")
+    return device
 
 
 @dataclass(frozen=True)
@@ -54,6 +101,8 @@ def _choose(call: Call) -> tuple[str, Backend, str, bool]:
         return "eager", eager, f"the kernels compute in fp32, this call in {call.compute}", False
     if kernels is None:
         return "eager", eager, f"there are no kernels for device {device}", device != "meta"
+    if (none := why_not_connected(call)) is not None:
+        return "eager", eager, none, False
     reason, backend = kernels.why_not(call), kernels.load()
     if reason is None and not isinstance(backend, str):
         return kernels.name, backend, kernels.found, False
@@ -72,10 +121,12 @@ def backend_for(
     reads: int = 1,
     opens: int = 0,
     parameters: tuple[Tensor | None, ...] = (),
+    streams: int = 0,
+    form: Connection | None = None,
 ) -> Backend:
     """The backend that takes these (..., d) tensors and makes such vectors, with queries and norms' `parameters`.
 
-    `reads` share them in phase 1, or `opens` of them are the open sources of one merge.
+    `reads` share them in phase 1, or `opens` of them are the open sources of one merge, or they are parallel streams.
 
     Raises:
         UserError: a tensor or a parameter is sharded.
@@ -86,11 +137,11 @@ def backend_for(
     for tensor in parameters:
         kinds.append(type(tensor))
     kernels = KERNELS.get(tensors[0].device.type)
-    key = (_choose, kernels and kernels.load(), compute, outputs, reads, opens, *kinds)
+    key = (_choose, kernels and kernels.load(), compute, outputs, reads, opens, streams, form, *kinds)
     module = _CHOSEN.get(key)
     if module is None:
         refuse_sharded((*tensors, *parameters))
-        _, module, reason, loud = _choose(Call(tensors, compute, outputs, reads, opens))
+        _, module, reason, loud = _choose(Call(tensors, compute, outputs, reads, opens, streams, form))
         if loud:
             _say_once(reason)
         else:
@@ -101,6 +152,33 @@ def backend_for(
 _CHOSEN: dict[Any, Backend] = {}
 """What `backend_for` chose for tensors of these devices, dtypes, widths and types, of which a program has a few; where
 plain torch is slower than it need be, it is asked each time, for that is said."""
+
+
+def connection_backend(c: Connect) -> Backend | None:
+    """Return the backend whose kernel connects these parallel streams, None for plain torch.
+
+    Raises:
+        UserError: a tensor or a parameter is sharded.
+    """
+    vectors = (c.streams,) if c.output is None else (c.streams, c.output)
+    parameters = (c.table,) if c.norm is None else (c.table, c.norm.weight, c.norm.bias)
+    out = (c.norm and c.norm.out_dtype) or c.streams.dtype
+    backend = backend_for(
+        vectors,
+        compute_dtype(c.streams.dtype),
+        c.streams.dtype,
+        out,
+        parameters=parameters,
+        streams=c.streams.shape[-2],
+        form=c.form,
+    )
+    return None if backend is eager else backend
+
+
+def explain_connection(stream: Tensor, form: Connection, streams: int) -> Plan:
+    """Say how reads of parallel streams are made whose embedding is `stream` (..., d), and why."""
+    name, _, reason, _ = _choose(Call([stream], compute_dtype(stream.dtype), (), streams=streams, form=form))
+    return Plan(name, "one pass", (reason,))
 
 
 def bank_plan(device: str, *, in_common: bool) -> Plan:

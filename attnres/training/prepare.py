@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnres.errors import UserError, unknown
 from attnres.files import user_path
+from attnres.ops.dispatch import KERNELS
 from attnres.text import run_name
 from attnres.training.config import (
     DataConfig,
@@ -267,8 +268,8 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     mechanism = residual_class(config.model.residual, config.model.residual_file)
     check_settings(mechanism.name, merged_settings(config.model))
     optim, finetune = config.optim, config.finetune
-    if config.device.split(":")[0] not in ("auto", "cpu", "cuda"):
-        raise unknown("device", config.device, ("auto", "cpu", "cuda"))
+    if config.device.split(":")[0] not in ("auto", *KERNELS):
+        raise unknown("device", config.device, ("auto", *KERNELS))
     _check_bounds(dict(leaves(to_dict(config))))
     if config.keep_at and max(config.keep_at) > config.steps:
         raise UserError(
@@ -342,7 +343,10 @@ def _refuse_layout(config: TrainConfig) -> None:
             f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp alone"
         )
     if config.compile and table in ("tp", "cp"):
-        raise UserError(f"compile is on and parallel.{table} above 1: compile takes shard and pp alone")
+        raise UserError(
+            f"compile is on and parallel.{table} is {getattr(parallel, table)}: what is compiled may be sharded or cut "
+            "into stages (shard, pp) alone. Use one of these, or leave compile out"
+        )
     if table != "shard" and finetune.distill_weight:
         raise UserError(
             f"distill_weight is given and parallel.{table} above 1: a teacher cannot be cut along, use dp and shard"

@@ -5,7 +5,7 @@ import torch
 from tiny import SIZE
 from transformers import PreTrainedTokenizerFast
 
-from attnres.app.explorer import Opened
+from attnres.app.opened import Opened
 from attnres.app.page import Page
 from attnres.data.tokenizer import END_OF_TEXT, train_tokenizer
 from attnres.files import write_json

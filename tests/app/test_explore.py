@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn", reason="the extra `app` is not installed")
 
 import attnres
 from attnres import UserError
-from attnres.app.explorer import Given, Opened
+from attnres.app.opened import Given, Opened
 
 
 class Own(nn.Module):

@@ -18,16 +18,15 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 from attnres.app import serve
-from attnres.app.explorer import Opened, choose_threads, find_demo, open_models
+from attnres.app.opened import Opened, choose_threads, find_demo, open_models
 from attnres.app.page import Page
 from attnres.app.reading import KEPT, _bytes
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
 from attnres.inspect import attribute, token_attention
-from attnres.inspect.attribution import attributing
 from attnres.inspect.edits import Ablate
 from attnres.inspect.effects import effect
-from attnres.inspect.look import LookText
+from attnres.inspect.texts import LookText
 from attnres.models.model_files import tensors_of, write_snapshot
 
 CONTEXT = 512  # of the models in conftest.py
@@ -152,8 +151,8 @@ def test_cuts_count_in_every_figure_or_in_none(page, block):
 
 def test_scores_come_as_gradients_first_and_of_many_edges_the_largest_are_measured(page, block, monkeypatch):
     """Forward passes are counted: one for the gradients, one for what lies before the edges, one a batch."""
-    monkeypatch.setattr("attnres.app.explorer.MEASURED", 5)
-    monkeypatch.setattr("attnres.app.explorer.SCORED", 4 * 4)
+    monkeypatch.setattr("attnres.app.measured.MEASURED", 5)
+    monkeypatch.setattr("attnres.app.measured.SCORED", 4 * 4)
     view, seen, passes = View(TEXT, token=3), [], []
     handle = block.model.register_forward_hook(lambda *args: passes.append(1))
     result = page.score(view, 0, lambda done, whole: seen.append((done, whole, page.scored(view, 0))))
@@ -368,9 +367,9 @@ def test_what_is_being_scored_is_scored_once(folders, monkeypatch):
 
     def slow(*args, **options):
         begun.append(threading.get_ident())
-        yield from attributing(*args, **options | {"batch_size": 1})
+        return attribute(*args, **options | {"batch_size": 1})
 
-    monkeypatch.setattr("attnres.app.explorer.attributing", slow)
+    monkeypatch.setattr("attnres.app.measured.attribute", slow)
     seen, results = {"first": [], "second": []}, {}
 
     class Left(Exception):
@@ -566,7 +565,7 @@ def test_threads_are_those_of_the_faster_pass(block, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", tried.append)
     monkeypatch.setattr(block, "read_ids", lambda ids, pieces, names: spent.append(0.002 if tried[-1] == 2 else 0.02))
-    monkeypatch.setattr("attnres.app.explorer.time.perf_counter", lambda: sum(spent))
+    monkeypatch.setattr("attnres.app.opened.time.perf_counter", lambda: sum(spent))
     choose_threads([block])
     assert tried == [1, 2, 2]
 

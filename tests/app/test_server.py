@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from attnres.app.page import Page
 from attnres.app.server import application
 from attnres.app.state import View
-from attnres.inspect.look import LookText
+from attnres.inspect.texts import LookText
 
 TEXT = "def read(rows, name):\n    return rows[name]\n"
 

@@ -9,7 +9,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 import attnres
-from attnres.app.explorer import Opened
+from attnres.app.opened import Opened
 from attnres.cli import main
 from attnres.data.tokenizer import train_tokenizer
 from attnres.evals.figures import ask

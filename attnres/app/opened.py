@@ -1,11 +1,10 @@
-"""The models that are open and the steps of their training: what a text does in them, as it is and with cuts."""
+"""The models that are open and the steps of their training: their files, names, keys and tokenizers."""
 
 import contextlib
 import hashlib
 import json
-import math
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,41 +16,28 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from attnres.app.reading import Cache, Encoder, Reading, Report
+from attnres.app.measured import Measured
+from attnres.app.reading import Cache, Encoder, Reading
 from attnres.app.state import Cut, key_of
-from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.inspect.attention import TokenAttention, token_attention
-from attnres.inspect.attribution import Attribution, Patching, attributing, patch
-from attnres.inspect.corpus import Search, search
-from attnres.inspect.edits import Ablate, intervene, source_names
-from attnres.inspect.effects import predict
+from attnres.inspect.edits import source_names
 from attnres.inspect.geometry import query_cosine
-from attnres.inspect.inspection import By
-from attnres.inspect.lens import Lens, logit_lens
-from attnres.inspect.recording import find_residual, record
+from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import TextModel, as_model, as_tokenizer, prompt_ids, tokenizer_of, vocab_size
 from attnres.models.convert import convert
-from attnres.models.encoding import characters, piece, stated_context
+from attnres.models.encoding import piece, stated_context
 from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.ops.dispatch import pick_device
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512
 """Tokens of a text: what a page draws and a processor computes while one waits."""
-CANDIDATES = 7
-"""Next tokens that are shown."""
-MEASURED = 200
-"""Edges that are measured: those of the largest gradient estimates."""
-SCORED = 4096
-"""Tokens in one pass, where many texts go through the model."""
-WINDOW = 256
-"""Tokens in a window of a corpus."""
 SAMPLE = 4096
 """Numbers of each tensor by which models in memory are told apart."""
 
 
-class Opened:
+class Opened(Measured):
     """A model to look into, with its tokenizer; its weights are read when they are first needed.
 
     Args:
@@ -186,122 +172,6 @@ class Opened:
         """Hash of the tokenizer's vocabulary, to tell whether two models speak of the same tokens."""
         return hash(frozenset(self.tokenizer.get_vocab().items()))
 
-    def read(self, text: str, cuts: Sequence[Cut] = ()) -> Reading:
-        """Run the model on `text`, with edges cut; kept.
-
-        Raises:
-            UserError: no text, too long a text, one of which the tokenizer reads nothing, or edges that the model does
-                not have.
-        """
-        return self.cache.make(("read", text, frozenset(cuts)), lambda: self._read(text, cuts))
-
-    def attend(self, text: str, cuts: Sequence[Cut] = ()) -> TokenAttention:
-        """Return what the text's tokens attend to; kept.
-
-        Raises:
-            UserError: as for `read`, or a model that shows no weights of its attention.
-        """
-        ids = self.encoder.encode(text)[0]
-
-        def attend() -> TokenAttention:
-            with self.edited(cuts, len(ids)):
-                return token_attention(self.model, ids)
-
-        return self.cache.make(("attention", text, frozenset(cuts)), attend)
-
-    def lens(self, text: str, token: int, target: int, cuts: Sequence[Cut] = ()) -> Lens:
-        """Return what each read of a token says, by the logit lens; kept.
-
-        Raises:
-            UserError: as for `read`, or a head that is not found.
-        """
-        ids = self.encoder.encode(text)[0][: token + 1]
-
-        def look() -> Lens:
-            with self.edited(cuts, len(ids)):
-                return logit_lens(self.model, ids, top=1, position=token, target=target)
-
-        return self.cache.make(("lens", text, token, target, frozenset(cuts)), look)
-
-    def score_key(self, text: str, token: int, target: int, against: int | None, cuts: Sequence[Cut]) -> Hashable:
-        """Return the name of scores among what is kept."""
-        return ("score", text, token, target, against, frozenset(cuts))
-
-    def scored(self, *of: Any) -> Attribution | None:
-        """Return scores (`score`), where they have been made or are being made."""
-        key = self.score_key(*of)
-        return self.cache.partial.get(key) or self.cache.get(key)
-
-    def score(
-        self, text: str, token: int, target: int, against: int | None, cuts: Sequence[Cut], report: Report
-    ) -> Attribution:
-        """Measure what each of the `MEASURED` edges of the largest gradients, cut alone at all tokens, does to ln p of
-        `target` after `token`, less that of `against`; kept. `report` is called with edges done and edges in all, and
-        others may use the model then; who asks for what another is measuring waits for that. Meanwhile `scored` has
-        the gradients, and what was measured so far.
-
-        Raises:
-            UserError: as for `read`, or tokens that are not there.
-        """
-        key, ids = self.score_key(text, token, target, against, cuts), self.encoder.encode(text)[0]
-        edits = self.edits(cuts, token + 1)
-        edges = min(MEASURED, sum(len(row) for row in self.sources if len(row) > 1))
-        size = max(1, SCORED // (token + 1))
-
-        def measure(progress: Callable[[int], None]) -> Attribution:
-            one, done = None, 0
-            options: dict[str, Any] = {"target": target, "against": against, "edits": edits, "most": edges}
-            for one in attributing(self.model, ids, position=token, batch_size=size, **options):
-                self.cache.partial[key] = one
-                there = sum(not math.isnan(value) for row in one.knockout for value in row)
-                progress(there - done)
-                done = there
-            assert one is not None
-            return one
-
-        return self.cache.work(key, measure, edges, report)
-
-    def patch(self, text: str, other: str, target: int | None, against: int | None, report: Report) -> Patching:
-        """Patch every edge of `text` with the vector of `other`; kept. `report` as for `score`.
-
-        Raises:
-            UserError: texts of different numbers of tokens, or as `attnres.inspect.patch`.
-        """
-        ids, clean = (self.encoder.encode(one)[0] for one in (text, other))
-        edges, size = sum(map(len, self.sources)), max(1, SCORED // len(ids))
-        options: dict[str, Any] = {"target": target, "against": against, "batch_size": size}
-        return self.cache.work(
-            ("patch", text, other, target, against),
-            lambda progress: patch(self.model, clean, ids, progress=progress, **options),
-            edges,
-            report,
-        )
-
-    def search(
-        self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
-    ) -> Search:
-        """Find the tokens of documents at which `source` is most, or least, of a read. `report` as for `score`.
-
-        Raises:
-            UserError: no such edge, or no text.
-        """
-        context, on_tokens = min(self.context, WINDOW), self.cache.progress(report, limit)
-        options: dict[str, Any] = {"by": by, "least": least, "limit": limit, "batch_size": max(1, SCORED // context)}
-        with self.cache.lock:
-            return search(
-                self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
-            )
-
-    def likeliest(self, before: Reading, after: Reading | None, token: int) -> list[int]:
-        """Return ids of the likeliest tokens after `token`; with cuts half of them those before, half after."""
-        row = before.log_probs[token]
-        count = min(CANDIDATES, len(row))
-        ids = row.topk(count).indices.tolist()
-        if after is not None:
-            ids = ids[: count - count // 2]
-            ids += [i for i in after.log_probs[token].topk(count).indices.tolist() if i not in ids][: count // 2]
-        return ids
-
     @cached_property
     def similarity(self) -> tuple[list[Read], np.ndarray] | None:
         """The reads that have a pseudo-query, and the cosines between these queries (times their key gains);
@@ -316,50 +186,6 @@ class Opened:
     def piece(self, token: int) -> str:
         """Return what a token says."""
         return piece(self.tokenizer, token)
-
-    # ------------------------------------------------------------------ runs of the model
-
-    def _read(self, text: str, cuts: Sequence[Cut]) -> Reading:
-        ids, offsets = self.encoder.encode(text)
-        with self.edited(cuts, len(ids)):
-            reading = self.read_ids(ids, *characters(self.tokenizer, ids, text, offsets))
-        reading.notes.extend(self.encoder.notes(text, ids))
-        return reading
-
-    def read_ids(self, ids: tuple[int, ...], pieces: list[str], names: list[str]) -> Reading:
-        """Run the model on tokens; not kept."""
-        with record(self.model, tokens=True) as trace:
-            prediction = predict(self.model, ids)
-        return Reading(
-            ids,
-            pieces,
-            names,
-            trace.layout,
-            [weights[0].numpy() for weights in trace.token_weights],
-            [contributions[0].numpy() for contributions in trace.token_contributions],
-            prediction.log_probs,
-            prediction.losses.double().numpy(),
-            trace.mixing_contribution,
-            [],
-        )
-
-    def edited(self, cuts: Sequence[Cut], tokens: int) -> contextlib.AbstractContextManager[None]:
-        """Cut edges while a block runs. Without cuts nothing is edited: reads keep their own kernels."""
-        edits = self.edits(cuts, tokens)
-        return intervene(self.model, *edits) if edits else contextlib.nullcontext()
-
-    def edits(self, cuts: Sequence[Cut], tokens: int) -> list[Ablate]:
-        """Return cuts as edits of a text of so many tokens."""
-        places = sorted({(cut.read, -1 if cut.token is None else cut.token) for cut in cuts})
-        return [
-            Ablate(
-                sorted({self.sources[read][cut.source] for cut in cuts if (cut.read, cut.token) == (read, at)}),
-                reads=read,
-                tokens=at,
-            )
-            for read, at in ((read, None if token < 0 else token) for read, token in places)
-            if at is None or at < tokens
-        ]
 
 
 class Given(Opened):
