@@ -10,6 +10,7 @@ import torch
 from sample_mechanisms import crossed
 from tiny import SIZE, stir
 
+from attnres import UserError
 from attnres.models import build
 from attnres.ops import backend, cpu, dispatch, eager
 from attnres.ops.bank import KEPT, Bank, Banks, Program
@@ -286,7 +287,7 @@ def test_only_the_latest_stream_of_a_pass_can_be_asked():
     with torch.no_grad():
         stream = start_stream(model.residual, embedding)
         assert isinstance(stream, BankStream) and stream.shape == embedding.shape
-        with pytest.raises(TypeError, match="wrote before it read"):
+        with pytest.raises(UserError, match="wrote before it read"):
             stream + embedding
         assert torch.equal(norm(stream), norm(stream))
         later = embedding + stream
@@ -346,7 +347,8 @@ def test_one_rule_says_who_takes_a_bank_and_explain_says_it(monkeypatch):
     assert why_no_bank(model.residual, embedding, training=False) is None
     assert "no kernel has gates" in why(make_residual("block", 6, 32, gate="scalar"))
     assert "has a mix of its own" in why(make_residual("boundary_normed", 6, 32))
-    assert "made in plain torch" in why(make_residual("mhc", 6, 32))
+    assert "streams" in why(make_residual("mhc", 6, 32))
+    assert "made in plain torch" in why(make_residual("denseformer", 6, 32))
     assert "float64" in why(model.residual, embedding.double())
     assert "width 24" in why(make_residual("full", 6, 24), torch.zeros(1, 24))
 
