@@ -13,6 +13,7 @@ from html import unescape
 from pathlib import Path
 from unittest import mock
 
+import griffe
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -65,6 +66,21 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     formula = r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
     display = {"span": "inline", "div": "block"}
     return re.sub(formula, lambda m: convert(unescape(m[2]), display=display[m[1]]), html, flags=re.DOTALL)
+
+
+class Examples(griffe.Extension):
+    """Make a block of code of the examples in docstrings, which Markdown would take for quotations (mkdocs.yml)."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
+        """Fence each paragraph of a docstring that begins with >>>."""
+        if obj.docstring is not None:
+            example = re.compile(r"^( *)(>>> (?:.+\n?)+)", flags=re.MULTILINE)
+            obj.docstring.value = example.sub(_fenced, obj.docstring.value)
+
+
+def _fenced(example: re.Match[str]) -> str:
+    lines = re.sub(r" +# doctest: \+\w+$", "", example[0].rstrip(), flags=re.MULTILINE)
+    return f"{example[1]}```pycon\n{lines}\n{example[1]}```\n"
 
 
 def api(package: str) -> str:

@@ -135,6 +135,8 @@ def opened(
 def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     """Train what is not trained yet, time it, and make table and report from what is then on disk.
 
+    >>> compare(CompareConfig(["standard", "block"], seeds=[0, 1], base=TrainConfig(steps=200)))  # doctest: +SKIP
+
     Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html, this
     as soon as a held-out loss can be compared with the baseline's. Progress goes to stderr, the table to stdout.
 
@@ -161,7 +163,8 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
 
         def ended(child: Child) -> None:
             finished = len(status.finished())
-            if finished < len(work.plan.runs) and status.comparable():
+            others_begin = finished + work.jobs <= len(work.plan.runs)  # else the last report is soon written anyway
+            if others_begin and status.comparable():
                 report(f"the {finished} runs that are finished")
 
         done = [Ended(name, 1.0, wall) for name, wall in work.walls.items()]

@@ -147,7 +147,10 @@ class Drawn:
 
 
 def draw_model(inspection: "Inspection", by: By = "contribution") -> Drawn:
-    """Draw every figure of one model alone; `by` says which numbers of sources are shown."""
+    """Draw every figure of one model alone; `by` says which numbers of sources are shown.
+
+    >>> plots = draw_model(inspection).plots  # doctest: +SKIP
+    """
     drawn = Drawn()
     for figure in FIGURES:
         if figure.paper and not figure.needs:
