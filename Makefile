@@ -61,7 +61,7 @@ setup: .venv/ready
 	@touch $@
 
 demo: .venv/demo
-	$(BIN)/attnres compare --steps 40 --val-every 10 --depth-every 20 --val-windows 32 --out runs/demo
+	$(BIN)/attnres compare --steps 40 --val-every 10 --depth-every 20 --val-windows 32 --timing-s 0 --out runs/demo
 	@echo "open runs/demo/report.html in a browser"
 
 ARGS ?= --list

@@ -29,6 +29,7 @@ from attnres.progress import say as print_line
 from attnres.reading import read_json
 from attnres.report.page import show, write_report
 from attnres.report.runs import Study, load_study
+from attnres.report.table import ROUNDS
 from attnres.text import duration
 from attnres.training.config import size_or_default, to_dict
 from attnres.training.data import data_record, held_out, prepare_from
@@ -170,7 +171,7 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
         done = [Ended(name, 1.0, wall) for name, wall in work.walls.items()]
         train_all(work.children, done, jobs=work.jobs, say=say, status=status.table, on_end=ended, on_poll=early)
         if config.timing_s > 0 and config.base.finetune.init_from is not None:
-            say.print("no timing in turn for a pretrained model: the table has each run's own step time")
+            say.print("no interleaved timing for a pretrained model: the table has each run's own step time")
         elif config.timing_s > 0:
             time_steps(work, config.timing_s, say)
         return show(work.out, out=work.out)
@@ -293,7 +294,7 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         say.print("the models do not fit in memory together: no interleaved timing", highlight=False)
         return
     say.print(
-        f"timing {len(labels)} variants and the plain model in turn, about {duration(seconds)}",
+        f"timing {len(labels)} variants and the plain model, interleaved, about {duration(seconds)}",
         style="bold",
         highlight=False,
     )
@@ -314,6 +315,7 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         gradient_checkpointing=run.gradient_checkpointing,
         baseline=PLAIN,
         seconds=seconds,
+        least=ROUNDS,  # fewer are not shown
     )
     times = speed.pop("variants")
     speed["variants"] = {label: times[kinds[label]] for label in plan.variants}

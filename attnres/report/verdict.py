@@ -45,7 +45,7 @@ def verdict(study: Study, table: ComparisonTable) -> str:
     for row in unpaired:
         reasons.setdefault(why_unpaired(study, row.label, base), []).append(row.label)
     for reason, labels in reasons.items():
-        sentences.append(f"{listed(labels)} stand{'s' * (len(labels) == 1)} beside {base} without a verdict: {reason}.")
+        sentences.append(f"No verdict on {listed(labels)} against {base}: {reason}.")
     sentences += equal_rates
     sentences += _against_control(study, tested, controls)
     sentences += _among_best(study, compared)
@@ -81,7 +81,7 @@ def _against_baseline(rows: list[VariantRow], base: str) -> str:
         names = [f"{label} ({_interval(pair)})" for label, pair in tied]
         clauses.append(f"{listed(names)}: {_includes_0(names)}")
     fewest = min(len(row.paired.per_seed) for row in rows if row.paired is not None)
-    unseen = f" From {fewest} seed{'s' * (fewest > 1)}: what another would change is in none of these errors."
+    unseen = f" From {fewest} seed{'s' * (fewest > 1)}: these errors leave out what another seed would change."
     return "; ".join(clauses) + "." + ("" if many else unseen)
 
 
@@ -92,8 +92,8 @@ def _chance(row: VariantRow, base: str) -> str:
     size = number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True)
     count = len(row.paired.per_seed)
     runs = "a run" if count == 1 else f"the mean of {count} runs"
-    unseen = ", which an error over windows does not see" if row.paired.basis == "windows" else ""
-    return f"{row.label}, the control, computes what {base} computes: its {size} is what chance does to {runs}{unseen}."
+    unseen = ", which an error over windows leaves out" if row.paired.basis == "windows" else ""
+    return f"{row.label}, the placebo control, is mathematically {base}: its {size} is the noise of {runs}{unseen}."
 
 
 def _against_control(study: Study, tested: list[VariantRow], controls: list[VariantRow]) -> list[str]:
