@@ -259,8 +259,8 @@ def _notes(study: Study, rows: list[VariantRow], baseline: str | None, interleav
             )
         else:
             notes.append(
-                "The variants' steps were not interleaved: tokens/s and step time are medians of each run's own steps. Runs "
-                "had the machine at other times or shared it, so that small differences say nothing."
+                "The variants' steps were not interleaved: tokens/s and step time are medians of each run's own steps. "
+                "Runs had the machine at other times or shared it, so that small differences say nothing."
             )
     started = [f"{row.label} {number(row.start_loss)}" for row in rows if not math.isnan(row.start_loss)]
     if started:
