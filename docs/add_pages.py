@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from attnres.cli import COMMANDS, main  # noqa: E402
 
-PAGES = {"contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
+PAGES = {"contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
 PACKAGES = ["", "ops", "residuals", "models", "data", "training", "evals", "inspect", "figures", "report"]
 PACKAGES += ["comparison"]
 NOTEBOOK = Path("tutorials/look_inside.ipynb")
@@ -44,6 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages; links of README's neighbours to docs/ become links within the site."""
     for page, source in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
+        for neighbour, file in PAGES.items():
+            text = text.replace(f"]({file}", f"]({neighbour}")
         files.append(File.generated(config, page, content=text))
     for name in PACKAGES:
         package = f"attnres.{name}" if name else "attnres"
