@@ -160,7 +160,7 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
         def early() -> None:
             late = time.monotonic() - began > EARLY_S
             if late and not (work.out / "report.html").exists() and status.measured():
-                report("the first held-out losses: look at it now, it is written again whenever a run ends")
+                report("the first held-out losses: look at it now, it is written again as runs end")
 
         def ended(child: Child) -> None:
             finished = len(status.finished())
