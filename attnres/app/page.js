@@ -388,7 +388,7 @@ const searching = (pane) => {
   const pick = (name, words, value) => `<select data-pick="${name}" aria-label="${name}">${words.map((one, i) => `<option value="${i}" ${i === value ? "selected" : ""}>${escape(one)}</option>`).join("")}</select>`;
   const read = Math.min(view.read, pane.reads.length - 1), sources = pane.reads[read].sources.map((c) => pane.columns[c].label);
   const hits = found ? `<p class="note">${found.tokens.toLocaleString("en")} tokens of ${found.documents.toLocaleString("en")} documents, mean ${number(found.mean)}. Click a token to look at its text.</p><table class="list"><tbody>${
-    found.hits.map((hit, i) => `<tr><td class="num">${number(hit.value)}</td><td class="mono before">${escape(hit.before)}</td><td><button type="button" class="mono" data-hit="${i}">${escape(hit.token)}</button></td><td class="mono after">${escape(hit.after)}</td><td class="note">document ${hit.document}</td></tr>`).join("")}</tbody></table>` : "";
+    found.hits.map((hit, i) => `<tr><td class="num">${number(hit.value)}</td><td class="mono before">${escape(hit.before)}</td><td><button type="button" class="mono" data-hit="${i}">${escape(hit.token)}</button></td><td class="mono after">${escape(hit.after)}</td><td class="note">${escape(hit.document)}</td></tr>`).join("")}</tbody></table>` : "";
   return `<h2>Tokens of ${escape(begin.corpus)} at which a source is most of a layer’s input</h2><p>${pick("source", sources, Math.min(view.source, sources.length - 1))} of ${pick("read", pane.reads.map((one) => one.label), read)}
     <button type="button" data-search="most">Top tokens</button> <button type="button" data-search="least">Bottom tokens</button> <progress max="1" value="0" hidden></progress></p>${hits}`;
 };

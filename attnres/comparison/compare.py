@@ -25,6 +25,7 @@ from attnres.errors import UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.ops import cpu
+from attnres.ops.dispatch import KERNELS, is_host
 from attnres.progress import say as print_line
 from attnres.reading import read_json
 from attnres.report.page import show, write_report
@@ -244,8 +245,9 @@ def _jobs(plan: ComparisonPlan, vocabulary: int, runs: int) -> int:
     """Return how many of so many runs go at once where nothing is asked for: on a CPU one a core (two small models on a
     thread each train faster than one on two threads), as many as fit in memory and at most four; on GPUs one each, on a
     GPU that is named one."""
-    if not plan.first.device.startswith("cpu"):
-        return 1 if ":" in plan.first.device else max(1, torch.cuda.device_count())
+    device = torch.device(plan.first.device)
+    if not is_host(device):
+        return max(1, len(KERNELS[device.type].devices())) if device.index is None else 1
     jobs = min(cores(), 4, runs)
     while jobs > 1 and not _fits(jobs, plan, vocabulary):
         jobs -= 1
@@ -345,8 +347,8 @@ def _fits(models: int, plan: ComparisonPlan, vocabulary: int) -> bool:
             )
         parameters = sum(parameter.numel() for parameter in model.parameters())
     needed = 16 * parameters * models
-    if run.device.startswith("cuda"):
-        return needed < torch.cuda.mem_get_info()[0] / 2
+    if not is_host(device := torch.device(run.device)):
+        return needed < torch.get_device_module(device).mem_get_info()[0] / 2
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -31,6 +31,7 @@ from attnres.figures.plot import (
 from attnres.inspect.inspection import mean_inspection
 from attnres.residuals import RESIDUALS, Traits
 from attnres.residuals.registry import settings_of
+from attnres.stats import Effect
 from attnres.text import tick
 
 if TYPE_CHECKING:
@@ -58,19 +59,14 @@ class LossDifference(NamedTuple):
 
     Attributes:
         place: on the axis of training.
-        mean, margin: of the seeds, and half of its 95 % interval; NaN is not known.
+        effect: the mean over seeds with its interval.
         basis: what the interval is over, "seeds" or "windows". per_seed: each seed's.
     """
 
     place: float
-    mean: float
-    margin: float
+    effect: Effect
     basis: str = "windows"
     per_seed: Sequence[float] = ()
-
-    @property
-    def decided(self) -> bool:
-        return abs(self.mean) > self.margin
 
 
 @dataclass(frozen=True)
@@ -238,7 +234,8 @@ def difference(comparison: Comparison) -> Plot:
             ax.axhline(0, linewidth=0.9, **look)
         if len(one.differences) < 2:
             continue
-        place, mean, margin = np.array([part[:3] for part in one.differences]).T
+        place = np.array([part.place for part in one.differences])
+        mean, margin = np.array([(part.effect.difference, part.effect.margin) for part in one.differences]).T
         ax.fill_between(place, mean - margin, mean + margin, color=look["color"], alpha=0.18, linewidth=0)
         ax.plot(place, mean, marker="o", markersize=2.2, linewidth=1.2, **look)
         late = place >= 0.1 * place[-1]
@@ -274,9 +271,9 @@ def final_difference(comparison: Comparison) -> Plot:
     rows = [
         Interval(
             one.label,
-            one.differences[-1].mean,
-            one.differences[-1].margin,
-            one.differences[-1].decided and not one.traits.is_chance,
+            one.differences[-1].effect.difference,
+            one.differences[-1].effect.margin,
+            one.differences[-1].effect.excludes() and not one.traits.is_chance,
             colours[one.label],
             one.traits.is_chance,
             one.differences[-1].per_seed,

@@ -13,9 +13,7 @@ from attnres.figures import style
 from attnres.figures.cells import cells, scale
 from attnres.figures.comparison import Comparison, Variant, held_out_panel
 from attnres.figures.plot import (
-    COLUMN,
     LAYER,
-    PAGE,
     STEP,
     NotShown,
     Plot,
@@ -29,9 +27,11 @@ from attnres.figures.plot import (
     numbers_on,
     panels,
     per_layer,
+    side_by_side,
     spread,
     thin_ticks,
 )
+from attnres.figures.style import sheet
 from attnres.residuals import Source, depths
 from attnres.text import listed
 
@@ -249,9 +249,9 @@ def source_norms(comparison: Comparison) -> Plot:
     shown = [(one, look, *last) for one, look, last in models if last is not None]
     if not shown:
         raise NotShown("no residual with a softmax over several sources")
-    columns = min(3, len(shown))
+    columns = min(3, len(shown), side_by_side())
     lines = -(-len(shown) // columns)
-    width = COLUMN if columns == 1 else PAGE
+    width = sheet().column if columns == 1 else sheet().page
     figure, axes = canvas(width, 2.3 * lines, lines, columns, sharey=True)
     for ax in list(axes.flat)[len(shown) :]:
         ax.remove()
@@ -263,7 +263,8 @@ def source_norms(comparison: Comparison) -> Plot:
         for tick in ax.get_xticklabels():
             tick.set(rotation=90, ha="center")
         ax.grid(visible=False, axis="x")
-        head(ax, one.label)
+        if len(shown) > 1:
+            head(ax, one.label)
     for row in axes:
         row[0].set_ylabel("RMS of sources")
     caption = (
@@ -328,8 +329,8 @@ def over_steps(comparison: Comparison) -> Plot:
     }
     if not curves:
         raise NotShown("the runs recorded nothing by depth at more than one step")
-    figure, axes = canvas(PAGE, 1.35 * len(curves) + 0.55, len(curves), len(variants), sharey="row")
-    inches = (PAGE - 1.2) / len(variants)
+    figure, axes = canvas(sheet().page, 1.35 * len(curves) + 0.55, len(curves), len(variants), sharey="row")
+    inches = (sheet().page - 1.2) / len(variants)
     for row, (key, parts) in zip(axes, curves.items(), strict=True):
         values = np.concatenate([table[np.isfinite(table)] for _, table in parts if table.size])
         wide = values.min() > 0 and values.max() > quantity(key).log * values.min()

@@ -10,6 +10,7 @@ import torch
 from sample_mechanisms import crossed
 from tiny import SIZE, stir
 
+from attnres import UserError
 from attnres.models import build
 from attnres.ops import backend, cpu, dispatch, eager
 from attnres.ops.bank import KEPT, Bank, Banks, Program
@@ -28,6 +29,7 @@ CASES = [
     ("block", {"block_size": "1+4+1", "read_scale": "sum"}, SIZE),
     ("block", {"num_blocks": 2, "value_residual": "layer"}, SIZE),
     ("block", {"num_blocks": 3, "read_temperature": 2.0}, GPT2),
+    ("block", {"block_size": 4, "summaries": "split"}, SIZE),
     ("full", {}, GPT2),
     ("full", {"window": 2}, SIZE),
     ("cumulative", {"block_size": 2}, SIZE),
@@ -285,7 +287,7 @@ def test_only_the_latest_stream_of_a_pass_can_be_asked():
     with torch.no_grad():
         stream = start_stream(model.residual, embedding)
         assert isinstance(stream, BankStream) and stream.shape == embedding.shape
-        with pytest.raises(TypeError, match="wrote before it read"):
+        with pytest.raises(UserError, match="wrote before it read"):
             stream + embedding
         assert torch.equal(norm(stream), norm(stream))
         later = embedding + stream
