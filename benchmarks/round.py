@@ -386,6 +386,7 @@ ROUNDS: dict[str, Any] = {
     "step 1.7b graphs, bf16 parameters": Steps(100, "1.7b", (BLOCK8, "full"), "graphs", 4, 4096, "bf16-parameters"),
     "step 100m graphs, bf16 parameters": Steps(60, "100m", FOUR[:3], "graphs", 16, 1024, "bf16-parameters"),
     "step 0.6b compiled": Steps(200, "0.6b", (BLOCK8,), "compile", 8, 2048),
+    "step 100m eager, parallel streams": Steps(60, "100m", ("standard", "mhc", "hyper_connections"), "eager", 16, 1024),
     "step 100m eager": Steps(50, "100m", (BLOCK8, "full", "standard"), "eager", 16, 1024),
     "step 100m graphs, muon": Steps(60, "100m", ("standard", BLOCK8), "graphs", 16, 1024, optimizer="muon"),
     "prefill and decode": Script(

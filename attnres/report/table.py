@@ -139,7 +139,8 @@ def build_table(study: Study) -> ComparisonTable:
         rows.append(
             VariantRow(label, runs, counted, *loss, pairs.get(label), speed, ratio, _quartiles(study, label), saved)
         )
-    doubt = _doubt(study, rows) if interleaved else ""
+    waiting = [row.label for row in rows if not row.complete]
+    doubt = f"{listed(waiting)} not finished" if waiting else _doubt(study, rows) if interleaved else ""
     notes = _notes(study, rows, baseline, interleaved, doubt)
     rate = _tokens_a_step(study.runs[0]) / plain if study.runs else math.nan
     return ComparisonTable(rows, baseline, interleaved, notes, doubt, rate)

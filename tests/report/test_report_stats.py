@@ -241,7 +241,7 @@ def test_the_verdict_names_winners_the_control_and_ties(tmp_path):
     text = verdict(*both(write_study(tmp_path)))
     assert text.startswith("full ends below standard by 0.1")
     assert ", block by 0.1" in text
-    assert "rescaled, the placebo control, is mathematically standard: its" in text
+    assert "rescaled, the placebo control, is mathematically the same as standard: its" in text
     assert "rescaled is" not in text and "than rescaled" not in text
     assert "Over rescaled" not in text, "no gain is stated against what chance does"
 
@@ -251,7 +251,7 @@ def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
         write_run(tmp_path, residual, gain=gain)
     text = verdict(*both(tmp_path))
     assert text.startswith("full ends below standard by 0.2") and ", completep by 0.0" in text
-    assert "rescaled, the placebo control, is mathematically standard" in text
+    assert "rescaled, the placebo control, is mathematically the same as standard" in text
     assert "completep, the control, computes" not in text
     assert "Over completep, the control, the gain is 0.1" in text
 
@@ -259,9 +259,9 @@ def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
 def test_what_chance_does_is_said_of_the_runs_that_have_a_partner(tmp_path):
     for residual, seed in (("standard", 0), ("rescaled", 0), ("rescaled", 1)):
         write_run(tmp_path, residual, seed)
-    assert "is the noise of a run" in verdict(*both(tmp_path))
+    assert "is what chance alone does to a run" in verdict(*both(tmp_path))
     write_run(tmp_path, "standard", 1)
-    assert "is the noise of the mean of 2 runs" in verdict(*both(tmp_path))
+    assert "is what chance alone does to the mean of 2 runs" in verdict(*both(tmp_path))
 
 
 def test_no_win_is_claimed_inside_the_error(tmp_path):
