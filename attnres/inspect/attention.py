@@ -75,6 +75,11 @@ class TokenAttention(notebook.Result):
 def token_attention(model: Any, text: Text) -> TokenAttention:
     """Run a text through the model's own attention, in plain arithmetic instead of fused kernels, and keep its weights.
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> token_attention(model, range(9)).mean.shape
+    torch.Size([12, 9, 9])
+
     Raises:
         UserError: as `predict`; a model whose attention has no weights to show, or does not say of which layers they
             are.
