@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from attnres.app.reading import Cache, Encoder, Reading, Report
 from attnres.app.state import Cut
 from attnres.inspect.attention import TokenAttention, token_attention
-from attnres.inspect.attribution import Attribution, Patching, attribute, patch
+from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.corpus import Search, search
 from attnres.inspect.edits import Ablate, intervene
 from attnres.inspect.effects import predict
 from attnres.inspect.inspection import By
 from attnres.inspect.lens import Lens, logit_lens
+from attnres.inspect.patching import Patching, patch
 from attnres.inspect.recording import record
 from attnres.models.encoding import characters
 
@@ -123,33 +124,53 @@ class Measured:
 
         return self.cache.work(key, measure, edges, report)
 
-    def patch(self, text: str, other: str, target: int | None, against: int | None, report: Report) -> Patching:
-        """Patch every edge of `text` with the vector of `other`; kept. `report` as for `score`.
+    def patch(
+        self,
+        text: str,
+        other: str,
+        token: int,
+        target: int | None,
+        against: int | None,
+        cuts: Sequence[Cut],
+        report: Report,
+    ) -> Patching:
+        """Patch every edge of `text` with the vectors of `other`, to predict what follows `token`; kept. `report` as
+        for `score`; cuts are in place in both texts.
 
         Raises:
-            UserError: texts of different numbers of tokens, or as `attnres.inspect.patch`.
+            UserError: as `attnres.inspect.patch`.
         """
         ids, clean = (self.encoder.encode(one)[0] for one in (text, other))
-        edges, size = sum(map(len, self.sources)), max(1, SCORED // len(ids))
+        edges, size = sum(map(len, self.sources)), max(1, SCORED // (token + 1))
         options: dict[str, Any] = {"target": target, "against": against, "batch_size": size}
+        edits = self.edits(cuts, len(ids))
         return self.cache.work(
-            ("patch", text, other, target, against),
-            lambda progress: patch(self.model, clean, ids, progress=progress, **options),
+            ("patch", text, other, token, target, against, frozenset(cuts)),
+            lambda progress: patch(self.model, clean, ids, position=token, edits=edits, progress=progress, **options),
             edges,
             report,
         )
 
     def search(
-        self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
+        self,
+        documents: Iterable[str],
+        read: int,
+        source: str,
+        by: By,
+        least: bool,
+        limit: int,
+        cuts: Sequence[Cut],
+        report: Report,
     ) -> Search:
-        """Find the tokens of documents at which `source` is most, or least, of a read. `report` as for `score`.
+        """Find the tokens of documents at which `source` is most, or least, of a read, with cuts in place. `report` as
+        for `score`.
 
         Raises:
             UserError: no such edge, or no text.
         """
         context, on_tokens = min(self.context, WINDOW), self.cache.progress(report, limit)
         options: dict[str, Any] = {"by": by, "least": least, "limit": limit, "batch_size": max(1, SCORED // context)}
-        with self.cache.lock:
+        with self.cache.lock, self.edited(cuts, context):
             return search(
                 self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
             )

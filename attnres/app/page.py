@@ -200,9 +200,13 @@ class Page:
     def patch(self, view: View, report: Report) -> dict[str, Any]:
         """Patch every edge of the text with the other text's vector, in the first model. Raises UserError."""
         model = self.models[view.models[0]]
-        patching = model.patch(view.text, view.other, view.target, view.against, report)
+        text, token, _, against, _ = self._scoring(view, view.models[0])
+        patching = model.patch(text, view.other, token, view.target, against, self._everywhere(view), report)
+        alone = sum(one is None for one in patching.aligned)
         return plain(
             {
+                "tokens": len(patching.aligned),
+                "alone": alone,
                 "restored": patching.restored,
                 "patched": patching.patched,
                 "clean": patching.clean,
@@ -226,7 +230,8 @@ class Page:
             raise UserError("there is no such edge: choose a layer's input and one of its sources")
         model = self.models[number]
         name = model.sources[view.read][view.source]
-        result = model.search(self.corpus.read(), view.read, name, view.by, least, SEARCHED, report)
+        cuts = self._everywhere(view)
+        result = model.search(self.corpus.read(), view.read, name, view.by, least, SEARCHED, cuts, report)
         hits = [
             {
                 "value": getattr(hit, view.by),
@@ -285,6 +290,12 @@ class Page:
             raise UserError("this model is not shown: load the page again")
         _, token, target, against, cuts = self._asked(view, number)
         return view.text, token, target, against, cuts if view.edited else ()
+
+    def _everywhere(self, view: View) -> tuple[Cut, ...]:
+        """Return the first model's cuts at all tokens, which hold in other texts too; none where figures are as it
+        is."""
+        cuts = view.cuts_of(view.models[0]) if view.edited else ()
+        return tuple(cut for cut in cuts if cut.token is None)
 
     def _candidate(
         self, model: Opened, token_id: int, before: Reading, after: Reading | None, token: int

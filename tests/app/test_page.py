@@ -23,7 +23,7 @@ from attnres.app.page import Page
 from attnres.app.reading import KEPT, _bytes
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
-from attnres.inspect import attribute, token_attention
+from attnres.inspect import attribute, patch, token_attention
 from attnres.inspect.edits import Ablate
 from attnres.inspect.effects import effect
 from attnres.inspect.texts import LookText
@@ -205,21 +205,21 @@ def test_layers_count_from_0_and_blocks_from_1_with_their_layers(page):
     ]  # fmt: skip
 
 
-def test_a_text_is_patched_from_another(page, block):
-    from attnres.inspect import patch
-
-    other = TEXT.replace("rows", "name")
-    ids = [block.read(one).ids for one in (TEXT, other)]
-    if len(ids[0]) != len(ids[1]):
-        other = TEXT[::-1]
-    view = View(TEXT, other=other)
-    result = page.patch(view, nothing)
-    theirs = patch(block.model, block.read(other).ids, ids[0])
-    assert result["clean"] == pytest.approx(theirs.clean, abs=1e-3)
-    for mine, row in zip(result["restored"], theirs.restored, strict=True):
-        assert mine == pytest.approx(row, abs=1e-2)
-    with pytest.raises(UserError, match="tokens"):
-        page.patch(replace(view, other="def"), nothing)
+def test_a_text_is_patched_from_another_of_any_length_with_cuts_in_place_in_both(page, block):
+    cut = Cut(0, 3, 0)
+    for other in (TEXT.replace("rows", "name"), TEXT.replace("rows, ", "")):
+        ids, clean = (block.read(one).ids for one in (TEXT, other))
+        for cuts, edited in (((), True), ((cut,), True), ((cut,), False)):
+            view = View(TEXT, token=8, other=other, cuts=cuts, edited=edited)
+            result = page.patch(view, nothing)
+            edits = [Ablate(block.sources[3][0], reads=3)] if cuts and edited else []
+            theirs = patch(block.model, clean, ids, position=8, edits=edits)
+            assert result["clean"] == pytest.approx(theirs.clean, abs=1e-3)
+            assert (result["tokens"], result["alone"]) == (9, theirs.aligned.count(None))
+            for mine, row in zip(result["restored"], theirs.restored, strict=True):
+                assert mine == pytest.approx(row, abs=1e-2)
+    at_one_token = Cut(0, 3, 0, token=2)  # which another text need not have
+    assert page.patch(replace(view, edited=True, cuts=(at_one_token,)), nothing) == page.patch(view, nothing)
 
 
 @pytest.mark.parametrize("model", ["block", "full", "standard"])
@@ -428,6 +428,9 @@ def test_a_search_gives_texts_to_look_at(page, block):
     reading = block.read(hit["text"])
     assert reading.contributions[3][hit["at"]][0] == pytest.approx(hit["value"], abs=1e-4)
     assert result["documents"] == 2 and all(one["token"].strip() for one in result["hits"])
+    cut = replace(view, cuts=(Cut(0, 3, 0),))
+    assert {one["value"] for one in Page(page.models, corpus).search(cut, False, nothing)["hits"]} == {0}
+    assert Page(page.models, corpus).search(replace(cut, edited=False), False, nothing) == result
     with pytest.raises(UserError, match="no such edge"):
         Page(page.models, corpus).search(replace(view, read=99), False, nothing)
     with pytest.raises(UserError, match="--corpus"):
