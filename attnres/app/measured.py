@@ -9,6 +9,7 @@ from attnres.app.reading import Cache, Encoder, Reading, Report
 from attnres.app.state import Cut
 from attnres.inspect.attention import TokenAttention, token_attention
 from attnres.inspect.attribution import Attribution, attribute
+from attnres.inspect.circuit import Circuit, circuit
 from attnres.inspect.corpus import Search, search
 from attnres.inspect.edits import Ablate, intervene
 from attnres.inspect.effects import predict
@@ -22,6 +23,8 @@ CANDIDATES = 7
 """Next tokens that are shown."""
 MEASURED = 200
 """Edges that are measured: those of the largest gradient estimates."""
+LINKS = 2000
+"""Links of an attribution graph."""
 SCORED = 4096
 """Tokens in one pass, where many texts go through the model."""
 WINDOW = 256
@@ -69,6 +72,16 @@ class Measured:
                 return token_attention(self.model, ids)
 
         return self.cache.make(("attention", text, frozenset(cuts)), attend)
+
+    def heads(self, text: str, token: int, cuts: Sequence[Cut] = ()) -> TokenAttention:
+        """Return what each head attends to at a token of a text; kept. Raises UserError as `attend`."""
+        ids = self.encoder.encode(text)[0][: token + 1]
+
+        def attend() -> TokenAttention:
+            with self.edited(cuts, len(ids)):
+                return token_attention(self.model, ids, position=token)
+
+        return self.cache.make(("heads", text, token, frozenset(cuts)), attend)
 
     def lens(self, text: str, token: int, target: int, cuts: Sequence[Cut] = ()) -> Lens:
         """Return what each read of a token says, by the logit lens; kept.
@@ -123,6 +136,35 @@ class Measured:
             return attribute(self.model, ids, position=token, batch_size=size, so_far=so_far, **options)
 
         return self.cache.work(key, measure, edges, report)
+
+    def circuit(
+        self,
+        text: str,
+        token: int,
+        target: int,
+        against: int | None,
+        cuts: Sequence[Cut],
+        most: int,
+        report: Report = lambda done, whole: None,
+    ) -> Circuit:
+        """Return the attribution graph of a prediction, its `most` largest links measured; kept. `report` as for
+        `score`. Raises UserError as `attnres.inspect.circuit`."""
+        ids = self.encoder.encode(text)[0][: token + 1]
+        options: dict[str, Any] = {"target": target, "against": against, "edits": self.edits(cuts, len(ids))}
+        return self.cache.work(
+            ("circuit", text, token, target, against, frozenset(cuts), most),
+            lambda progress: circuit(
+                self.model,
+                ids,
+                most=most,
+                limit=LINKS,
+                batch_size=max(1, SCORED // len(ids)),
+                progress=progress,
+                **options,
+            ),
+            max(1, most),
+            report,
+        )
 
     def patch(
         self,

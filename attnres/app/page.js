@@ -6,7 +6,7 @@ const $ = (selector) => document.querySelector(selector);
 const begin = JSON.parse(document.body.dataset.begin);
 const saved = $("#saved") ? JSON.parse($("#saved").textContent) : null;
 const counted = {asks: 0, draws: 0, scores: 0};
-let view = null, shown = null, found = null, patched = null, busy = false, again = false, unfolded = new Set(), numbers = false;
+let view = null, shown = null, found = null, patched = null, graphed = null, compared = "values", busy = false, again = false, unfolded = new Set(), numbers = false;
 
 const escape = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
 // Half of a character, which an editor may leave for a moment, is none.
@@ -98,6 +98,7 @@ const ask = async (link) => {
       shown = answer;
       if (before && before.view.text !== answer.view.text) unfolded = new Set();
       if (patched && patched.of !== patchOf()) patched = null;
+      if (graphed && graphed.of !== scoreOf(answer.panes[0])) graphed = null;
       draw();
     }
   } catch (error) {
@@ -264,7 +265,8 @@ const depth = (pane) => {
   const top = pane.scores ? (leading(pane)[0] || {}).r : undefined;
   const row = (r, first) => {
     const read = pane.reads[r], lens = pane.lens && pane.lens[r], attends = pane.attends && pane.attends[r];
-    return `<tr class="${first ? "first" : ""}"><th class="layer" scope="row">${escape(read.label)}</th><td>${stack(pane, r)}</td>`
+    return `<tr class="${first ? "first" : ""}"><th class="layer" scope="row"><button type="button" class="plain" data-layer="${r}" aria-pressed="${view.layer === r
+    }" data-tip="over all tokens">${escape(read.label)}</button></th><td>${stack(pane, r)}</td>`
       + (pane.next ? `<td><span class="cells" style="${template}">${cells(pane, r, across, most)}</span></td>` : "")
       + (pane.lens ? `<td class="wide"><span class="mono">${escape(lens.word)}</span> <span class="note">${number(lens.p, 2)}</span> <span class="goal" style="width:${
         Math.min(54, 54 * lens.target)}px" data-tip="${escape(`the target's p is ${number(lens.target)} if ${read.label} were the last; KL ${number(lens.kl)} nats`)}"></span></td>` : "")
@@ -308,6 +310,7 @@ const rank = (pane) => {
     signed(one.value)}</td><td>${one.measured ? "measured" : "estimate"}</td></tr>`).join("");
   return `<h2>Depends most on <small>each source cut alone</small></h2><table class="rank">${all.slice(0, 10).map(line).join("")}</table>`
     + `<p class="note">${how} Cutting two together may do more or less.</p>`
+    + (pane === shown.panes[0] ? `<p class="live"><button type="button" data-graph="">Graph of tokens and layers</button> <progress max="1" value="0" hidden></progress></p>` : "")
     + `<details id="all-${pane.model}" ${unfolded.has(`all-${pane.model}`) ? "open" : ""}><summary>all as a table</summary>${unfolded.has(`all-${pane.model}`)
       ? `<div class="scroll"><table class="list"><thead><tr><th>edge</th><th>contribution</th><th>ln p</th><th></th></tr></thead><tbody>${list()}</tbody></table></div>` : ""}</details>`
     + '<p class="note">A layer’s input is a weighted sum of earlier outputs, its <b>sources</b>. A <b>contribution</b> is a source’s part of that sum; a <b>cut</b> takes it out and the others’ weights fill its place. A large contribution need not be needed.</p>';
@@ -338,7 +341,7 @@ const numbersButton = () => `<button type="button" data-numbers="" aria-pressed=
 
 // By single outputs, which models of every mechanism share: the second less the first.
 const difference = () => {
-  const [a, b] = shown.panes.map((pane) => pane.outputs);
+  const [a, b] = shown.panes.map((pane) => pane.outputs && {...pane.outputs, values: pane.outputs[compared]});
   if (!a || !b) return null;
   const rows = a.reads.filter((name) => b.reads.includes(name)), columns = a.columns.filter((name) => b.columns.includes(name));
   const of = (one) => rows.map((row) => columns.map((column) => {
@@ -351,43 +354,96 @@ const difference = () => {
 const compare = () => {
   const both = difference();
   if (!both) return '<p class="note">One of these models makes inputs that are no sums of single outputs: there is no difference to show.</p>';
-  const {rows, columns, left, right, change} = both, most = end([...left, ...right].flat(), 1), apart = end(change.flat());
+  const effects = compared === "effects", {rows, columns, left, right, change} = both;
+  const most = end([...left, ...right].flat(), effects ? 0.02 : 1), apart = end(change.flat());
   const grid = (title, values, options) => `<div><h2>${title}</h2>${heat(rows, columns, values, {...options,
     tip: (r, c) => `${rows[r]} ← ${columns[c]}: ${number(left[r][c])} in A, ${number(right[r][c])} in B, ${signed(change[r][c])}`})}</div>`;
   const [a, b] = shown.panes.map((pane) => escape(pane.title));
-  return `<div class="sheet"><h2>Average contribution of every sublayer’s output to every layer’s input <small>blocks taken apart, so that all mechanisms share columns</small> ${numbersButton()}</h2><div class="columns">`
-    + grid(`A: ${a}`, left, {most, colour: content}) + grid(`B: ${b}`, right, {most, colour: content})
+  const colour = effects ? tint : content;
+  return `<div class="sheet"><h2>${effects ? "Change of ln p when what an output adds to a layer’s input is taken out, estimated by gradient"
+    : "Average contribution of every sublayer’s output to every layer’s input"} <small>blocks taken apart, so that all mechanisms share columns</small> <button type="button" data-compared="">show ${
+    effects ? "contributions" : "effects"}</button> ${numbersButton()}</h2><div class="columns">`
+    + grid(`A: ${a}`, left, {most, colour}) + grid(`B: ${b}`, right, {most, colour})
     + grid(`B minus A <small>orange: less in B, blue: more; to ±${apart}</small>`, change, {most: apart}) + "</div></div>";
 };
 
-const explain = (pane) => pane.error ? `<p class="error">${escape(pane.error)}</p>`
-  : `${sentence(pane)}<div class="cards"><div>${depth(pane)}</div><div>${pane.next ? rank(pane) : ""}</div></div>`;
+// One layer's input over the text, and an attention's heads at the chosen token.
+const overTokens = (pane) => {
+  if (!pane.over) return "";
+  const {read, values, heads} = pane.over, one = pane.reads[read], names = pane.names.map((name, t) => `${t} ${name}`);
+  const words = one.sources.map((c) => pane.columns[c].label), sources = `<h2>${escape(one.label)} at every token <small>${view.by} of each source</small> ${numbersButton()}</h2>`
+    + heat(words, names, values, {most: end(values.flat(), 1), colour: content, tip: (r, c) => `${words[r]} at token ${c} “${pane.names[c]}”: ${number(values[r][c])}`});
+  const some = heads ? heads[0].map((_, t) => names[t]) : [];
+  return `<div class="sheet">${sources}${heads ? `<h2>What each head of ${escape(one.label)} attends to at “${escape(pane.names[pane.token])}”</h2>`
+    + heat(heads.map((_, h) => `head ${h}`), some, heads, {most: 1, colour: content, tip: (r, c) => `head ${r} to token ${c} “${pane.names[c]}”: ${number(heads[r][c])}`}) : ""}</div>`;
+};
 
-const patchOf = () => JSON.stringify([view.text, view.other, view.models[0], view.target, view.against]);
+// The graph: what leads to the output along links of at least the threshold.
+const pruned = ({links, places, position}, threshold) => {
+  const into = new Map(), key = (t, p) => `${t},${p}`, root = key(position, places.length - 1), reached = new Set([root]), open = [root];
+  const some = links.filter((one) => Math.abs(one[4]) >= threshold);
+  for (const one of some) into.set(key(one[2], one[3]), [...(into.get(key(one[2], one[3])) || []), one]);
+  while (open.length) for (const [t, p] of into.get(open.pop()) || []) if (!reached.has(key(t, p))) { reached.add(key(t, p)); open.push(key(t, p)); }
+  return {nodes: [...reached].map((one) => one.split(",").map(Number)), links: some.filter((one) => reached.has(key(one[2], one[3])))};
+};
+const BEGIN = 40, ROW = 20, COLUMN = 74, LEFT = 96;
+const graph = (pane) => {
+  const {result} = graphed, most = Math.max(...result.links.map((one) => Math.abs(one[4])), 1e-9);
+  if (graphed.at === undefined) graphed.at = Math.sqrt(Math.abs((result.links[BEGIN] || result.links.at(-1) || [0, 0, 0, 0, 0])[4]) / most);
+  const threshold = most * graphed.at ** 2, {nodes, links} = pruned(result, threshold);
+  const tokens = [...new Set(nodes.map(([t]) => t))].sort((a, b) => a - b), levels = [...new Set(nodes.map(([, p]) => p))].sort((a, b) => b - a);
+  const x = (t) => LEFT + COLUMN * (tokens.indexOf(t) + 0.5), y = (p) => ROW * (levels.indexOf(p) + 1), foot = ROW * (levels.length + 1);
+  const name = ([t, p]) => `${result.places[p]} at token ${t} “${pane.names[t]}”`;
+  const line = ([t, p, u, q, value, measured]) => {
+    const bend = t === u ? Math.min(COLUMN * 0.45, 6 + 2 * (levels.indexOf(p) - levels.indexOf(q))) : 0;
+    const path = t === u ? `M${x(t)} ${y(p)}C${x(t) + bend} ${y(p)} ${x(u) + bend} ${y(q)} ${x(u)} ${y(q)}` : `M${x(t)} ${y(p)}Q${(x(t) + x(u)) / 2} ${y(p) + 9} ${x(u)} ${y(q)}`;
+    return `<path d="${path}" fill="none" stroke="var(--${value < 0 ? "less" : "more"})" stroke-width="${(0.6 + 4 * Math.sqrt(Math.abs(value) / most)).toFixed(2)}" stroke-opacity=".75" data-tip="${
+      escape(`${name([t, p])} → ${name([u, q])}: ln p ${signed(value)} without it (${measured ? "measured" : "estimate"})`)}"/>`;
+  };
+  const dot = ([t, p]) => `<circle cx="${x(t)}" cy="${y(p)}" r="5" data-t="${t}" fill="var(--${p === result.places.length - 1 ? "acc" : "ink"})" data-tip="${escape(name([t, p]))}"/>`;
+  const rows = links.slice(0, 200).map((one) => `<tr><td>${escape(name(one))}</td><td>${escape(name(one.slice(2)))}</td><td class="num">${signed(one[4])}</td><td>${one[5] ? "measured" : "estimate"}</td></tr>`).join("");
+  return `<div class="sheet" id="graph"><h2>How the prediction is made <small>inputs of layers at tokens; lines: what an earlier output adds, or what an attention takes from a token</small></h2>`
+    + `<p class="note"><label>links of at least <input type="range" id="threshold" min="0" max="1" step="any" value="${graphed.at}" aria-valuetext="${number(threshold)} nats"> <b>${number(threshold, 4)} nats</b></label>: ${
+      links.length} links, ${nodes.length} nodes that lead to the output. Orange: ln p falls without it, blue: rises; the largest of depth are measured, others estimated by gradient.${
+      result.attends ? "" : " This model shows no weights of its attention: links between tokens are missing."} <button type="button" class="live" data-neuronpedia="${threshold}">Save for Neuronpedia</button></p>`
+    + `<div class="scroll"><svg class="graph" width="${LEFT + COLUMN * tokens.length}" height="${foot + 16}" role="img" aria-label="${links.length} links, as in the table below">`
+    + levels.map((p) => `<text x="0" y="${y(p) + 4}" fill="var(--muted)">${escape(result.places[p])}</text><line x1="${LEFT}" x2="${LEFT + COLUMN * tokens.length}" y1="${y(p)}" y2="${y(p)}" stroke="var(--grid)"/>`).join("")
+    + links.map(line).join("") + nodes.map(dot).join("")
+    + tokens.map((t) => `<text class="mono" x="${x(t)}" y="${foot + 6}" text-anchor="middle" fill="var(--ink)">${escape(pane.names[t].slice(0, 9))}</text>`).join("")
+    + `</svg></div><details id="all-graph" ${unfolded.has("all-graph") ? "open" : ""}><summary>all as a table</summary>${unfolded.has("all-graph")
+      ? `<div class="scroll"><table class="list"><thead><tr><th>from</th><th>to</th><th>ln p</th><th></th></tr></thead><tbody>${rows}</tbody></table></div>` : ""}</details></div>`;
+};
+
+const explain = (pane) => pane.error ? `<p class="error">${escape(pane.error)}</p>`
+  : `${sentence(pane)}<div class="cards"><div>${depth(pane)}</div><div>${pane.next ? rank(pane) : ""}</div></div>${overTokens(pane)}${graphed && pane === shown.panes[0] ? graph(pane) : ""}`;
+
+const patchOf = () => JSON.stringify([view.text, view.other, view.models[0], shown.panes[0].token, view.target, view.against, view.edited && view.cuts]);
 const patching = (pane) => {
   const goal = candidate(pane, pane.target), rows = pane.reads.map((one) => one.label), columns = pane.columns.map((one) => one.label);
   let result = "";
   if (patched && patched.result) {
-    const {restored, clean, corrupted, target, against} = patched.result;
+    const {restored, clean, corrupted, target, against, tokens, alone} = patched.result;
     const values = pane.reads.map((read, r) => columns.map((_, c) => read.sources.includes(c) ? restored[r][read.sources.indexOf(c)] : null));
     const all = pane.reads.flatMap((read, r) => read.sources.map((_, s) => ({r, s, value: restored[r][s]}))).sort((a, b) => Math.abs(b.value) - Math.abs(a.value));
     const margins = against === null ? `ln p of “${target}”` : `ln p of “${target}” less that of “${against}”`;
     result = `<p class="say">Taking <b>${escape(edgeName(pane, [all[0].r, all[0].s]))}</b> from the other text restores <b>${number(100 * all[0].value, 0)} %</b> of what it predicts.</p>`
-      + `<p class="sub">${escape(margins)} is ${number(clean)} after the other text and ${number(corrupted)} after this one; 0 % changes nothing, 100 % restores the other text’s.</p>`
+      + `<p class="sub">${escape(margins)} is ${number(clean)} after the other text and ${number(corrupted)} after this one; 0 % changes nothing, 100 % restores the other text’s. ${
+      alone ? `${alone} of the ${tokens} tokens up to there have no partner in the other text and keep their own vectors.` : "Every token has a partner in the other text."}</p>`
       + `<div class="cards"><div><h2>Part restored by each edge’s vector ${numbersButton()}</h2>${heat(rows, columns, values, {most: end(values.flat(), 0.1), tip: (r, c) => `${rows[r]} ← ${columns[c]}: ${number(values[r][c])} restored`})}</div>`
       + `<div><h2>Restore most</h2><table class="list">${all.slice(0, 12).map((one) => `<tr><td>${escape(edgeName(pane, [one.r, one.s]))}</td><td class="num">${signed(one.value, 2)}</td></tr>`).join("")}</table></div></div>`;
   }
-  return `<h2>Patch from another text <small>of as many tokens: each edge’s vector is taken from it, one edge at a time</small></h2>`
+  return `<h2>Patch from another text <small>each edge’s vectors are taken from it, one edge at a time</small></h2>`
     + `<textarea class="text" id="other" style="height:110px" aria-label="text that patches come from">${escape(view.other)}</textarea>`
-    + `<p class="note">Measured is ${view.target === null ? "the other text’s likeliest token" : `“${escape(goal.word)}”`} after the last token${
-      pane.against === null ? "" : ` rather than “${escape(candidate(pane, pane.against).word)}”`}. <button type="button" data-patch="">Patch every edge</button> <progress max="1" value="0" hidden></progress></p>${result}`;
+    + `<p class="note">Measured is ${view.target === null ? "the other text’s likeliest token" : `“${escape(goal.word)}”`} after “${escape(pane.names[pane.token])}”, the chosen token, and its partner in the other text${
+      pane.against === null ? "" : ` rather than “${escape(candidate(pane, pane.against).word)}”`}. Texts of as many tokens are aligned token by token, others by what both have, from the last token on.${
+      view.edited && view.cuts.length ? " Cuts at all tokens are in place in both texts, those at one token are not." : ""} <button type="button" data-patch="">Patch every edge</button> <progress max="1" value="0" hidden></progress></p>${result}`;
 };
 
 const searching = (pane) => {
   if (begin.corpus === null) return '<p class="note">No corpus is open: start the app with --corpus (stdlib, a file or folder, hub:NAME) to search for the tokens at which a source is most of a layer’s input.</p>';
   const pick = (name, words, value) => `<select data-pick="${name}" aria-label="${name}">${words.map((one, i) => `<option value="${i}" ${i === value ? "selected" : ""}>${escape(one)}</option>`).join("")}</select>`;
   const read = Math.min(view.read, pane.reads.length - 1), sources = pane.reads[read].sources.map((c) => pane.columns[c].label);
-  const hits = found ? `<p class="note">${found.tokens.toLocaleString("en")} tokens of ${found.documents.toLocaleString("en")} documents, mean ${number(found.mean)}. Click a token to look at its text.</p><table class="list"><tbody>${
+  const hits = found ? `<p class="note">${found.tokens.toLocaleString("en")} tokens of ${found.documents.toLocaleString("en")} documents, mean ${number(found.mean)}${found.cuts ? ", with your cuts at all tokens" : ""}. Click a token to look at its text.</p><table class="list"><tbody>${
     found.hits.map((hit, i) => `<tr><td class="num">${number(hit.value)}</td><td class="mono before">${escape(hit.before)}</td><td><button type="button" class="mono" data-hit="${i}">${escape(hit.token)}</button></td><td class="mono after">${escape(hit.after)}</td><td class="note">document ${hit.document}</td></tr>`).join("")}</tbody></table>` : "";
   return `<h2>Tokens of ${escape(begin.corpus)} at which a source is most of a layer’s input</h2><p>${pick("source", sources, Math.min(view.source, sources.length - 1))} of ${pick("read", pane.reads.map((one) => one.label), read)}
     <button type="button" data-search="most">Top tokens</button> <button type="button" data-search="least">Bottom tokens</button> <progress max="1" value="0" hidden></progress></p>${hits}`;
@@ -526,25 +582,26 @@ const picture = () => {
   return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${box.width.toFixed(0)} ${box.height.toFixed(0)}" width="${box.width.toFixed(0)}"><rect width="100%" height="100%" fill="${paper}"/>${parts.join("")}</svg>`;
 };
 
+// The Python that makes what the part of the page shows.
 const code = () => {
-  const [pane] = shown.panes, name = JSON.stringify(begin.choices ? begin.choices[view.models[0]].name : "MODEL");
-  const word = (id) => JSON.stringify((candidate(pane, id) || {}).word).replaceAll("␣", " ").replaceAll("↵", "\\n");
-  const cuts = view.cuts.filter((cut) => cut.model === pane.model).map((cut) => `Ablate(${JSON.stringify(pane.columns[pane.reads[cut.read].sources[cut.source]].name)}, reads=${
-    JSON.stringify(pane.reads[cut.read].name)}${cut.token === null ? "" : `, tokens=${cut.token}`})`);
-  return `import attnres
-from attnres.inspect import Ablate, attribute, intervene, logit_lens, predict
-
-model = attnres.load(${name})
-text = ${JSON.stringify(view.text)}
-cuts = [${cuts.join(", ")}]
-with intervene(model, *cuts), attnres.record(model, tokens=True) as trace:
-    after = predict(model, text)
-trace.token_contributions  # of each layer's input, (1, tokens, sources)
-with intervene(model, *cuts):
-    lens = logit_lens(model, text, position=${pane.token})
-scores = attribute(model, text, position=${pane.token}, target=${word(pane.target)}${pane.against === null ? "" : `, against=${word(pane.against)}`}, edits=cuts, most=200)
-scores.top(10)
-`;
+  const [pane] = shown.panes, string = JSON.stringify, edge = (r, s) => [pane.columns[pane.reads[r].sources[s]].name, pane.reads[r].name].map((one) => string(one));
+  const cuts = view.cuts.filter((cut) => cut.model === pane.model).map((cut) => {
+    const [source, read] = edge(cut.read, cut.source);
+    return `Ablate(${source}, reads=${read}${cut.token === null ? "" : `, tokens=${cut.token}`})`;
+  });
+  const of = `position=${pane.token}, target=${pane.target}${pane.against === null ? "" : `, against=${pane.against}`}`, goal = candidate(pane, pane.target);
+  const lines = ["import attnres", "from attnres.inspect import Ablate, TextModel, attribute, circuit, intervene, logit_lens, patch, predict, search", "",
+    `model = ${begin.choices ? begin.choices[view.models[0]].code : "..."}`, `text = ${string(view.text)}`, `cuts = [${view.edited ? cuts.join(", ") : ""}]`];
+  if (goal) lines.push(`# the target is ${string(goal.word)}`);
+  if (view.tab === "patch") lines.push(`other = ${string(view.other)}`, `patch(model, other, text, ${view.target === null ? of.replace(/ target=[0-9]+,?/, "").replace(/,$/, "") : of}, edits=cuts).top(10)`);
+  else if (view.tab === "search") {
+    const [source, read] = edge(view.read, view.source);
+    lines.push("documents = [text]  # yours", "with intervene(model, *cuts):", `    search(model, tokenizer, documents, ${source}, ${read}, context=256)  # the model's tokenizer`);
+  } else if (view.tab === "training") lines.push("attnres.inspect.from_trace(model).sharpness");
+  else lines.push("with intervene(model, *cuts), attnres.record(model, tokens=True) as trace:", "    predict(model, text)", "trace.token_contributions  # of each layer's input, (1, tokens, sources)",
+    "with intervene(model, *cuts):", `    lens = logit_lens(model, text, position=${pane.token}, target=${pane.target})`, `scores = attribute(model, text, ${of}, edits=cuts, most=200)`, "scores.top(10)",
+    ...(graphed ? [`graph = circuit(model, text, ${of}, edits=cuts)`, "graph.neuronpedia(0.01)"] : []));
+  return lines.join("\n") + "\n";
 };
 
 // ---------------------------------------------------------------- clicks and keys
@@ -567,8 +624,13 @@ const work = async (path, button, body, take) => {
   draw();
 };
 
+const exported = async (threshold) => {
+  try { download(await (await post("neuronpedia", {view, threshold})).text(), "attnres-graph.json", "application/json"); } catch (error) { complain(error); }
+};
+
 const press = (target) => {
-  const {t, fold, hit, by, undo, target: goal, search, patch, tab, columns, numbers: cells} = target.dataset;
+  const {t, fold, hit, by, undo, target: goal, search, patch, tab, columns, numbers: cells, layer} = target.dataset;
+  if (target.dataset.compared !== undefined) { compared = compared === "values" ? "effects" : "values"; return draw(); }
   if (cells !== undefined) { numbers = !numbers; return draw(); }
   if (columns !== undefined) { unfolded[unfolded.has("columns") ? "delete" : "add"]("columns"); return draw(); }
   if (fold !== undefined) {
@@ -583,6 +645,12 @@ const press = (target) => {
     Object.assign(shown.panes[0], {token: +t, contributions: every.contributions.map((row) => row[t]), weights: every.weights.map((row) => row[t])});
     return draw();
   }
+  if (layer !== undefined) return change({layer: view.layer === +layer ? null : +layer});
+  if (target.dataset.graph !== undefined) {
+    const of = scoreOf(shown.panes[0]);
+    return work("circuit", target, {view}, (result) => { graphed = {result, of}; });
+  }
+  if (target.dataset.neuronpedia !== undefined) return exported(+target.dataset.neuronpedia);
   if (t !== undefined) return change({token: +t, target: null, against: null});
   if (target.dataset.e !== undefined) return toggle(target);
   if (goal !== undefined) return change({target: +goal === shown.panes[0].follows ? null : +goal, against: +goal === view.against ? null : view.against});
@@ -599,7 +667,7 @@ const press = (target) => {
   }
 };
 
-const CLICKED = "[data-t],[data-e],[data-fold],[data-hit],[data-by],[data-undo],[data-target],[data-search],[data-patch],[data-tab],[data-columns],[data-numbers],[data-example]";
+const CLICKED = "[data-t],[data-e],[data-fold],[data-hit],[data-by],[data-undo],[data-target],[data-search],[data-patch],[data-tab],[data-columns],[data-numbers],[data-example],[data-layer],[data-graph],[data-neuronpedia],[data-compared]";
 document.addEventListener("click", (event) => {
   const target = event.target.closest(CLICKED);
   if (target && shown && !target.disabled) { tip(""); press(target); }
@@ -609,6 +677,9 @@ document.addEventListener("change", (event) => {
   if (choose) change({[choose]: choose === "edited" ? value === "true" : value});
   if (against !== undefined) change({against: value === "" ? null : +value});
   if (pick) { found = null; change(pick === "read" ? {read: +value, source: 0} : {source: +value}); }
+});
+document.addEventListener("input", (event) => {
+  if (event.target.id === "threshold") { graphed.at = +event.target.value; draw(); }
 });
 document.addEventListener("toggle", (event) => {
   const {id, open} = event.target;
@@ -679,6 +750,9 @@ if (saved) {
   document.body.classList.add("saved");
   shown = saved;
   view = saved.view;
+  found = saved.found ?? null;
+  patched = saved.patched ?? null;
+  graphed = saved.graphed ?? null;
   $("#code").hidden = !shown.panes[0].next;
   draw();
 } else {
@@ -704,7 +778,7 @@ if (saved) {
     try { await navigator.clipboard.writeText(location.href); tip("copied", box.left, box.bottom - 14); } catch { tip(location.href, box.left, box.bottom - 14); }
   });
   $("#save").addEventListener("click", async () => {
-    const page = await (await fetch("alone")).text(), data = JSON.stringify({...shown, view}).replace(/</g, "\\u003c");
+    const page = await (await fetch("alone")).text(), data = JSON.stringify({...shown, view, found, patched, graphed}).replace(/</g, "\\u003c");
     download(page.replace('"{{saved}}"', () => data), "attnres-explorer.html", "text/html");
   });
   addEventListener("popstate", (event) => {

@@ -233,7 +233,8 @@ class Parts(Edits):
             return change
         square = h.square().sum(-1, keepdim=True)
         rest = square - 2 * rows * torch.einsum("td,ntd->tn", h, vectors) + rows.square() * vectors.square().sum(-1).T
-        scale = (square / rest.clamp_min(1e-30)).sqrt()
+        alone = rest <= 1e-5 * square  # the part is all of the read: there is no direction left
+        scale = torch.where(alone, 1.0, (square / rest.clamp_min(1e-30)).sqrt())
         return scale * change + (scale - 1) * along[:, None]
 
 

@@ -85,7 +85,8 @@ class InspectConfig(OneModelConfig):
     against: str | None = None
     """With --attribute or --patch: explain the target rather than this token: ln p of one less that of the other."""
     graph: bool = False
-    """With --attribute and --out: also draw it, in graph.svg and edges.svg."""
+    """With --attribute and --out: also draw it, in graph.svg and edges.svg, and write its graph of tokens and layers,
+    graph.json, as Neuronpedia reads it."""
     since: int | None = None
     """Of a run: also the changes since that step of its training, one of its validations: how far queries turned and,
     if that step's checkpoint was kept (train --keep-at), the contributions then."""

@@ -18,7 +18,14 @@ from attnres.inspect.config import InspectConfig
 from attnres.inspect.edits import Ablate, find_ablation, intervene, source_and_read
 from attnres.inspect.inspection import Inspection, dynamics
 from attnres.inspect.inspector import inspect_model
-from attnres.inspect.prediction import Prediction, attribution_table, lens_table, next_tokens, patching_table
+from attnres.inspect.prediction import (
+    Prediction,
+    attribution_table,
+    lens_table,
+    neuronpedia_graph,
+    next_tokens,
+    patching_table,
+)
 from attnres.inspect.prune import check_prunable, prune_report
 from attnres.inspect.steps import change_since, since_table
 from attnres.inspect.survey import Survey, encode, survey
@@ -204,6 +211,7 @@ def _explain(subject: _Subject, out: _Out) -> None:
         out.write("attribution.json", attribution.save)
         if config.graph and out.folder is not None:
             out.files += _pictures(attribution, subject.checkpoint.title(), out.folder)
+            out.write_record("graph.json", neuronpedia_graph(prediction))
     if config.patch is not None:
         out.write("patching.json", patching_table(prediction, config.patch).save)
     if config.lens:

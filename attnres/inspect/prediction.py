@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from attnres.inspect.attribution import Attribution, attribute
+from attnres.inspect.circuit import circuit
 from attnres.inspect.config import InspectConfig
 from attnres.inspect.edits import Ablate, position_of, source_names
 from attnres.inspect.effects import effect
@@ -18,6 +19,11 @@ from attnres.models.encoding import piece, spelled, token_in_front
 from attnres.models.open import Checkpoint
 from attnres.progress import counting, grid, say
 from attnres.text import counted, short
+
+MOST = 200
+"""Links of a graph that are measured."""
+LEAST = 0.01
+"""Nats of an effect from which a link is one of the graph that is written."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,28 @@ def attribution_table(prediction: Prediction) -> Attribution:
         f"{short(agreement.spearman)}, {agreement.overlap:.0%} of the {agreement.top} largest in common",
     )
     return attribution
+
+
+def neuronpedia_graph(prediction: Prediction) -> dict[str, Any]:
+    """Return the attribution graph of the prediction as Neuronpedia reads it, from `LEAST` nats on; print its size."""
+    config, name = prediction.config, prediction.checkpoint.title()
+    with counting("links", MOST, "links", shown=config.progress) as on_links:
+        graph = circuit(
+            prediction.model,
+            prediction.ids,
+            position=prediction.position,
+            target=config.target,
+            against=config.against,
+            most=MOST,
+            batch_size=prediction.batch_size,
+            progress=on_links,
+        )
+    record = graph.neuronpedia(LEAST, model=name)
+    say(
+        prediction.console,
+        f"graph of tokens and layers: {len(record['links'])} links of at least {LEAST:g} nats that lead to the output",
+    )
+    return record
 
 
 def patching_table(prediction: Prediction, other: str) -> Patching:

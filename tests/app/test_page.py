@@ -23,7 +23,7 @@ from attnres.app.page import Page
 from attnres.app.reading import KEPT, _bytes
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
-from attnres.inspect import attribute, patch, token_attention
+from attnres.inspect import attribute, circuit, patch, token_attention
 from attnres.inspect.edits import Ablate
 from attnres.inspect.effects import effect
 from attnres.inspect.texts import LookText
@@ -195,6 +195,39 @@ def test_models_are_compared_by_single_outputs(page, full):
     for row in block_pane["outputs"]["values"]:
         assert sum(row) == pytest.approx(1, abs=1e-3)
     assert pane(page, View(TEXT))["outputs"] is None
+
+
+def test_effects_are_compared_by_single_outputs_as_circuits_have_them(page, full):
+    """Whose estimates and measured links are held against passes by hand in tests/inspect/test_circuit.py."""
+    view = View(TEXT, models=(1, 0), token=6)
+    shown = pane(page, view)
+    graph = circuit(full.model, full.read(TEXT).ids, position=6, most=5)
+    for mine, row in zip(shown["outputs"]["effects"], graph.effects, strict=True):
+        assert mine[: len(row)] == pytest.approx(row, abs=1e-4) and not any(mine[len(row) :])
+    sent = page.circuit(view, nothing)
+    assert sent["places"][-1] == "output" and sent["position"] == 6 and sent["attends"]
+    best = {(*one[:4],): one[4] for one in sent["links"] if not one[5]}
+    for link in graph.links:
+        if link.measured is None and (*link.source, *link.target) in best:
+            assert best[(*link.source, *link.target)] == pytest.approx(link.estimate, abs=1e-4)
+    exported = page.neuronpedia(view, 0.05)
+    assert {one["feature_type"] for one in exported["nodes"]} >= {"logit"} and exported["metadata"]["scan"] == full.name
+
+
+def test_one_layers_input_is_shown_over_all_tokens_and_its_heads_apart(page, full):
+    ids = full.read(TEXT).ids
+    assert pane(page, View(TEXT, models=(1,)))["over"] is None
+    for layer, cuts in ((2, ()), (3, ()), (2, (Cut(1, 2, 0),))):
+        over = pane(page, View(TEXT, models=(1,), token=6, layer=layer, cuts=cuts))["over"]
+        reading = full.read(TEXT, cuts)
+        np.testing.assert_allclose(over["values"], reading.contributions[layer].T, atol=1e-4)
+        if layer == 3:
+            assert over["heads"] is None
+            continue
+        with full.edited(cuts, len(ids)), torch.no_grad():
+            out = full.model(input_ids=torch.tensor([ids]), output_attentions=True, use_cache=False)
+        assert out.attentions is not None
+        np.testing.assert_allclose(over["heads"], out.attentions[1][0][:, 6, :7], atol=1e-4)
 
 
 def test_layers_count_from_0_and_blocks_from_1_with_their_layers(page):

@@ -52,6 +52,9 @@ def test_links_of_depth_are_what_taking_a_part_out_of_an_input_does(model, graph
         if link.measured is not None:
             gone = value(model, Steer(-part, reads=name, tokens=token)) - before
             assert link.measured == pytest.approx(gone, abs=1e-5), number
+        if (h - part).norm() < 1e-3 * h.norm():  # nothing else is read
+            assert abs(link.estimate) < 1e-3
+            continue
         step = (h.norm() / (h - part).norm()) * (h - part) - h
         ends = [value(model, Steer(size * step, reads=name, tokens=token)) for size in (1e-4, -1e-4)]
         assert link.estimate == pytest.approx((ends[0] - ends[1]) / 2e-4, rel=1e-2, abs=1e-4), number
