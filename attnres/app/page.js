@@ -263,13 +263,14 @@ const depth = (pane) => {
   const across = columnsOf(pane), all = ranked(pane), most = end(all.map((one) => one.value));
   const template = `grid-template-columns:repeat(${across.some.length + (across.rest.length ? 1 : 0)},minmax(0,1fr))`;
   const top = pane.scores ? (leading(pane)[0] || {}).r : undefined;
+  const likely = pane.lens ? Math.max(...pane.lens.map((one) => one.target), 1e-9) : 1;
   const row = (r, first) => {
     const read = pane.reads[r], lens = pane.lens && pane.lens[r], attends = pane.attends && pane.attends[r];
     return `<tr class="${first ? "first" : ""}"><th class="layer" scope="row"><button type="button" class="plain" data-layer="${r}" aria-pressed="${view.layer === r
     }" data-tip="over all tokens">${escape(read.label)}</button></th><td>${stack(pane, r)}</td>`
       + (pane.next ? `<td><span class="cells" style="${template}">${cells(pane, r, across, most)}</span></td>` : "")
       + (pane.lens ? `<td class="wide"><span class="mono">${escape(lens.word)}</span> <span class="note">${number(lens.p, 2)}</span> <span class="goal" style="width:${
-        Math.min(54, 54 * lens.target)}px" data-tip="${escape(`the target's p is ${number(lens.target)} if ${read.label} were the last; KL ${number(lens.kl)} nats`)}"></span></td>` : "")
+        (40 * lens.target / likely).toFixed(1)}px" data-tip="${escape(`the target's p is ${number(lens.target)} if ${read.label} were the last; KL ${number(lens.kl)} nats`)}"></span></td>` : "")
       + (pane.attends ? `<td class="mono note wide">${(attends || []).map(([t, w]) =>
         `<span data-tip="${escape(`token ${t}: ${number(w)} of the attention, mean over heads`)}">${escape(pane.names[t])}</span>`).join(" ")}</td>` : "") + "</tr>";
   };
@@ -288,7 +289,7 @@ const depth = (pane) => {
   return `<table class="depth"><thead><tr><th class="layer">Layer</th><th style="width:${pane.next ? 34 : 80}%">What its input is made of<br><span>${
     view.by}; click to cut</span></th>` + (pane.next ? `<th style="width:${Math.min(30, 10 + 1.5 * across.some.length)}%">Change of ${pane.against === null ? "ln p (target)" : "the difference"
     } when that source is cut<span class="cells" style="${template}">${heads}</span></th>` : "")
-    + (pane.lens ? '<th class="wide">Says (logit lens)<br><span>top token, p</span></th>' : "")
+    + (pane.lens ? '<th class="wide">Says (logit lens)<br><span>top token, p; bar: target</span></th>' : "")
     + (pane.attends ? '<th class="wide">Attends to</th>' : "") + `</tr></thead><tbody>${groups(pane).map(folded).join("")}</tbody></table>`
     + (pane.next ? `<p class="legend"><span>−${most}</span><b class="ramp" style="background:linear-gradient(90deg,var(--less),var(--tint),var(--more))"></b><span>+${most
     } nats, root scale</span><span><i style="background:var(--less)"></i> falls when it is cut</span><span><i style="background:var(--more)"></i> rises</span>`
@@ -300,7 +301,7 @@ const rank = (pane) => {
   const all = leading(pane), most = end(all.map((one) => one.value)), {edges, measured} = pane.scores || {};
   const done = measured ? measured.flat().filter((one) => one !== null).length : 0;
   const bar = (value) => `<div class="middle"><i style="${value < 0 ? "right" : "left"}:50%;width:${
-    40 * Math.min(1, Math.abs(value) / most)}px;background:var(--${value < 0 ? "less" : "more"})"></i></div>`;
+    38 * Math.min(1, Math.abs(value) / most)}px;background:var(--${value < 0 ? "less" : "more"})"></i></div>`;
   const line = (one) => `<tr data-e="${one.r},${one.s}" data-m="${pane.model}" tabindex="0" data-tip="${escape(tipOf(pane, one.r, one.s))}"><td>${escape(shortName(pane, [one.r, one.s]))}</td><td>${
     bar(one.value)}</td><td class="num">${signed(one.value, 2)}</td></tr>`;
   const how = !edges ? "scoring …" : done === 0 ? `${edges} edges, estimated by gradient; measuring …`
@@ -324,7 +325,7 @@ const next = (pane) => {
     : `<span class="bar cut" style="width:${100 * chance(one.after) / most}%"></span>`}</td><td class="num">${prob(one.before)}${
     one.after === null ? "" : " → " + prob(one.after)}</td></tr>`;
   const others = pane.next.filter((one) => one.id !== pane.target);
-  return `<h2>${shown.panes.length > 1 ? escape(pane.title) + ": p" : "P"}rediction after <span class="mono">“${escape(pane.names[pane.token])}”</span> <small>click a row to explain it</small></h2>`
+  return `<h2>${shown.panes.length > 1 ? escape(pane.title) + ": p" : "P"}rediction after <span class="mono">“${escape(pane.names[pane.token])}”</span> <small>click to explain</small></h2>`
     + `<table class="next"><tbody>${pane.next.map(line).join("")}</tbody></table>`
     + `<p class="legend">${pane.next[0].after === null ? "" : '<span><i style="background:var(--muted)"></i> as it is</span><span><i style="background:var(--acc)"></i> with your cuts</span>'
     }<span>● the text’s next token</span></p>`
@@ -386,16 +387,17 @@ const pruned = ({links, places, position}, threshold) => {
   while (open.length) for (const [t, p] of into.get(open.pop()) || []) if (!reached.has(key(t, p))) { reached.add(key(t, p)); open.push(key(t, p)); }
   return {nodes: [...reached].map((one) => one.split(",").map(Number)), links: some.filter((one) => reached.has(key(one[2], one[3])))};
 };
-const BEGIN = 40, ROW = 20, COLUMN = 74, LEFT = 96;
+const BEGIN = 40, ROW = 20, LEFT = 96;
 const graph = (pane) => {
   const {result} = graphed, most = Math.max(...result.links.map((one) => Math.abs(one[4])), 1e-9);
   if (graphed.at === undefined) graphed.at = Math.sqrt(Math.abs((result.links[BEGIN] || result.links.at(-1) || [0, 0, 0, 0, 0])[4]) / most);
   const threshold = most * graphed.at ** 2, {nodes, links} = pruned(result, threshold);
   const tokens = [...new Set(nodes.map(([t]) => t))].sort((a, b) => a - b), levels = [...new Set(nodes.map(([, p]) => p))].sort((a, b) => b - a);
-  const x = (t) => LEFT + COLUMN * (tokens.indexOf(t) + 0.5), y = (p) => ROW * (levels.indexOf(p) + 1), foot = ROW * (levels.length + 1);
+  const wide = Math.max(74, Math.min(260, 860 / tokens.length));
+  const x = (t) => LEFT + wide * (tokens.indexOf(t) + 0.5), y = (p) => ROW * (levels.indexOf(p) + 1), foot = ROW * (levels.length + 1);
   const name = ([t, p]) => `${result.places[p]} at token ${t} “${pane.names[t]}”`;
   const line = ([t, p, u, q, value, measured]) => {
-    const bend = t === u ? Math.min(COLUMN * 0.45, 6 + 2 * (levels.indexOf(p) - levels.indexOf(q))) : 0;
+    const bend = t === u ? wide * (0.1 + 0.55 * (levels.indexOf(p) - levels.indexOf(q)) / levels.length) : 0;
     const path = t === u ? `M${x(t)} ${y(p)}C${x(t) + bend} ${y(p)} ${x(u) + bend} ${y(q)} ${x(u)} ${y(q)}` : `M${x(t)} ${y(p)}Q${(x(t) + x(u)) / 2} ${y(p) + 9} ${x(u)} ${y(q)}`;
     return `<path d="${path}" fill="none" stroke="var(--${value < 0 ? "less" : "more"})" stroke-width="${(0.6 + 4 * Math.sqrt(Math.abs(value) / most)).toFixed(2)}" stroke-opacity=".75" data-tip="${
       escape(`${name([t, p])} → ${name([u, q])}: ln p ${signed(value)} without it (${measured ? "measured" : "estimate"})`)}"/>`;
@@ -406,8 +408,8 @@ const graph = (pane) => {
     + `<p class="note"><label>links of at least <input type="range" id="threshold" min="0" max="1" step="any" value="${graphed.at}" aria-valuetext="${number(threshold)} nats"> <b>${number(threshold, 4)} nats</b></label>: ${
       links.length} links, ${nodes.length} nodes that lead to the output. Orange: ln p falls without it, blue: rises; the largest of depth are measured, others estimated by gradient.${
       result.attends ? "" : " This model shows no weights of its attention: links between tokens are missing."} <button type="button" class="live" data-neuronpedia="${threshold}">Save for Neuronpedia</button></p>`
-    + `<div class="scroll"><svg class="graph" width="${LEFT + COLUMN * tokens.length}" height="${foot + 16}" role="img" aria-label="${links.length} links, as in the table below">`
-    + levels.map((p) => `<text x="0" y="${y(p) + 4}" fill="var(--muted)">${escape(result.places[p])}</text><line x1="${LEFT}" x2="${LEFT + COLUMN * tokens.length}" y1="${y(p)}" y2="${y(p)}" stroke="var(--grid)"/>`).join("")
+    + `<div class="scroll"><svg class="graph" width="${LEFT + wide * tokens.length}" height="${foot + 16}" role="img" aria-label="${links.length} links, as in the table below">`
+    + levels.map((p) => `<text x="0" y="${y(p) + 4}" fill="var(--muted)">${escape(result.places[p])}</text><line x1="${LEFT}" x2="${LEFT + wide * tokens.length}" y1="${y(p)}" y2="${y(p)}" stroke="var(--grid)"/>`).join("")
     + links.map(line).join("") + nodes.map(dot).join("")
     + tokens.map((t) => `<text class="mono" x="${x(t)}" y="${foot + 6}" text-anchor="middle" fill="var(--ink)">${escape(pane.names[t].slice(0, 9))}</text>`).join("")
     + `</svg></div><details id="all-graph" ${unfolded.has("all-graph") ? "open" : ""}><summary>all as a table</summary>${unfolded.has("all-graph")
@@ -428,8 +430,9 @@ const patching = (pane) => {
     const margins = against === null ? `ln p of “${target}”` : `ln p of “${target}” less that of “${against}”`;
     result = `<p class="say">Taking <b>${escape(edgeName(pane, [all[0].r, all[0].s]))}</b> from the other text restores <b>${number(100 * all[0].value, 0)} %</b> of what it predicts.</p>`
       + `<p class="sub">${escape(margins)} is ${number(clean)} after the other text and ${number(corrupted)} after this one; 0 % changes nothing, 100 % restores the other text’s. ${
-      alone ? `${alone} of the ${tokens} tokens up to there have no partner in the other text and keep their own vectors.` : "Every token has a partner in the other text."}</p>`
-      + `<div class="cards"><div><h2>Part restored by each edge’s vector ${numbersButton()}</h2>${heat(rows, columns, values, {most: end(values.flat(), 0.1), tip: (r, c) => `${rows[r]} ← ${columns[c]}: ${number(values[r][c])} restored`})}</div>`
+      alone ? `${alone} of the ${tokens} tokens up to there have no partner in the other text and keep their own vectors.` : "Every token has a partner in the other text."}${
+      Math.abs(clean - corrupted) < 0.05 ? " The two numbers hardly differ, so the parts are large." : ""}</p>`
+      + `<div class="columns"><div class="fit"><h2>Part restored by each edge’s vector ${numbersButton()}</h2>${heat(rows, columns, values, {most: end(values.flat(), 0.1), tip: (r, c) => `${rows[r]} ← ${columns[c]}: ${number(values[r][c])} restored`})}</div>`
       + `<div><h2>Restore most</h2><table class="list">${all.slice(0, 12).map((one) => `<tr><td>${escape(edgeName(pane, [one.r, one.s]))}</td><td class="num">${signed(one.value, 2)}</td></tr>`).join("")}</table></div></div>`;
   }
   return `<h2>Patch from another text <small>each edge’s vectors are taken from it, one edge at a time</small></h2>`
@@ -455,7 +458,7 @@ const training = (pane) => {
   const since = one.first === null ? "" : `<th>at step ${one.first}</th><th>query turned (cosine)</th>`;
   const rows = one.sharpness ? one.reads.map((name, r) => `<tr><td>${escape(name)}</td><td class="num">${number(one.sharpness[r])}</td>${one.first === null ? "" : `<td class="num">${number(one.before[r])}</td><td class="num">${number(one.turned[r])}</td>`}</tr>`).join("") : "";
   const similar = one.similar ? `<div><h2>Similarity of the layers’ queries <small>cosine: layers that look for the same thing</small> ${numbersButton()}</h2>${heat(one.similar.reads, one.similar.reads, one.similar.cosine, {most: 1, tip: (r, c) => `${one.similar.reads[r]} and ${one.similar.reads[c]}: ${number(one.similar.cosine[r][c])}`})}</div>` : "";
-  const table = rows ? `<div><h2>How sharply layers choose <small>largest logit</small></h2><table class="list"><thead><tr><th>layer</th><th>now</th>${since}</tr></thead><tbody>${rows}</tbody></table></div>` : '<p class="note">This residual has no queries: it learns no choice of sources.</p>';
+  const table = rows ? `<div class="fit"><h2>How sharply layers choose <small>largest logit</small></h2><table class="list"><thead><tr><th>layer</th><th>now</th>${since}</tr></thead><tbody>${rows}</tbody></table></div>` : '<p class="note">This residual has no queries: it learns no choice of sources.</p>';
   return `<h2>${escape(pane.title)} <small>${escape(pane.details)}</small></h2><div class="columns">${table}${similar}</div>`;
 };
 
@@ -507,7 +510,7 @@ const draw = () => {
     const here = begin.choices[view.models[0]], readable = begin.choices.map((one, i) => [i, one]).filter(([, one]) => one.reads);
     const last = readable.filter(([i, one]) => !readable.some(([j, other]) => other.run === one.run && j > i));
     const steps = readable.filter(([, one]) => one.run === here.run);
-    options($("#model"), last.map(([i, one]) => [i, one.label]), last.find(([, one]) => one.run === here.run)[0]);
+    options($("#model"), last.map(([i, one]) => [i, steps.length > 1 ? one.label.replace(/, step [0-9,]+/, "") : one.label]), last.find(([, one]) => one.run === here.run)[0]);
     options($("#beside"), [["", "nothing"], ...readable.filter(([i]) => i !== view.models[0]).map(([i, one]) => [i, one.label])], view.models.length > 1 ? view.models[1] : "");
     $("#beside").parentElement.hidden = readable.length < 2;
     $("#steps").hidden = steps.length < 2;
@@ -640,7 +643,13 @@ const press = (target) => {
     return draw();
   }
   if (saved) {
-    const every = shown.panes[0].every;
+    const every = shown.panes[0].every, pane = shown.panes[0];
+    if (layer !== undefined && every) {
+      view.layer = view.layer === +layer ? null : +layer;
+      const rows = every[view.by === "weight" ? "weights" : "contributions"][+layer];
+      pane.over = view.layer === null ? null : {read: +layer, values: rows[0].map((_, s) => rows.map((row) => row[s])), heads: null};
+      return draw();
+    }
     if (t === undefined || !every) return;
     Object.assign(shown.panes[0], {token: +t, contributions: every.contributions.map((row) => row[t]), weights: every.weights.map((row) => row[t])});
     return draw();
@@ -655,7 +664,10 @@ const press = (target) => {
   if (target.dataset.e !== undefined) return toggle(target);
   if (goal !== undefined) return change({target: +goal === shown.panes[0].follows ? null : +goal, against: +goal === view.against ? null : view.against});
   if (by !== undefined) return change({by});
-  if (tab !== undefined) return change({tab});
+  if (tab !== undefined) {
+    const [most] = tab === "search" && !view.read && !view.source ? leading(shown.panes[0]) : [];
+    return change(most ? {tab, read: most.r, source: most.s} : {tab});
+  }
   if (undo !== undefined) return change({cuts: undo === "all" ? [] : view.cuts.filter((_, i) => i !== (undo === "last" ? view.cuts.length - 1 : +undo))});
   if (hit !== undefined) return change({text: found.hits[hit].text, token: found.hits[hit].at, target: null, against: null, tab: "explain"});
   if (target.dataset.example !== undefined) return change({text: begin.examples[target.dataset.example], token: null, target: null, against: null});
@@ -748,6 +760,7 @@ $("#codes button").addEventListener("click", () => $("#codes").close());
 
 if (saved) {
   document.body.classList.add("saved");
+  document.body.classList.toggle("fixed", !saved.panes[0].every);
   shown = saved;
   view = saved.view;
   found = saved.found ?? null;

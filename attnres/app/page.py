@@ -421,10 +421,7 @@ class Page:
             (
                 one
                 for one in self.models
-                if one.whole is model.whole
-                and one.step is not None
-                and model.step is not None
-                and one.step < model.step
+                if one.whole is model.whole and model.step is not None and 0 < (one.step or 0) < model.step
             ),
             None,
         )

@@ -554,23 +554,28 @@ def test_a_step_of_which_the_residual_alone_was_kept_shows_what_it_learned(folde
     shutil.copytree(folders["block"], run)
     finished = Opened(run)
     tensors = tensors_of(finished.residual)
-    for step, part in ((300, 0.5), (1200, 1.0)):
+    for step, part in ((0, 0.0), (300, 0.5), (1200, 1.0)):
         write_snapshot(run, step, tensors | {"query": part * tensors["query"]})
     models = open_models([run])
-    assert [model.label for model in models] == ["run (step 300, residual alone)", "run (block, step 1,200)"]
+    assert [model.label for model in models] == [
+        "run (step 0, residual alone)",
+        "run (step 300, residual alone)",
+        "run (block, step 1,200)",
+    ]
     page = Page(models)
-    assert page.begin("")[0].models == (1,) and [one["reads"] for one in page.choices] == [False, True]
-    training = pane(page, View(TEXT, models=(1,), tab="training"))["training"]
+    assert page.begin("")[0].models == (2,) and [one["reads"] for one in page.choices] == [False, False, True]
+    training = pane(page, View(TEXT, models=(2,), tab="training"))["training"]
     sharpness = [finished.residual.sharpness(read) for read in range(7)]
-    assert training["first"] == 300 and training["turned"][1:] == pytest.approx([1.0] * 6)
+    assert training["first"] == 300, "at the start queries are zero"
+    assert training["turned"][1:] == pytest.approx([1.0] * 6)
     assert training["sharpness"][1:] == pytest.approx(sharpness[1:], rel=1e-4)
     assert training["before"][1:] == pytest.approx([value / 2 for value in sharpness[1:]], rel=1e-4)
-    assert pane(page, View(TEXT, models=(1,)))["training"] is None
+    assert pane(page, View(TEXT, models=(2,)))["training"] is None
     with pytest.raises(UserError, match="choose another step"):
         page.show(View(TEXT, models=(0,)))
     (run / "residual" / "000300.safetensors").write_bytes(b"no")
     with pytest.raises(UserError, match=r"000300.safetensors cannot be read .* remove it"):
-        Page(open_models([run])).models[0].residual  # noqa: B018
+        Page(open_models([run])).models[1].residual  # noqa: B018
 
 
 def test_runs_of_one_name_are_told_apart_and_are_no_steps_of_one(folders, tmp_path):
