@@ -9,7 +9,7 @@ from attnres.app.reading import Cache, Encoder, Reading, Report
 from attnres.app.state import Cut
 from attnres.inspect.attention import TokenAttention, token_attention
 from attnres.inspect.attribution import Attribution, attribute
-from attnres.inspect.circuit import Circuit, circuit
+from attnres.inspect.circuits import Circuit, circuit
 from attnres.inspect.corpus import Search, search
 from attnres.inspect.edits import Ablate, intervene
 from attnres.inspect.effects import predict

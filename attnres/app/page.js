@@ -372,7 +372,7 @@ const compare = () => {
 const overTokens = (pane) => {
   if (!pane.over) return "";
   const {read, values, heads} = pane.over, one = pane.reads[read], names = pane.names.map((name, t) => `${t} ${name}`);
-  const words = one.sources.map((c) => pane.columns[c].label), sources = `<h2>${escape(one.label)} at every token <small>${view.by} of each source</small> ${numbersButton()}</h2>`
+  const words = one.sources.map((c) => pane.columns[c].label), sources = `<h2>${escape(one.label)} at every token <small>${view.by} of each source</small> ${numbersButton()} <button type="button" data-csv="over">CSV</button></h2>`
     + heat(words, names, values, {most: end(values.flat(), 1), colour: content, tip: (r, c) => `${words[r]} at token ${c} “${pane.names[c]}”: ${number(values[r][c])}`});
   const some = heads ? heads[0].map((_, t) => names[t]) : [];
   return `<div class="sheet">${sources}${heads ? `<h2>What each head of ${escape(one.label)} attends to at “${escape(pane.names[pane.token])}”</h2>`
@@ -407,7 +407,7 @@ const graph = (pane) => {
   return `<div class="sheet" id="graph"><h2>How the prediction is made <small>inputs of layers at tokens; lines: what an earlier output adds, or what an attention takes from a token</small></h2>`
     + `<p class="note"><label>links of at least <input type="range" id="threshold" min="0" max="1" step="any" value="${graphed.at}" aria-valuetext="${number(threshold)} nats"> <b>${number(threshold, 4)} nats</b></label>: ${
       links.length} links, ${nodes.length} nodes that lead to the output. Orange: ln p falls without it, blue: rises; the largest of depth are measured, others estimated by gradient.${
-      result.attends ? "" : " This model shows no weights of its attention: links between tokens are missing."} <button type="button" class="live" data-neuronpedia="${threshold}">Save for Neuronpedia</button></p>`
+      result.attends ? "" : " This model shows no weights of its attention: links between tokens are missing."} <button type="button" class="live" data-neuronpedia="${threshold}">Save for Neuronpedia</button> <button type="button" data-csv="graph">CSV</button></p>`
     + `<div class="scroll"><svg class="graph" width="${LEFT + wide * tokens.length}" height="${foot + 16}" role="img" aria-label="${links.length} links, as in the table below">`
     + levels.map((p) => `<text x="0" y="${y(p) + 4}" fill="var(--muted)">${escape(result.places[p])}</text><line x1="${LEFT}" x2="${LEFT + wide * tokens.length}" y1="${y(p)}" y2="${y(p)}" stroke="var(--grid)"/>`).join("")
     + links.map(line).join("") + nodes.map(dot).join("")
@@ -483,7 +483,7 @@ const tray = (pane) => {
   };
   const after = pane.loss_cut === null || pane.loss_cut === undefined ? "" : `text loss ${number(pane.loss)} → <b>${number(pane.loss_cut)}</b> nats per token; KL ${number(pane.divergence)}`;
   const choice = (name, pairs) => `<select data-choose="${name}" aria-label="${name}">${pairs.map(([value, words]) => `<option value="${value}" ${String(view[name]) === value ? "selected" : ""}>${words}</option>`).join("")}</select>`;
-  return `<b>What if</b> ${view.cuts.length ? view.cuts.map(chip).join(" ") : '<span class="note">No cuts yet: click a bar, a cell or a row.</span>'}<span class="gap"></span><span class="num">${after}</span>`
+  return `<b>What if</b> ${view.cuts.length ? view.cuts.map(chip).join(" ") : '<span class="note">No cuts yet: click a bar, a cell or a row.</span>'}<button type="button" data-tab="patch">or patch from another text</button><span class="gap"></span><span class="num">${after}</span>`
     + choice("span", [["all", "cut at all tokens"], ["one", "cut at this token"]]) + choice("edited", [["true", "figures with my cuts"], ["false", "figures as it is"]])
     + `<button type="button" data-undo="last" ${view.cuts.length ? "" : "disabled"}>Undo</button><button type="button" data-undo="all" ${view.cuts.length ? "" : "disabled"}>Restore all</button>`;
 };
@@ -517,7 +517,7 @@ const draw = () => {
     $("#steps input").max = steps.length - 1;
     $("#steps input").value = steps.findIndex(([i]) => i === view.models[0]);
     $("#steps output").textContent = here.step ?? "";
-    for (const tab of document.querySelectorAll("[data-tab]")) tab.setAttribute("aria-selected", tab.dataset.tab === view.tab);
+    for (const tab of document.querySelectorAll("[role=tab]")) tab.setAttribute("aria-selected", tab.dataset.tab === view.tab);
     $("#tray").innerHTML = tray(pane);
   }
   $("#side").hidden = !pane.error && !pane.tokens.length;
@@ -555,8 +555,13 @@ const download = (words, name, type) => {
 };
 
 // What the part of the page shows, as rows.
-const sheet = () => {
-  const [pane] = shown.panes;
+const sheet = (part = view.tab) => {
+  const [pane] = shown.panes, {over} = pane, node = (t, p) => [t, pane.names[t], graphed.result.places[p]];
+  if (part === "graph") return [["from token", "word", "from", "to token", "word", "to", "ln p without it", "how"], ...graphed.result.links.map(([t, p, u, q, value, measured]) =>
+    [...node(t, p), ...node(u, q), value, measured ? "measured" : "estimate"])];
+  if (part === "over") return [["layer", "source", "token", "word", view.by], ...over.values.flatMap((row, s) => row.map((one, t) =>
+    [pane.reads[over.read].label, pane.columns[pane.reads[over.read].sources[s]].label, t, pane.names[t], one])),
+  ...(over.heads || []).flatMap((row, h) => row.map((one, t) => [pane.reads[over.read].label, `head ${h} attends to`, t, pane.names[t], one]))];
   if (view.tab === "search" && found) return [["value", "before", "token", "after"], ...found.hits.map((one) => [one.value, one.before, one.token, one.after])];
   if (view.tab === "training" && pane.training) return [["layer", "sharpness", "before", "turned"], ...pane.training.reads.map((name, r) =>
     [name, ...["sharpness", "before", "turned"].map((key) => (pane.training[key] || [])[r])])];
@@ -581,6 +586,10 @@ const picture = () => {
     const words = one.matches(".say,.sub,.note,h2,th,td,.stack *") && !one.querySelector("button,.cells") ? one.textContent.trim() : "";
     if (words && look.fontSize !== "0px" && !one.closest("td .note, h2 small")) parts.push(`<text x="${(x + 2).toFixed(1)}" y="${(y + parseFloat(look.fontSize)).toFixed(1)}" font-size="${
       look.fontSize}" font-family="${one.matches(".mono,.mono *") ? "monospace" : "sans-serif"}" fill="${look.color}">${escape(words)}</text>`);
+  }
+  for (const one of area.querySelectorAll("svg")) {
+    const at = one.getBoundingClientRect(), drawn = one.innerHTML.replace(/var\((--[a-z]+)\)/g, (_, name) => style.getPropertyValue(name).trim());
+    parts.push(`<g transform="translate(${(at.x - box.x).toFixed(1)} ${(at.y - box.y).toFixed(1)})" font-size="11" font-family="sans-serif">${drawn}</g>`);
   }
   return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${box.width.toFixed(0)} ${box.height.toFixed(0)}" width="${box.width.toFixed(0)}"><rect width="100%" height="100%" fill="${paper}"/>${parts.join("")}</svg>`;
 };
@@ -634,6 +643,7 @@ const exported = async (threshold) => {
 const press = (target) => {
   const {t, fold, hit, by, undo, target: goal, search, patch, tab, columns, numbers: cells, layer} = target.dataset;
   if (target.dataset.compared !== undefined) { compared = compared === "values" ? "effects" : "values"; return draw(); }
+  if (target.dataset.csv !== undefined) return download(csv(sheet(target.dataset.csv)), `attnres-${target.dataset.csv}.csv`, "text/csv");
   if (cells !== undefined) { numbers = !numbers; return draw(); }
   if (columns !== undefined) { unfolded[unfolded.has("columns") ? "delete" : "add"]("columns"); return draw(); }
   if (fold !== undefined) {
@@ -679,7 +689,7 @@ const press = (target) => {
   }
 };
 
-const CLICKED = "[data-t],[data-e],[data-fold],[data-hit],[data-by],[data-undo],[data-target],[data-search],[data-patch],[data-tab],[data-columns],[data-numbers],[data-example],[data-layer],[data-graph],[data-neuronpedia],[data-compared]";
+const CLICKED = "[data-t],[data-e],[data-fold],[data-hit],[data-by],[data-undo],[data-target],[data-search],[data-patch],[data-tab],[data-columns],[data-numbers],[data-example],[data-layer],[data-graph],[data-neuronpedia],[data-compared],[data-csv]";
 document.addEventListener("click", (event) => {
   const target = event.target.closest(CLICKED);
   if (target && shown && !target.disabled) { tip(""); press(target); }

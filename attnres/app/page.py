@@ -17,7 +17,7 @@ from attnres.app.reading import Reading, Report
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
 from attnres.inspect.attribution import Attribution
-from attnres.inspect.circuit import Circuit
+from attnres.inspect.circuits import Circuit
 from attnres.inspect.geometry import sharpness
 from attnres.inspect.notebook import sheet
 from attnres.inspect.steps import step_change

@@ -7,7 +7,7 @@ from attnres.imports import lazy_names
 if TYPE_CHECKING:
     from attnres.inspect.attention import TokenAttention, token_attention
     from attnres.inspect.attribution import Attribution, attribute
-    from attnres.inspect.circuit import Circuit, circuit
+    from attnres.inspect.circuits import Circuit, circuit
     from attnres.inspect.corpus import Search, search
     from attnres.inspect.doctor import Finding, examine
     from attnres.inspect.edits import Ablate, KnockOut, Patch, Reweigh, Steer, intervene, source_names
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "attention": "TokenAttention token_attention",
     "attribution": "Attribution attribute",
-    "circuit": "Circuit circuit",
+    "circuits": "Circuit circuit",
     "corpus": "Search search",
     "doctor": "Finding examine",
     "edits": "Ablate KnockOut Patch Reweigh Steer intervene source_names",

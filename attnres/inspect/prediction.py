@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from attnres.inspect.attribution import Attribution, attribute
-from attnres.inspect.circuit import circuit
+from attnres.inspect.circuits import circuit
 from attnres.inspect.config import InspectConfig
 from attnres.inspect.edits import Ablate, position_of, source_names
 from attnres.inspect.effects import effect

@@ -206,9 +206,9 @@ def test_a_target_a_comparison_and_a_tab_are_chosen(tab):
     tab.click("[data-compared]")
     assert "estimated by gradient" in tab.inner_text("#answer") and tab.locator(".heat").count() == 3
     tab.click("[data-compared]")
-    tab.click("[data-tab=training]")
+    tab.click("[role=tab][data-tab=training]")
     tab.wait_for_selector("text=How sharply layers choose")
-    tab.click("[data-tab=search]")
+    tab.click("[role=tab][data-tab=search]")
     tab.click("[data-search=most]")
     tab.click("[data-hit='0']")
     until(tab, "view.tab === 'explain' && shown.view.text.startsWith('The')")
@@ -218,7 +218,7 @@ def test_a_target_a_comparison_and_a_tab_are_chosen(tab):
 @pytest.mark.long
 def test_a_text_is_patched_from_another(tab):
     alone(tab)
-    tab.click("[data-tab=patch]")
+    tab.click("[role=tab][data-tab=patch]")
     tab.wait_for_selector("#other")
     tab.fill("#other", "")
     tab.click("[data-patch]")
@@ -257,6 +257,13 @@ def test_one_layer_is_opened_and_a_graph_is_pruned_and_saved(tab, tmp_path):
         )
         assert [tab.locator("#graph circle").count(), tab.locator("#graph path").count()] == counts
         assert tab.evaluate("document.activeElement.id") in ("threshold", "")
+    name, text = saved(tab, "[data-csv=graph]")
+    assert name == "attnres-graph.csv" and len(text.splitlines()) == 1 + tab.evaluate("graphed.result.links.length")
+    name, text = saved(tab, "[data-csv=over]")
+    assert len(text.splitlines()) > tab.evaluate("shown.panes[0].tokens.length") * sources
+    name, text = saved(tab, "#svg")
+    drawn = ET.fromstring(text).iter("{http://www.w3.org/2000/svg}path")
+    assert len(list(drawn)) == counts[1] and "var(" not in text
     name, text = saved(tab, "[data-neuronpedia]")
     stored = json.loads(text)
     assert name == "attnres-graph.json" and len(stored["links"]) == counts[1]

@@ -198,7 +198,7 @@ def test_models_are_compared_by_single_outputs(page, full):
 
 
 def test_effects_are_compared_by_single_outputs_as_circuits_have_them(page, full):
-    """Whose estimates and measured links are held against passes by hand in tests/inspect/test_circuit.py."""
+    """Whose estimates and measured links are held against passes by hand in tests/inspect/test_circuits.py."""
     view = View(TEXT, models=(1, 0), token=6)
     shown = pane(page, view)
     graph = circuit(full.model, full.read(TEXT).ids, position=6, most=5)

@@ -9,7 +9,7 @@ from transformers.models.qwen3.modeling_qwen3 import repeat_kv
 
 from attnres import UserError
 from attnres.inspect import Ablate, Steer, circuit, intervene, read_vectors
-from attnres.inspect.circuit import Link, pruned
+from attnres.inspect.circuits import Link, pruned
 
 TEXT, TARGET, RIVAL = [5, 9, 7, 30, 12], 8, 3
 EDIT = Ablate("embedding", reads="mlp 1")
