@@ -388,7 +388,10 @@ const pruned = ({links, places, position}, threshold) => {
   return {nodes: [...reached].map((one) => one.split(",").map(Number)), links: some.filter((one) => reached.has(key(one[2], one[3])))};
 };
 const BEGIN = 40, ROW = 20, LEFT = 96;
-const graph = (pane) => {
+const graph = (pane) => `<div class="sheet" id="graph"><h2>How the prediction is made <small>inputs of layers at tokens; lines: what an earlier output adds, or what an attention takes from a token</small></h2>`
+  + `<label class="note">fewer or more links <input type="range" id="threshold" min="0" max="1" step="any"></label><div id="drawn">${drawing(pane)}</div></div>`;
+// What the slider changes, drawn anew while the slider itself stays where it is.
+const drawing = (pane) => {
   const {result} = graphed, most = Math.max(...result.links.map((one) => Math.abs(one[4])), 1e-9);
   if (graphed.at === undefined) graphed.at = Math.sqrt(Math.abs((result.links[BEGIN] || result.links.at(-1) || [0, 0, 0, 0, 0])[4]) / most);
   const threshold = most * graphed.at ** 2, {nodes, links} = pruned(result, threshold);
@@ -404,16 +407,20 @@ const graph = (pane) => {
   };
   const dot = ([t, p]) => `<circle cx="${x(t)}" cy="${y(p)}" r="5" data-t="${t}" fill="var(--${p === result.places.length - 1 ? "acc" : "ink"})" data-tip="${escape(name([t, p]))}"/>`;
   const rows = links.slice(0, 200).map((one) => `<tr><td>${escape(name(one))}</td><td>${escape(name(one.slice(2)))}</td><td class="num">${signed(one[4])}</td><td>${one[5] ? "measured" : "estimate"}</td></tr>`).join("");
-  return `<div class="sheet" id="graph"><h2>How the prediction is made <small>inputs of layers at tokens; lines: what an earlier output adds, or what an attention takes from a token</small></h2>`
-    + `<p class="note"><label>links of at least <input type="range" id="threshold" min="0" max="1" step="any" value="${graphed.at}" aria-valuetext="${number(threshold)} nats"> <b>${number(threshold, 4)} nats</b></label>: ${
-      links.length} links, ${nodes.length} nodes that lead to the output. Orange: ln p falls without it, blue: rises; the largest of depth are measured, others estimated by gradient.${
+  return `<p class="note">Links of at least <b>${number(threshold, 4)} nats</b>: ${links.length} links, ${nodes.length} nodes that lead to the output. Orange: ln p falls without it, blue: rises; the largest of depth are measured, others estimated by gradient.${
       result.attends ? "" : " This model shows no weights of its attention: links between tokens are missing."} <button type="button" class="live" data-neuronpedia="${threshold}">Save for Neuronpedia</button> <button type="button" data-csv="graph">CSV</button></p>`
     + `<div class="scroll"><svg class="graph" width="${LEFT + wide * tokens.length}" height="${foot + 16}" role="img" aria-label="${links.length} links, as in the table below">`
     + levels.map((p) => `<text x="0" y="${y(p) + 4}" fill="var(--muted)">${escape(result.places[p])}</text><line x1="${LEFT}" x2="${LEFT + wide * tokens.length}" y1="${y(p)}" y2="${y(p)}" stroke="var(--grid)"/>`).join("")
     + links.map(line).join("") + nodes.map(dot).join("")
     + tokens.map((t) => `<text class="mono" x="${x(t)}" y="${foot + 6}" text-anchor="middle" fill="var(--ink)">${escape(pane.names[t].slice(0, 9))}</text>`).join("")
     + `</svg></div><details id="all-graph" ${unfolded.has("all-graph") ? "open" : ""}><summary>all as a table</summary>${unfolded.has("all-graph")
-      ? `<div class="scroll"><table class="list"><thead><tr><th>from</th><th>to</th><th>ln p</th><th></th></tr></thead><tbody>${rows}</tbody></table></div>` : ""}</details></div>`;
+      ? `<div class="scroll"><table class="list"><thead><tr><th>from</th><th>to</th><th>ln p</th><th></th></tr></thead><tbody>${rows}</tbody></table></div>` : ""}</details>`;
+};
+const slide = () => {
+  const slider = $("#threshold");
+  if (!slider) return;
+  slider.value = 1 - graphed.at;
+  slider.setAttribute("aria-valuetext", $("#drawn b").textContent);
 };
 
 const explain = (pane) => pane.error ? `<p class="error">${escape(pane.error)}</p>`
@@ -528,6 +535,7 @@ const draw = () => {
     .slice(0, 12).map((c) => `<span><i style="background:${pane.columns[c].colour}"></i> ${escape(pane.columns[c].label)}</span>`).join("");
   $("#next").innerHTML = shown.panes.filter((one) => !one.error).map(next).join("");
   $("#answer").innerHTML = main();
+  slide();
   const stop = document.querySelector(".depth .cell, .depth .stack button");
   if (stop) stop.tabIndex = 0;
   $("#live").textContent = [...document.querySelectorAll(".say")].map((one) => one.textContent).join(" ");
@@ -535,7 +543,7 @@ const draw = () => {
     $("#other").value = typed[0];
     $("#other").focus();
     $("#other").selectionStart = typed[1];
-  } else if (focus && !$(focus)?.matches("textarea,input,select")) {
+  } else if (focus && !$(focus)?.matches("textarea,select,input:not([type=range])")) {
     const one = $(focus);
     if (one) {
       if (inside) one.tabIndex = 0;
@@ -701,7 +709,10 @@ document.addEventListener("change", (event) => {
   if (pick) { found = null; change(pick === "read" ? {read: +value, source: 0} : {source: +value}); }
 });
 document.addEventListener("input", (event) => {
-  if (event.target.id === "threshold") { graphed.at = +event.target.value; draw(); }
+  if (event.target.id !== "threshold") return;
+  graphed.at = 1 - event.target.value;
+  $("#drawn").innerHTML = drawing(shown.panes[0]);
+  slide();
 });
 document.addEventListener("toggle", (event) => {
   const {id, open} = event.target;

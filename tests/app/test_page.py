@@ -80,6 +80,17 @@ class ByHand:
         return self.model.lm_head(self.model.model.norm(h)).log_softmax(-1)
 
 
+def attentions(model, ids):
+    """Each layer's weights (H, T, T), from Transformers' own attention in plain arithmetic."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([ids]), output_attentions=True, use_cache=False)
+    model.set_attn_implementation(implementation)
+    assert len(out.attentions) == model.config.num_hidden_layers
+    return [one[0] for one in out.attentions]
+
+
 @torch.no_grad()
 def test_every_number_is_that_of_a_pass_by_hand(full):
     """Weights, contributions, lens, losses, next tokens, and what cutting each source of the output's read does."""
@@ -108,11 +119,10 @@ def test_every_number_is_that_of_a_pass_by_hand(full):
     for one in shown["next"]:
         assert one["before"] == pytest.approx(last[token, one["id"]].item(), rel=1e-3) and one["after"] is None
     assert {one["id"] for one in shown["next"]} == {*last[token].topk(7).indices.tolist(), target}
-    attention = full.model(input_ids=torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
-    for layer, one in enumerate(attention or ()):
-        if one is not None:
-            number, weight = shown["attends"][2 * layer][0]
-            assert one[0].mean(0)[token, number].item() == pytest.approx(weight, abs=1e-4)
+    for layer, one in enumerate(attentions(full.model, ids)):
+        number, weight = shown["attends"][2 * layer][0]
+        assert one.mean(0)[token].argmax() == number
+        assert one.mean(0)[token, number].item() == pytest.approx(weight, abs=1e-4)
     values, weights, _ = hand.rows[-1]
     for source in range(len(hand.rows)):
         kept = weights.clone()
@@ -166,6 +176,25 @@ def test_scores_come_as_gradients_first_and_of_many_edges_the_largest_are_measur
     for _, r, s in sizes[-5:]:
         assert result["measured"][r][s] == pytest.approx(whole.knockout[r][s], abs=1e-4)
     block.cache.clear()
+
+
+def test_a_click_takes_few_forward_passes(folders):
+    """A new text three, for the reading, what is attended to and the lens; another token of it the lens alone."""
+    model, cut = Opened(folders["block"]), (Cut(0, 3, 0),)
+    page, passes = Page([model]), []
+    model.model.model.layers[0].register_forward_hook(lambda *args: passes.append(1))
+    for view, count in (
+        (View(TEXT, token=4), 3),
+        (View(TEXT, token=5), 1),
+        (View(TEXT, token=4), 0),
+        (View(TEXT, token=4, cuts=cut), 3),
+        (View(TEXT, token=4, cuts=cut, edited=False), 0),
+        (View(TEXT, token=4, layer=3), 0),
+        (View(TEXT, token=4, layer=2), 1),
+    ):
+        passes.clear()
+        page.show(view)
+        assert len(passes) == count, view
 
 
 def test_a_target_and_what_it_is_compared_with_are_chosen(page, block):
@@ -224,10 +253,9 @@ def test_one_layers_input_is_shown_over_all_tokens_and_its_heads_apart(page, ful
         if layer == 3:
             assert over["heads"] is None
             continue
-        with full.edited(cuts, len(ids)), torch.no_grad():
-            out = full.model(input_ids=torch.tensor([ids]), output_attentions=True, use_cache=False)
-        assert out.attentions is not None
-        np.testing.assert_allclose(over["heads"], out.attentions[1][0][:, 6, :7], atol=1e-4)
+        with full.edited(cuts, len(ids)):
+            heads = attentions(full.model, ids)[1]
+        np.testing.assert_allclose(over["heads"], heads[:, 6, :7], atol=1e-4)
 
 
 def test_layers_count_from_0_and_blocks_from_1_with_their_layers(page):
