@@ -22,13 +22,12 @@ from typing import Any
 LAYERS, WIDTH, VOCABULARY, TOKENS = 28, 128, 4096, 120
 
 
-def save_model(folder: Path) -> None:
-    """Save the model and a tokenizer of ids written in digits."""
+def save_model(folder: str, id_tokenizer: Any) -> None:
+    """Save the model and a tokenizer of ids written in digits; each commit writes a folder that it reads."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     import attnres
-    from attnres.app.opened import id_tokenizer
 
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -53,13 +52,14 @@ def serve(folder: str) -> None:
     import torch
 
     try:
-        from attnres.app.opened import Opened
+        from attnres.app.opened import Opened, id_tokenizer
     except ImportError:  # of an earlier commit
-        from attnres.app.explorer import Opened  # ty: ignore[unresolved-import]
+        from attnres.app.explorer import Opened, id_tokenizer  # ty: ignore[unresolved-import]
     from attnres.app.page import Page
     from attnres.app.state import View
 
     torch.set_num_threads(1)
+    save_model(folder, id_tokenizer)
     page = Page([Opened(folder)])
     text = " ".join(str((37 * i) % VOCABULARY) for i in range(TOKENS))
     page.show(View(text, token=3))
@@ -96,13 +96,12 @@ def main() -> None:
     from attnres.training.environment import describe
 
     with tempfile.TemporaryDirectory() as root:
-        old, folder = Path(root, "old"), Path(root, "model")
+        old = Path(root, "old")
         subprocess.run(["git", "worktree", "add", "--detach", "-q", old, options.commit], check=True)
         try:
-            save_model(folder)
             servers = {}
             for name, tree in (("before", old), ("now", Path.cwd())):
-                command = [sys.executable, __file__, options.commit, "--serve", str(folder)]
+                command = [sys.executable, __file__, options.commit, "--serve", str(Path(root, name))]
                 environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
                 servers[name] = subprocess.Popen(
                     command, cwd=tree, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
