@@ -1,4 +1,4 @@
-"""Devices: which one a model runs on, its autocast, its cores, and interleaved measurements of time on it."""
+"""A device's autocast, the processor's cores, and interleaved measurements of time on a device."""
 
 import math
 import os
@@ -8,29 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-
-from attnres.errors import UserError
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device of a name: `auto` is CUDA where there is one, else the CPU.
-
-    Raises:
-        UserError: no such device, or CUDA where PyTorch finds none.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"device {name} does not exist: expected auto, cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device {name} is none that depth reads run on: expected auto, cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name} was asked for, but PyTorch finds no CUDA device here: use --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device {name} does not exist: the last one here is cuda:{torch.cuda.device_count() - 1}")
-    return device
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
@@ -109,8 +86,3 @@ def spread(values: Sequence[float], base: Sequence[float] | None = None) -> Spre
 def _quartiles(values: Sequence[float]) -> list[float]:
     first, _, third = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return [first, third]
-
-
-def device_name(device: torch.device) -> str:
-    """Return the GPU's name, or the CPU with its threads."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 
 DEBUG = "ATTNRES_DEBUG"
@@ -29,11 +29,20 @@ class UserError(ValueError):
 
 
 class Interrupted(Exception):
-    """A run was stopped by a signal after it saved its checkpoint; `code` is the exit status (130 or 143)."""
+    """A command was stopped by a signal; the message says what is left, `code` is the exit status (130 or 143)."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
         self.code = code
+
+
+@contextmanager
+def left_when_stopped(left: Callable[[], str]) -> Generator[None]:
+    """Turn a Ctrl-C in the block into `Interrupted`, with a sentence that says what is left and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(left(), 130) from None
 
 
 def shortened(message: str) -> str:

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import json
 import re
 import sys
+from collections.abc import Generator
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -83,6 +85,9 @@ LONG = {
     "check": "checking in a small model",
     "doctor": "loading the model and looking for faults",
     "report": "reading runs",
+    "env": "looking at devices and kernels",
+    "families": "importing Transformers",
+    "mechanisms": "importing PyTorch",
 }
 """Commands that take more than two seconds, and what they do first; said once their flags are understood, before the
 libraries are imported."""
@@ -96,7 +101,7 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
     options: dict[str, Any] = {} if default is None else {"default": default}
     output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(output):
+        with contextlib.redirect_stderr(output), _docstrings_flowing():
             values, rest = tyro.cli(
                 kind,
                 prog=name,
@@ -117,6 +122,18 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
     if program == "attnres" and command in LONG and sys.stderr.isatty():
         print(f"{name}: {LONG[command]} ...", file=sys.stderr, flush=True)
     return values
+
+
+@contextlib.contextmanager
+def _docstrings_flowing() -> Generator[None]:
+    """Let --help fill its lines: tyro ends a line wherever a field's docstring does, because the indentation of a
+    docstring's second line looks to it like the item of a list."""
+    joined = tyro._strings.remove_single_line_breaks
+    tyro._strings.remove_single_line_breaks = lambda text: joined(inspect.cleandoc(text))
+    try:
+        yield
+    finally:
+        tyro._strings.remove_single_line_breaks = joined
 
 
 def _refuse_empty(values: Any) -> None:

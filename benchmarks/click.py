@@ -54,7 +54,7 @@ def serve(folder: str) -> None:
     try:
         from attnres.app.opened import Opened, id_tokenizer
     except ImportError:  # of an earlier commit
-        from attnres.app.explorer import Opened, id_tokenizer  # ty: ignore[unresolved-import]
+        from attnres.app.explorer import Opened, id_tokenizer  # ty: ignore[import-not-found]
     from attnres.app.page import Page
     from attnres.app.state import View
 

@@ -6,8 +6,9 @@
     python benchmarks/decode.py --size 0.6b --batches 1 64 --prefill 8192 --graphs
 
 A decode step is one token for each sequence after `--context` tokens, in a static KV cache, set back before each step;
-with --graphs the step is captured once as a CUDA graph and replayed, with --compile it is compiled. Prefill is one
-sequence without gradients. All models have the same weights; the second ratio is to the standard residual.
+with --graphs the step is captured once as a CUDA graph and replayed, and so is the prefill; with --compile the step is
+compiled. Prefill is one sequence without gradients; where it cannot be captured its row says why and has the time
+without. All models have the same weights; the second ratio is to the standard residual.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from transformers import StaticCache
 from attnres.files import write_json
 from attnres.models import build, build_plain
 from attnres.models.build import SIZES as NAMED
+from attnres.training import graphs as graphs_of_training
 from attnres.training.environment import tune
 
 VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -57,7 +59,7 @@ class Step:
         self.cache = StaticCache(config=model.config, max_cache_len=context + 8)
         self.token, self.logits = ids[:, -1:].contiguous(), torch.empty(0)
         self.model(input_ids=ids[:, :-1], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.call: Callable[[], Tensor] = self.eager
 
     def back(self) -> None:
         """Forget the token that the last step added."""
@@ -72,24 +74,28 @@ class Step:
         self.model = torch.compile(self.model)
 
     def capture(self) -> None:
-        """Record the step as a CUDA graph, after a few steps on another stream as PyTorch asks."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.back()
-                self.eager()
-        torch.cuda.current_stream().wait_stream(side)
-        self.back()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.logits = self.eager()
+        """Record the step as a CUDA graph."""
+        self.call = captured(self.eager, self.token.device, self.back)
 
     def __call__(self) -> Tensor:
-        if self.graph is None:
-            return self.eager()
-        self.graph.replay()
-        return self.logits
+        return self.call()
+
+
+def captured(call: Callable[[], Any], device: torch.device, before: Callable[[], None] = lambda: None) -> Any:
+    """Record a call as a CUDA graph and return what replays it, after a few calls on another stream as PyTorch asks.
+    `before` is called before each."""
+    with graphs_of_training.side_stream(device):
+        for _ in range(3):
+            before()
+            call()
+    before()
+    graph = graphs_of_training.Graph(call)
+
+    def replayed() -> Any:
+        graph.replay()
+        return graph.output
+
+    return replayed
 
 
 def _models(
@@ -163,11 +169,22 @@ def run(
         keep(result)
         bar.advance(1, f"batch {batch}")
     ids = torch.randint(VOCABULARY, (1, prefill), generator=torch.Generator().manual_seed(seed)).to(device)
-    candidates = {
+    candidates: dict[str, Callable[[], Any]] = {
         label: partial(model, input_ids=ids, use_cache=True, logits_to_keep=1) for label, model in models.items()
     }
-    result["prefill"][str(prefill)] = rows = harness.measure(candidates, device, seconds=seconds, second="standard")
-    say(f"prefill of {prefill} tokens\n{harness.lines(rows)}\n")
+    eager: dict[str, str] = {}
+
+    def capture(label: str) -> None:
+        candidates[label] = captured(candidates[label], device)
+
+    for label in models if graphs else ():
+        if reason := harness.attempt(partial(capture, label)):
+            eager[label] = reason
+    rows = harness.measure(candidates, device, seconds=seconds, second="standard")
+    for label, reason in eager.items():
+        rows[label]["not_captured"] = reason
+    result["prefill"][str(prefill)] = rows
+    say(f"prefill of {prefill} tokens{', CUDA graph' if graphs else ''}\n{harness.lines(rows)}\n")
     bar.advance(1, "prefill")
     return result
 
@@ -180,7 +197,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=None, help="tokens in the cache before the decode step")
     parser.add_argument("--prefill", type=int, default=None, help="tokens of the prefill")
     parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="beside plain and standard")
-    parser.add_argument("--graphs", action="store_true", help="replay the decode step as a CUDA graph")
+    parser.add_argument("--graphs", action="store_true", help="replay the decode step and the prefill as CUDA graphs")
     harness.add_compile(parser, "the decode step")
     options = parser.parse_args()
     device = harness.settle(options, "decode")

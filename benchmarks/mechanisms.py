@@ -7,7 +7,8 @@ Rows are the registered mechanisms with their default settings, and the variants
 Each is trained in a process of its own, whose largest resident set is its peak memory, and is finished where an earlier
 call left it. The held-out loss is that after the last step, as `attnres compare` trains by default. Then its recording
 is read, and its report and all figures are drawn. Step times are those of whole steps taken in turn, a few mechanisms
-at a time together with the standard residual and with the plain model of Transformers.
+at a time together with the standard residual and with the plain model of Transformers. With --add a result keeps its
+other rows, each with the command, commit and date of its own run.
 """
 
 import argparse
@@ -54,12 +55,25 @@ VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("full", {"recency_bias": 3.0}),
     ("block", {"block_size": 4}),
     ("block", {"block_size": "2+2+4+4+12"}),
+    ("block", {"block_sum": "rms"}),
+    ("block", {"block_sum": "learned"}),
+    ("block", {"summaries": "split"}),
+    ("block", {"count_power": 1.0, "count_prior": 1.0}),
+    ("block", {"block_scale": True}),
+    ("full", {"keys": "sliced:32"}),
+    ("full", {"embedding_key": "static"}),
     ("block", {"heads": 4}),
     ("block", {"key_norm": False}),
     ("cumulative", {"gate": "scalar", "recency_bias": 3.0}),
     ("adaptive", {"least_count": 2.0}),
+    ("delta_attnres", {"num_blocks": 8, "gate_start": 0.0}),
+    ("muddformer", {"prepost_norm": True}),
+    ("muddformer", {"layers": "-2:"}),
+    ("review", {"gate": "fixed"}),
+    ("multi_gate", {"gate": "competitive"}),
+    ("compose", {"rules": "block=0:10+muddformer=-2:"}),
 )
-"""Of attention residuals: a name and settings that are not its defaults, in a model of 24 sublayers."""
+"""A name and settings that are not its defaults, in a model of 24 sublayers."""
 TOGETHER = 4
 """Mechanisms timed in one group, beside the standard residual and the plain model."""
 
@@ -185,6 +199,12 @@ def markdown(results: Mapping[str, Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def kept(earlier: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows of an earlier result, each with the command, commit and date that it was measured by."""
+    measured = {key: earlier["environment"][key] for key in ("commit", "date")} | {"command": earlier["command"]}
+    return {label: {"measured": measured} | row for label, row in earlier["rows"].items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_device(parser, dtypes=("fp32", "bf16"))
@@ -193,6 +213,7 @@ def main() -> None:
     parser.add_argument("--size", default="nano", help="a name in attnres.models.SIZES")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--only", nargs="+", default=None, help="labels of rows; the standard residual is always there")
+    parser.add_argument("--add", action="store_true", help="keep the rows of the file --out that are not run now")
     parser.add_argument("--runs", type=Path, default=Path("runs/mechanisms"), help="folder of the training runs")
     options = parser.parse_args()
     rows = rows_of()
@@ -216,6 +237,8 @@ def main() -> None:
     result = harness.head("mechanisms", device, options.dtype, options.seed)
     result |= {"training": to_dict(base), "rows": Bench(base, options.runs, options.seconds).run(rows)}
     print(f"\n{markdown(result['rows'])}\n")
+    if options.add:
+        result["rows"] = kept(read_json(options.out)) | result["rows"]
     ratios = {label: row["ratio"] for label, row in result["rows"].items() if "ratio" in row}
     title = f"Training step of {options.size}, {result['environment']['device']}"
     harness.finish(options.out, result, {"all mechanisms": ratios}, "time, as a ratio to standard", title)

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -334,7 +334,7 @@ LADDER = {
 TABLE = (
     *("standard", "block:num_blocks=8", "full", "static_mix", "full:weights=sigmoid", "full:key_norm=false"),
     *("block:num_blocks=8,heads=4", "full:window=8", "full:query=input", "mhc", "denseformer", "muddformer"),
-    *("muddformer:norm=false", "dca", "inkling2", "rms_block", "full:keys=sliced"),
+    *("muddformer:prepost_norm=false", "dca", "inkling2", "block:num_blocks=8,block_sum=rms", "full:keys=sliced"),
 )
 """Table 4 and the rivals. A rule that is not there yet, or not under this name, is passed over with a row."""
 
@@ -480,25 +480,95 @@ GOALS: tuple[tuple[str, str, str, str], ...] = (
 """What the page has of steps: (what, experiment, variant, goal as a ratio to plain)."""
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row], results: Path = ROWS.parent) -> str:
     """Return the tables of docs/explanation/kernels.md: the last row of each experiment, "not measured" where there
-    is none."""
+    is none. Results of scripts are files of the folder `results`."""
     last = _last(rows)
-    lines = [
-        "| captured beside eager | largest difference of a loss | of eager steps made again | |",
-        "|---|---|---|---|",
-    ]
+    measured_by = f"captured beside eager, `{_command('equality of captured steps')}`"
+    lines = [f"| {measured_by} | largest difference of a loss | of eager steps made again | |", "|---|---|---|---|"]
     for variant in ("standard", "block", "full"):
         row = last.get(("equality of captured steps", variant))
         found = "not measured | |" if row is None else f"{row['captured']:.1e} | {row['again']:.1e} | {row['step']}"
         lines.append(f"| {variant}, {row['steps'] if row else 200} steps | {found} |")
-    return "\n".join([*lines, "", steps_table(rows, GOALS)])
+    return "\n".join([*lines, "", steps_table(rows, GOALS), "", others_table(rows, results)])
+
+
+def _command(experiment: str) -> str:
+    return f'python benchmarks/round.py --only "{experiment}"'
+
+
+OTHERS: tuple[tuple[str, str, str, Callable[[Any], str]], ...] = (
+    (
+        "prefill of 8,192 tokens, 0.6 B, Block, of plain's time",
+        "prefill and decode",
+        "1.02",
+        lambda result: f"{result['prefill']['8192']['block']['ratio']:.3f}",
+    ),
+    (
+        "decode, 0.6 B, one sequence, Block, of plain's time",
+        "prefill and decode",
+        "0.88",
+        lambda result: f"{result['decode']['1']['block']['ratio']:.3f}",
+    ),
+    (
+        "read at d = 7168, 9 sources, 8,192 tokens",
+        "kernels",
+        "450 us",
+        lambda result: f"{result['read'][0]['stages']['forward']['ours']['median_s'] * 1e6:.0f} us",
+    ),
+    (
+        "32 identity sublayers: the fastest, and ours beside it",
+        "peers",
+        "ours is the first",
+        lambda result: _first_of(result["kinds"]["identity"]),
+    ),
+    *(
+        (
+            f"tokens a second of `attnres train`, 40 M, {variant}",
+            f"train rates {name} adamw x1.0",
+            goal,
+            lambda row: f"{row['tokens_per_s']:,.0f}",
+        )
+        for variant, name, goal in (("standard", "standard", "650,000"), ("Block", "block:num_blocks=8", "610,000"))
+    ),
+)
+"""What the page has besides steps: (what, experiment, goal, what a script's result or a run's row says of it)."""
+
+
+def _first_of(rows: Mapping[str, Row]) -> str:
+    """Return the fastest of reads that were timed in a stack of sublayers, and the time of ours relative to it."""
+    times = {label: row["median_s"] for label, row in rows.items() if "median_s" in row and label != "standard"}
+    fastest = min(times, key=times.__getitem__)
+    return f"{fastest}, ours {times['ours'] / times[fastest]:.3f} of its time"
+
+
+def others_table(rows: Sequence[Row], results: Path) -> str:
+    """Return the table of what is measured besides steps, and the command that measures it."""
+    lines = ["| measure | goal | found | command |", "|---|---|---|---|"]
+    for what, experiment, goal, found in OTHERS:
+        made = [row for row in rows if row.get("round") == experiment and ("file" in row or "tokens_per_s" in row)]
+        value = "not measured"
+        if made:
+            file = made[-1].get("file")
+            value = found(made[-1] if file is None else json.loads((results / file).read_text("utf-8")))
+            value += f", {made[-1]['of']['device']}"
+        lines.append(f"| {what} | {goal} | {value} | `{_command(experiment)}` |")
+    return "\n".join(lines)
 
 
 def steps_table(rows: Sequence[Row], goals: Sequence[tuple[str, str, str, str]]) -> str:
     """Return a table of training steps: of each goal its row."""
     last = _last(rows)
-    names = ("step", "goal", "time of plain's", "host", "kernels", "peak", "taken, device")
+    names = (
+        "step (goal of every peak: 1.05)",
+        "goal",
+        "time of plain's",
+        "host",
+        "kernels",
+        "peak",
+        "taken, device",
+        "`--only`",
+    )
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for what, experiment, variant, goal in goals:
         row, plain = last.get((experiment, variant)), last.get((experiment, "plain"))
@@ -508,7 +578,7 @@ def steps_table(rows: Sequence[Row], goals: Sequence[tuple[str, str, str, str]])
             ratios = (_ratio(row, plain, name) for name in ("host_ms", "busy_ms", "peak_bytes"))
             time = f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]"
             found = " | ".join([time, *ratios, f"{row['step']}, {row['of']['device']}"])
-        lines.append(f"| {what}, {variant} | {goal} | {found} |")
+        lines.append(f'| {what}, {variant} | {goal} | {found} | `"{experiment}"` |')
     return "\n".join(lines)
 
 
@@ -520,9 +590,9 @@ def _ratio(row: Row, plain: Row, name: str) -> str:
     return f"{row[name] / plain[name]:.3f}" if plain.get(name) else ""
 
 
-def pages(rows: Sequence[Row]) -> dict[Path, str]:
+def pages(rows: Sequence[Row], results: Path = ROWS.parent) -> dict[Path, str]:
     """Return what stands between the marks of each page."""
-    return {PAGE: page(rows)}
+    return {PAGE: page(rows, results)}
 
 
 def write_page(tables: str, path: Path) -> None:
@@ -611,7 +681,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.page:
-        for path, tables in pages(read_rows(options.rows)).items():
+        for path, tables in pages(read_rows(options.rows), options.rows.parent).items():
             write_page(tables, path)
         return 0
     end = time.monotonic() + options.budget

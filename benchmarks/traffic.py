@@ -77,14 +77,14 @@ def two_phase(net: Blocks) -> Range:
     first, and under bf16 autocast they store sources in bf16: docs/explanation/kernels.md has their bytes.
     """
     n, size = net.sealed, net.size
-    low = group(n, [0, *[1] * (size - 1)], sums=True) / size
+    low = group(n, [0, *[1] * (size - 1)], sums=1) / size
     return Range(low, low + 4 * n / size)
 
 
 def two_phase_full(net: Blocks) -> float:
     """This package's Full in N groups of S sublayers: every output before a group is a sealed source of it."""
     n = 1 + (net.blocks - 1) / 2 * net.size
-    return group(n, range(net.size), sums=False) / net.size
+    return group(n, range(net.size), sums=0) / net.size
 
 
 def fla(net: Blocks) -> Range:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from attnres.comparison.plan import parse_variants
-from attnres.device import pick_device
 from attnres.errors import UserError
+from attnres.ops.dispatch import accelerator, is_host, pick_device
 from attnres.text import label_and_seed
 from attnres.training.config import TrainConfig, size_or_default, tokenizer_or_default
 from lab.design import Arm, branch_step
@@ -128,7 +128,7 @@ def _standard(size: str, seq_len: int, vocabulary: int) -> tuple[float, int, int
 
 def on_gpu(config: TrainConfig) -> bool:
     """Return whether a run is trained on a GPU: it asks for one, or for what there is and there is one."""
-    return pick_device("auto").type == "cuda" if config.device == "auto" else config.device.startswith("cuda")
+    return not is_host(pick_device("auto") if config.device == "auto" else torch.device(config.device))
 
 
 def measured_speeds(
@@ -140,7 +140,7 @@ def measured_speeds(
     A few of each are timed in this process; the quickest counts, since other work may have the machine: an estimate to
     a factor of two. `on_each` is called with 1 after each.
     """
-    if on_gpu(config) and not torch.cuda.is_available():
+    if on_gpu(config) and accelerator() is None:
         return {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

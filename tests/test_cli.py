@@ -298,7 +298,7 @@ def test_help_loads_no_heavy_library(arguments):
 
 def test_an_interruption_has_its_own_status(capsys, monkeypatch):
     def stop(error):
-        def train(config, *, progress):
+        def train(config, *, progress=True):
             raise error
 
         return train
@@ -306,7 +306,11 @@ def test_an_interruption_has_its_own_status(capsys, monkeypatch):
     monkeypatch.setattr("attnres.training.train", stop(Interrupted("stopped at step 3", 143)))
     assert run(capsys, "train") == (143, "", "attnres: stopped at step 3\n")
     monkeypatch.setattr("attnres.training.train", stop(KeyboardInterrupt()))
-    assert run(capsys, "train")[0] == 130
+    code, _, said = run(capsys, "train")
+    assert code == 130 and "--resume" in said
+    monkeypatch.setattr("attnres.comparison.compare.compare", stop(KeyboardInterrupt()))
+    code, _, said = run(capsys, "compare")
+    assert code == 130 and "give the same command to continue" in said
 
 
 def test_a_run_started_by_a_comparison_leaves_its_error_in_the_file(capsys, tmp_path, monkeypatch):

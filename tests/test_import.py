@@ -1,6 +1,7 @@
 """`import attnres` is quick, and everything public is there when it is asked for."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -71,51 +72,29 @@ def test_every_public_name_is_what_it_says(name):
 
 
 PACKAGES = ["app", "cli", "comparison", "data", "evals", "inspect", "models", "ops", "report", "residuals"]
-NAMES = (
+CODES = [
     "import attnres.training, attnres.training.run, attnres.inspect.recording, attnres.models.convert, attnres; "
-    "print([type(getattr(attnres, n)).__name__ for n in ('train', 'record', 'convert')])"
-)
-SUBMODULES = f"import attnres; print([getattr(attnres, n).__name__ for n in {PACKAGES}])"
-HIDDEN = (
-    "import importlib, pkgutil, types, {package} as package;"
-    "[importlib.import_module(f'{{package.__name__}}.{{one.name}}') for one in pkgutil.iter_modules(package.__path__)];"
-    "print([name for name in package.__all__ if isinstance(getattr(package, name), types.ModuleType)])"
-)
-CODES = {"names": NAMES, "submodules": SUBMODULES} | {
-    package: HIDDEN.format(package=package) for package in ("attnres.data", "attnres.inspect", "attnres.training")
-}
-FORKS = """
-import os, sys, torch, transformers
-for code in sys.argv[1:]:
-    if not os.fork():
-        exec(code)
-        sys.stdout.flush()
-        os._exit(0)
-    if os.wait()[1]:
-        sys.exit(f"failed: {code}")
-"""
+    "print([type(getattr(attnres, n)).__name__ for n in ('train', 'record', 'convert')])",
+    f"import attnres; print([getattr(attnres, n).__name__ for n in {PACKAGES}])",
+]
 
 
-@pytest.fixture(scope="module")
-def printed():
-    """What a process prints for each of `CODES` that has imported torch and Transformers, and nothing of ours."""
-    done = subprocess.run([sys.executable, "-c", FORKS, *CODES.values()], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(CODES, map(ast.literal_eval, done.stdout.splitlines()), strict=True))
+@pytest.mark.long  # new processes, in which nothing of ours was imported before
+def test_names_are_the_same_whatever_was_imported_before():
+    functions, submodules = map(run, CODES)
+    assert ast.literal_eval(functions) == ["function"] * 3
+    assert ast.literal_eval(submodules) == [f"attnres.{name}" for name in PACKAGES]
 
 
-@pytest.mark.long
-def test_names_are_the_same_whatever_was_imported_before(printed):
-    assert printed["names"] == ["function"] * 3
+def test_no_module_takes_the_place_of_a_public_name():
+    """An import of a submodule sets the package's attribute of its name, whatever stood there."""
+    for folder in (Path(attnres.__file__).parent / name for name in ("", "data", "inspect", "training")):
+        names = importlib.import_module(".".join(["attnres", folder.name]) if folder.name != "attnres" else "attnres")
+        beside = {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        assert not beside & set(names.__all__)
 
 
-@pytest.mark.parametrize("package", [name for name in CODES if name.startswith("attnres.")])
-def test_no_module_takes_the_place_of_a_public_name(printed, package):
-    assert printed[package] == []
-
-
-def test_submodules_are_attributes(printed):
-    assert printed["submodules"] == [f"attnres.{name}" for name in PACKAGES]
+def test_an_unknown_name_is_no_attribute():
     with pytest.raises(AttributeError, match="module 'attnres' has no attribute 'modles'"):
         attnres.modles  # noqa: B018
 

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from attnres.app.measured import Measured
 from attnres.app.reading import Cache, Encoder, Reading
 from attnres.app.state import Cut, key_of
-from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.inspect.edits import source_names
 from attnres.inspect.geometry import query_cosine
@@ -29,6 +28,7 @@ from attnres.models.convert import convert
 from attnres.models.encoding import piece, stated_context
 from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.ops.dispatch import pick_device
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512

@@ -266,7 +266,7 @@ class Page:
                 "before": hit.before,
                 "token": visible(hit.token),
                 "after": hit.after,
-                "document": hit.document,
+                "document": hit.name,
                 "text": hit.window,
                 "at": model.encoder.token_at(hit.window, hit.at),
             }

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from attnres.commands.train import Model, plain_config
-from attnres.errors import UserError
+from attnres.errors import UserError, left_when_stopped
 from attnres.flags import Hidden, Settings, config_file, fields_of, parse
 from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict
 from attnres.training.prepare import refuse_idle
@@ -81,17 +81,18 @@ def run(arguments: list[str]) -> None:
     from attnres.comparison.compare import compare
     from attnres.comparison.plan import CompareConfig
 
-    compare(
-        CompareConfig(
-            variants=list(options.variants),
-            seeds=list(options.seeds),
-            lrs=list(options.lrs),
-            base=config,
-            out=options.out or "runs/compare",
-            jobs=options.jobs,
-            timing_s=options.timing_s,
+    with left_when_stopped(lambda: "stopped, what is finished stays: give the same command to continue"):
+        compare(
+            CompareConfig(
+                variants=list(options.variants),
+                seeds=list(options.seeds),
+                lrs=list(options.lrs),
+                base=config,
+                out=options.out or "runs/compare",
+                jobs=options.jobs,
+                timing_s=options.timing_s,
+            )
         )
-    )
 
 
 def _refuse_variant(base: TrainConfig, demo: TrainConfig) -> None:

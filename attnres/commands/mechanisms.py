@@ -41,7 +41,8 @@ def run(arguments: list[str]) -> None:
         for row in rows:
             settings = settings_text(settings_of(row.name)) or "none"
             print(f"{row.name}\n\n{inspect.cleandoc(residual_class(row.name).__doc__ or 'it has no docstring')}\n")
-            print(f"settings: {settings}\nparameters: {row.parameters:,} at L={SUBLAYERS}, d={WIDTH}\n")
+            print(f"settings: {settings}\nparameters: {row.parameters:,} at L={SUBLAYERS}, d={WIDTH}")
+            print(f"source: {row.source or 'not said'}\nevidence: {row.evidence or 'docs/results'}\n")
         return
 
     from rich.table import Table

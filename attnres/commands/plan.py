@@ -86,7 +86,7 @@ def _model(options: PlanOptions, device: str) -> Any:
 
 def _measured(options: PlanOptions) -> tuple[list[float], float]:
     """Return seconds of each layer and of the head on this machine's device."""
-    from attnres.device import pick_device
+    from attnres.ops.dispatch import pick_device
     from attnres.scale.cut import layer_times
     from attnres.training.environment import has_bf16, tune
     from attnres.training.objective import precision
@@ -147,7 +147,7 @@ def run(arguments: list[str]) -> None:
     if standard is not None:
         slower = shown[0].seconds / standard.seconds - 1
         print(f"The last row has the first layout; with {model.config.residual} a step takes {slower:.1%} longer.")
-    print("Memory is of the fullest rank, bytes of one rank; time is a model:")
+    print("Memory of the fullest rank; bytes that one rank sends, or its reads move, in a step; the time is a model:")
     for assumption in ASSUMPTIONS:
         print(f"- {assumption}")
 
@@ -171,9 +171,17 @@ def _print_table(rows: "list[Planned]", residual: str, standard: "Planned | None
     from attnres.progress import wide
     from attnres.text import duration, memory
 
-    heads = ("residual", "dp x shard x pp x tp", "schedule", "memory", "states", "whole", "activations", "sources")
-    heads += ("fits", "vectors (all sent)", "stages/step", "shares/step", "slices/step", "reads/step", "bubble")
-    table = Table(*heads, "step", "tokens/s", title=title)
+    heads = ("residual", "dp x shard x pp x tp", "schedule", "memory", "sharded states", "gathered", "activations")
+    heads += (
+        "stage buffers",
+        "fits",
+        "vectors sent (uncached)",
+        "pp bytes",
+        "dp, shard bytes",
+        "tp bytes",
+        "read bytes",
+    )
+    table = Table(*heads, "read bytes", "bubble", "step", "tokens/s", title=title)
     for name, row in [*((residual, row) for row in rows), *([("standard", standard)] if standard else [])]:
         stages = f"{row.schedule}{f' V={row.virtual}' if row.virtual > 1 else ''}" if row.pp > 1 else "-"
         table.add_row(

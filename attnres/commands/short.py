@@ -40,7 +40,13 @@ class Figures(LookConfig):
     paths: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="MODEL ... OUT")]
     """Run folders, folders of runs, model folders, hub names, files of attnres inspect; last the folder to write."""
     formats: tuple[str, ...] = ("pdf", "png")
-    """File formats: pdf, png, svg."""
+    """File formats: pdf, png, svg. PDF and SVG are vectors, with their text as text."""
+    only: tuple[str, ...] = ()
+    """Draw these figures alone, e.g. patterns mixing; none is all that apply. A wrong name prints the list."""
+    width: str | None = None
+    """Width of every figure, such as 3.3in, 8.4cm or 240pt; none is 3.3in or 6.9in, a column or the page of a paper."""
+    font: float | None = None
+    """Points of tick labels and legends (names of axes have half a point more, titles one); none is 7 or less."""
 
 
 def _figures(options: Figures) -> None:
@@ -49,7 +55,9 @@ def _figures(options: Figures) -> None:
 
     from attnres.figures.draw import draw
 
-    draw(options.paths[:-1], options.paths[-1], options.formats, fields_of(options, only=LookConfig), options.by)
+    *sources, out = options.paths
+    look = fields_of(options, only=LookConfig)
+    draw(sources, out, options.formats, look, options.by, options.only, options.width, options.font)
 
 
 def _generate(options: GenerateConfig) -> None:

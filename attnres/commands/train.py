@@ -4,6 +4,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 
+from attnres.errors import left_when_stopped
 from attnres.flags import Hidden, Settings, Size, config_file, fields_of, parse
 from attnres.training.config import ModelConfig, TrainConfig, from_dict
 from attnres.training.interrupt import end_with_parent
@@ -52,7 +53,9 @@ def run(arguments: list[str]) -> None:
 
     from attnres.training import train
 
-    summary = train(config, progress=options.progress)
+    going_on = "stopped: --resume goes on from the run's last checkpoint, or from the start where there is none"
+    with left_when_stopped(lambda: going_on):
+        summary = train(config, progress=options.progress)
     if options.progress and os.environ.get("RANK", "0") == "0":  # torchrun's; one process says it
         print(
             f"held-out loss {summary['val_loss']:.3f} nats per token (perplexity {summary['perplexity']:.2f}) after "

@@ -15,6 +15,7 @@ from typing import Protocol
 import attnres
 from attnres.errors import ERROR_FILE, Interrupted, UserError
 from attnres.ops.cpu_build import SWITCH
+from attnres.ops.dispatch import accelerator
 from attnres.residuals.registry import PLUGINS, plugins
 from attnres.training.interrupt import PARENT, Signals, caught_signals
 from attnres.training.records import growing
@@ -67,8 +68,8 @@ class Child:
         """Start it, its output in `log` (None: shown as it comes), seeing one GPU alone if one is named. Raises
         UserError."""
         environment = {**os.environ, **self.variables(), PARENT: str(os.getpid())}
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        if gpu is not None and (row := accelerator()) is not None:
+            environment[row.visible] = gpu
         self._error_file.unlink(missing_ok=True)
         self.log, self.began = log, time.monotonic()
         with contextlib.ExitStack() as stack:
@@ -242,12 +243,12 @@ def several(failures: Sequence[UserError]) -> UserError:
 
 def _gpus() -> list[str]:
     """Return the GPUs that runs may have, where there are several."""
-    import torch
-
-    count = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(index) for index in range(count)] if visible is None else visible.split(",")[:count]
-    return names if count > 1 else []
+    row = accelerator()
+    count = 0 if row is None else len(row.devices())
+    if row is None or count < 2:
+        return []
+    visible = os.environ.get(row.visible)
+    return [str(index) for index in range(count)] if visible is None else visible.split(",")[:count]
 
 
 def _wanted(signals: Signals, ended: bool) -> int:

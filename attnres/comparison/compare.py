@@ -21,10 +21,11 @@ from attnres.comparison.plan import CompareConfig, ComparisonPlan, VariantSpec, 
 from attnres.comparison.speed import step_times
 from attnres.comparison.watch import Ended, RunStatus, train_all
 from attnres.device import cores
-from attnres.errors import Interrupted, UserError
+from attnres.errors import UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.ops import cpu
+from attnres.ops.dispatch import KERNELS, is_host
 from attnres.progress import say as print_line
 from attnres.reading import read_json
 from attnres.report.page import show, write_report
@@ -140,7 +141,7 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
 
     Raises:
         UserError: something cannot run, or a folder holds something else; what is finished stays.
-        Interrupted: Ctrl-C or SIGTERM; the same command continues.
+        Interrupted: SIGTERM, or Ctrl-C during a run; the same command continues.
     """
     say = console or Console(stderr=True)
     with opened(config, say) as work:
@@ -240,8 +241,9 @@ def _jobs(plan: ComparisonPlan, vocabulary: int, runs: int) -> int:
     """Return how many of so many runs go at once where nothing is asked for: on a CPU one a core (two small models on a
     thread each train faster than one on two threads), as many as fit in memory and at most four; on GPUs one each, on a
     GPU that is named one."""
-    if not plan.first.device.startswith("cpu"):
-        return 1 if ":" in plan.first.device else max(1, torch.cuda.device_count())
+    device = torch.device(plan.first.device)
+    if not is_host(device):
+        return max(1, len(KERNELS[device.type].devices())) if device.index is None else 1
     jobs = min(cores(), 4, runs)
     while jobs > 1 and not _fits(jobs, plan, vocabulary):
         jobs -= 1
@@ -294,29 +296,24 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         style="bold",
         highlight=False,
     )
-    try:
-        speed = step_times(
-            {PLAIN: (None, {})}
-            | {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
-            size=size_or_default(run.model),
-            vocab_size=vocabulary,
-            seq_len=run.data.seq_len,
-            batch_size=run.batch_size,
-            accumulation=run.accumulation,
-            optim=run.optim,
-            dtype=run.dtype,
-            device=run.device,
-            compile=run.compile,
-            cuda_graphs=run.cuda_graphs,
-            loss=run.loss,
-            gradient_checkpointing=run.gradient_checkpointing,
-            baseline=PLAIN,
-            seconds=seconds,
-        )
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "stopped while timing, what is finished stays: give the same command to continue", 130
-        ) from None
+    speed = step_times(
+        {PLAIN: (None, {})}
+        | {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
+        size=size_or_default(run.model),
+        vocab_size=vocabulary,
+        seq_len=run.data.seq_len,
+        batch_size=run.batch_size,
+        accumulation=run.accumulation,
+        optim=run.optim,
+        dtype=run.dtype,
+        device=run.device,
+        compile=run.compile,
+        cuda_graphs=run.cuda_graphs,
+        loss=run.loss,
+        gradient_checkpointing=run.gradient_checkpointing,
+        baseline=PLAIN,
+        seconds=seconds,
+    )
     times = speed.pop("variants")
     speed["variants"] = {label: times[kinds[label]] for label in plan.variants}
     write_json(path, {"key": key, **speed, "plain": times[PLAIN]})
@@ -345,8 +342,8 @@ def _fits(models: int, plan: ComparisonPlan, vocabulary: int) -> bool:
             )
         parameters = sum(parameter.numel() for parameter in model.parameters())
     needed = 16 * parameters * models
-    if run.device.startswith("cuda"):
-        return needed < torch.cuda.mem_get_info()[0] / 2
+    if not is_host(device := torch.device(run.device)):
+        return needed < torch.get_device_module(device).mem_get_info()[0] / 2
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from attnres.device import pick_device
 from attnres.errors import UserError, unknown
 from attnres.models import Checkpoint
+from attnres.ops.dispatch import pick_device
 from attnres.residuals import RESIDUALS, residual_class, settings_of, source_file
 from attnres.residuals.registry import ships
 from attnres.text import run_name

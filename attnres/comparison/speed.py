@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres.device import device_name, in_turn, seconds_of, spread
+from attnres.device import in_turn, seconds_of, spread
 from attnres.models.bases import checkpoint_activations
 from attnres.training.config import OptimConfig
-from attnres.training.environment import tune
+from attnres.training.environment import name_of, tune
 from attnres.training.layout import Layout, PlacedModel, parallelize
 from attnres.training.objective import Objective, loss_kind, precision
 from attnres.training.optim import build_optimizers
@@ -78,7 +78,7 @@ def step_times(
     measures = {label: partial(seconds_of, step, on) for label, step in steps.items()}
     times = in_turn(measures, rounds=rounds, seconds=seconds, least=least, on_round=on_round)
     return {
-        "device": device_name(on),
+        "device": name_of(on),
         "threads": torch.get_num_threads(),
         "dtype": dtype,
         "compile": compile,

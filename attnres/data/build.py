@@ -24,7 +24,7 @@ from attnres.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from attnres.errors import UserError
+from attnres.errors import UserError, left_when_stopped
 from attnres.files import cache_dir, lock, replaced_folder, user_path, write_json, writing
 from attnres.folders import kind_of, refuse_other
 from attnres.progress import Bars, say
@@ -117,7 +117,7 @@ def prepare(
             if _existing(target, key) is None:  # not made by another process in the meantime
                 loaded = load_with_end(tokenizer) if size is None else None
                 parts = target.with_name(f".{target.name}.{key[:16]}.parts")
-                with replaced_folder(target) as folder:
+                with left_when_stopped(lambda: _left(parts)), replaced_folder(target) as folder:
                     header = _build(folder, text, loaded or size or 0, held_out, progress, workers, parts)
                     about = {"version": VERSION, "key": key, "settings": settings, "source": text.name}
                     files = {"files": text.files} if text.files else {}
@@ -126,6 +126,12 @@ def prepare(
             for left in target.parent.glob(ours):  # of a killed one too
                 shutil.rmtree(left, ignore_errors=True)
     return Prepared(target, read_header(target))
+
+
+def _left(parts: Path) -> str:
+    """Return what a call that is stopped leaves, and how to go on."""
+    left = f"what was read or tokenised so far stays in {parts}" if parts.exists() else "nothing of it is left"
+    return f"stopped while preparing the text, {left}: give the same command again"
 
 
 def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | None) -> Prepared:

@@ -49,6 +49,17 @@ def title_of(source: str) -> str:
     return source if source.startswith(NO_PATHS) else Path(source).name
 
 
+class Document(str):
+    """A text that knows its `name`: the file that it is from."""
+
+    name: str
+
+    def __new__(cls, text: str, name: str) -> "Document":
+        document = super().__new__(cls, text)
+        document.name = name
+        return document
+
+
 @dataclass(frozen=True)
 class TextSource:
     """Documents that can be read several times, always in the same order.
@@ -260,10 +271,13 @@ def _files(name: str, files: list[Path], column: str, salt: str) -> TextSource:
         state.update(os.fsencode(file.resolve()) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         size += text_bytes(file, column)
 
+    root = os.path.commonpath([file.parent for file in files]) if files else ""
+
     def read() -> Iterator[str]:
         alone = len(files) == 1
         for file in files:
-            yield from read_documents(file, column, alone=alone)
+            for text in read_documents(file, column, alone=alone):
+                yield Document(text, os.path.relpath(file, root))
 
     return TextSource(name, state.hexdigest(), size, read)
 

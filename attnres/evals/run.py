@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel
 
-from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.evals import harness
 from attnres.evals.config import EvalConfig
@@ -22,6 +21,7 @@ from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other_file
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.ops.dispatch import pick_device
 from attnres.progress import Bars, grid, say, wide
 from attnres.stats import or_none
 from attnres.text import number, with_error

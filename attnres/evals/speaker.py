@@ -11,12 +11,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from attnres.device import device_name, in_turn, pick_device, spread
+from attnres.device import in_turn, spread
 from attnres.errors import UserError
 from attnres.evals.config import Dtype
 from attnres.evals.replays import Replays
 from attnres.models.encoding import encode_prompt, rows_of
 from attnres.models.open import open_checkpoint
+from attnres.ops.dispatch import pick_device
+from attnres.training.environment import name_of
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = 
         (ratio.ratio_quartiles[0], ratio.ratio_quartiles[1]),
         tokens,
         rounds,
-        device_name(first.model.device),
+        name_of(first.model.device),
     )
 
 

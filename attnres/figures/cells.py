@@ -11,7 +11,8 @@ from matplotlib.colors import FuncNorm, LinearSegmentedColormap, LogNorm, Normal
 from matplotlib.figure import Figure
 
 from attnres.figures import style
-from attnres.figures.plot import SMALL, log_numbers, number, numbers_on, plain, thin_ticks
+from attnres.figures.plot import log_numbers, number, numbers_on, plain, thin_ticks
+from attnres.figures.style import sheet
 from attnres.inspect.colours import DIVERGING, ink_on, signed_root
 from attnres.inspect.inspection import By
 from attnres.inspect.notebook import end_of_scale
@@ -108,14 +109,14 @@ def named(
 ) -> None:
     """Names beside the cells, thinned to the axes' `width` and `height` in inches; upright where all fit so."""
     places = [i + 0.5 for i in range(len(columns))]
-    upright = max(len(name) for name in columns) * SMALL * 0.68 / 72 < width / len(columns)
+    upright = max(len(name) for name in columns) * sheet().font * 0.68 / 72 < width / len(columns)
     if upright:
-        ax.set_xticks(places, [plain(name) for name in columns], fontsize=SMALL)
+        ax.set_xticks(places, [plain(name) for name in columns], fontsize=sheet().font)
     else:
-        thin_ticks(ax.xaxis, places, columns, width, SMALL)
+        thin_ticks(ax.xaxis, places, columns, width)
         for tick in ax.get_xticklabels():
             tick.set(rotation=90, ha="center")
-    thin_ticks(ax.yaxis, [top + 0.5 for top in tops], rows, height, SMALL)
+    thin_ticks(ax.yaxis, [top + 0.5 for top in tops], rows, height)
 
 
 def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: Any) -> None:
@@ -135,9 +136,9 @@ def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: An
         log_numbers(bar.ax.yaxis, *bar.ax.get_ylim())
     else:
         numbers_on(bar.ax.yaxis)
-    bar.set_label(label, fontsize=SMALL)
+    bar.set_label(label, fontsize=sheet().font)
     bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0, which="both", labelsize=SMALL)
+    bar.ax.tick_params(length=0, which="both", labelsize=sheet().font)
     bar.ax.grid(visible=False)
 
 

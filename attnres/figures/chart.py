@@ -14,9 +14,6 @@ from matplotlib.ticker import MaxNLocator
 from attnres.figures import style
 from attnres.figures.cells import COLOURMAP, cell_numbers, cells
 from attnres.figures.plot import (
-    COLUMN,
-    PAGE,
-    SMALL,
     Plot,
     beside,
     canvas,
@@ -28,6 +25,7 @@ from attnres.figures.plot import (
     numbers_on,
     plain,
 )
+from attnres.figures.style import sheet
 from attnres.inspect.colours import LESS, MORE
 from attnres.residuals import RESIDUALS, residual_class
 from attnres.text import number, tick
@@ -80,11 +78,11 @@ class Curves:
     def draw(self) -> Plot:
         """Draw it inside `style.style`. A line has one colour in all panels, a mechanism its own."""
         several = len(self.panels) > 1
-        figure, axes = canvas(PAGE if several else COLUMN, HEIGHT, 1, len(self.panels), sharey=True)
+        figure, axes = canvas(sheet().page if several else sheet().column, HEIGHT, 1, len(self.panels), sharey=True)
         looks = _looks(list(dict.fromkeys(line.label for lines in self.panels.values() for line in lines)))
         for ax, (title, lines) in zip(axes[0], self.panels.items(), strict=True):
             if several:
-                head(ax, title, inches=PAGE / len(self.panels) - 0.5)
+                head(ax, title, inches=sheet().page / len(self.panels) - 0.5)
             if self.zero:
                 ax.axhline(0, color=style.MUTED, linewidth=0.9)
             for line in lines:
@@ -109,7 +107,7 @@ class Curves:
             elif self.zero:
                 numbers_on(ax.yaxis)
             ax.set_xlabel(self.x_label)
-        axes[0, 0].set_ylabel(fit(self.y_label, HEIGHT - 0.3, SMALL))
+        axes[0, 0].set_ylabel(fit(self.y_label, HEIGHT - 0.3, sheet().font))
         legend(figure, *axes[0])
         return Plot(self.name, self.title, self.caption, figure)
 
@@ -149,7 +147,9 @@ class Differences:
     def draw(self) -> Plot:
         """Draw it inside `style.style`; the caption says what its marks are."""
         rows = sorted(self.rows, key=lambda row: -row.difference) if self.ranked else self.rows[::-1]
-        figure, axes = canvas(COLUMN * (1.35 if self.ranked else 1), 0.7 + (0.19 if self.ranked else 0.33) * len(rows))
+        figure, axes = canvas(
+            sheet().column * (1.35 if self.ranked else 1), 0.7 + (0.19 if self.ranked else 0.33) * len(rows)
+        )
         ax = axes[0, 0]
         ax.axvline(0, color=self.zero, linewidth=0.9)
         means, ends = [0.0], list[float]()
@@ -164,7 +164,7 @@ class Differences:
             ax.plot(row.difference, place, mark, color=colour, markersize=4, markerfacecolor=fill)
             if len(row.per_seed) > 1:
                 ax.plot(row.per_seed, [place - 0.26] * len(row.per_seed), "|", color=colour, markersize=3.5, alpha=0.9)
-        ax.set_yticks(range(len(rows)), [plain(row.label) for row in rows], fontsize=SMALL)
+        ax.set_yticks(range(len(rows)), [plain(row.label) for row in rows], fontsize=sheet().font)
         ax.tick_params(axis="y", length=0, labelcolor=style.INK)
         ax.set_ylim(-0.7, len(rows) - 0.3)
         ax.grid(visible=False, axis="y")
@@ -202,7 +202,7 @@ class Grid:
 
     def draw(self) -> Plot:
         """Draw it inside `style.style`; all panels have one colour scale."""
-        figure, axes = canvas(PAGE, 0.9 + 0.3 * len(self.rows), 1, len(self.panels), sharey=True)
+        figure, axes = canvas(sheet().page, 0.9 + 0.3 * len(self.rows), 1, len(self.panels), sharey=True)
         values = np.concatenate([panel[np.isfinite(panel)] for panel in self.panels.values()])
         low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
         for ax, (title, panel) in zip(axes[0], self.panels.items(), strict=True):

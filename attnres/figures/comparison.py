@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,7 +29,9 @@ from attnres.figures.plot import (
     plain,
 )
 from attnres.inspect.inspection import mean_inspection
-from attnres.residuals import Traits
+from attnres.residuals import RESIDUALS, Traits
+from attnres.residuals.registry import settings_of
+from attnres.stats import Effect
 from attnres.text import tick
 
 if TYPE_CHECKING:
@@ -36,6 +39,17 @@ if TYPE_CHECKING:
 
 Points = Sequence[tuple[float, float]]
 """(place on the axis of training, value) pairs."""
+WORDS = {
+    "lr": "learning rate",
+    "residual_lr": "query rate",
+    "residual_decay": "query decay",
+    "train_only": "trained:",
+    "lora_rank": "LoRA rank",
+    "lora_alpha": "LoRA alpha",
+    "distill_weight": "distillation",
+    "distill_temperature": "temperature",
+}
+"""What a legend calls the training settings in a variant's label."""
 START = 1 / 8
 """Of a run, whose losses may lie outside the axes: they fall too steeply to share one with the rest."""
 
@@ -45,19 +59,14 @@ class LossDifference(NamedTuple):
 
     Attributes:
         place: on the axis of training.
-        mean, margin: of the seeds, and half of its 95 % interval; NaN is not known.
+        effect: the mean over seeds with its interval.
         basis: what the interval is over, "seeds" or "windows". per_seed: each seed's.
     """
 
     place: float
-    mean: float
-    margin: float
+    effect: Effect
     basis: str = "windows"
     per_seed: Sequence[float] = ()
-
-    @property
-    def decided(self) -> bool:
-        return abs(self.mean) > self.margin
 
 
 @dataclass(frozen=True)
@@ -155,13 +164,31 @@ class Comparison:
     def looks(self) -> list[dict[str, Any]]:
         """Return line keywords of each variant: the colour of its residual, its label."""
         looks = style.looks({one.label: (one.residual, one.traits) for one in self.variants})
-        return [{**looks[one.label], "label": plain(one.label)} for one in self.variants]
+        return [{**looks[one.label], "label": plain(in_words(one.label, one.residual))} for one in self.variants]
 
     def named(self, name: str, title: str) -> tuple[str, str]:
         """Return a figure's name and title: those of the one model, or of all."""
         if len(self.variants) == 1:
             return name, f"{self.variants[0].label}: {title}"
         return f"compare-{name}", title[0].upper() + title[1:]
+
+
+def in_words(label: str, residual: str) -> str:
+    """Return a variant's label as a legend has it; a name that is no variant's label stays.
+
+    >>> in_words("block-num_blocks4-residual_lr0.000133", "block"), in_words("my-model", "block")
+    ('block, num blocks 4, query rate 0.000133', 'my-model')
+    """
+    name, *parts = re.split("-(?=[a-z])", label)
+    known = dict(WORDS)
+    if residual in RESIDUALS:
+        known = {setting: setting.replace("_", " ") for setting in settings_of(residual)} | known
+    for part in parts:
+        setting = max((one for one in known if part.startswith(one) and part != one), key=len, default=None)
+        if setting is None:
+            return label
+        name += f", {known[setting]} {part.removeprefix(setting)}"
+    return name
 
 
 # ------------------------------------------------------------------ losses
@@ -207,7 +234,8 @@ def difference(comparison: Comparison) -> Plot:
             ax.axhline(0, linewidth=0.9, **look)
         if len(one.differences) < 2:
             continue
-        place, mean, margin = np.array([part[:3] for part in one.differences]).T
+        place = np.array([part.place for part in one.differences])
+        mean, margin = np.array([(part.effect.difference, part.effect.margin) for part in one.differences]).T
         ax.fill_between(place, mean - margin, mean + margin, color=look["color"], alpha=0.18, linewidth=0)
         ax.plot(place, mean, marker="o", markersize=2.2, linewidth=1.2, **look)
         late = place >= 0.1 * place[-1]
@@ -243,9 +271,9 @@ def final_difference(comparison: Comparison) -> Plot:
     rows = [
         Interval(
             one.label,
-            one.differences[-1].mean,
-            one.differences[-1].margin,
-            one.differences[-1].decided and not one.traits.is_chance,
+            one.differences[-1].effect.difference,
+            one.differences[-1].effect.margin,
+            one.differences[-1].effect.excludes() and not one.traits.is_chance,
             colours[one.label],
             one.traits.is_chance,
             one.differences[-1].per_seed,
@@ -266,8 +294,8 @@ def learning_rates(comparison: Comparison) -> Plot:
         raise NotShown("no variant was trained at several learning rates")
     figure, (ax,) = panels(1)
     lines = dataclasses.replace(comparison, variants=[dataclasses.replace(one, label=one.group) for one in groups])
-    for look in lines.looks():
-        points = sorted((one.rate or 0.0, one.finals) for one in shown if plain(one.group) == look["label"])
+    for group, look in zip(groups, lines.looks(), strict=True):
+        points = sorted((one.rate or 0.0, one.finals) for one in shown if one.group == group.group)
         means = [float(np.mean(finals)) for _, finals in points]
         ax.plot([rate for rate, _ in points], means, marker="o", markersize=3.5, linewidth=1.2, **look)
         for rate, finals in points:

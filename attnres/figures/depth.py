@@ -13,18 +13,13 @@ from attnres.figures import style
 from attnres.figures.cells import cells, scale
 from attnres.figures.comparison import Comparison, Variant, held_out_panel
 from attnres.figures.plot import (
-    COLUMN,
     LAYER,
-    LOSS,
-    PAGE,
-    SMALL,
     STEP,
     NotShown,
     Plot,
     canvas,
     depth_axis,
     depth_line,
-    fit,
     head,
     label,
     legend,
@@ -32,9 +27,11 @@ from attnres.figures.plot import (
     numbers_on,
     panels,
     per_layer,
+    side_by_side,
     spread,
     thin_ticks,
 )
+from attnres.figures.style import sheet
 from attnres.residuals import Source, depths
 from attnres.text import listed
 
@@ -252,9 +249,9 @@ def source_norms(comparison: Comparison) -> Plot:
     shown = [(one, look, *last) for one, look, last in models if last is not None]
     if not shown:
         raise NotShown("no residual with a softmax over several sources")
-    columns = min(3, len(shown))
+    columns = min(3, len(shown), side_by_side())
     lines = -(-len(shown) // columns)
-    width = COLUMN if columns == 1 else PAGE
+    width = sheet().column if columns == 1 else sheet().page
     figure, axes = canvas(width, 2.3 * lines, lines, columns, sharey=True)
     for ax in list(axes.flat)[len(shown) :]:
         ax.remove()
@@ -266,7 +263,8 @@ def source_norms(comparison: Comparison) -> Plot:
         for tick in ax.get_xticklabels():
             tick.set(rotation=90, ha="center")
         ax.grid(visible=False, axis="x")
-        head(ax, one.label)
+        if len(shown) > 1:
+            head(ax, one.label)
     for row in axes:
         row[0].set_ylabel("RMS of sources")
     caption = (
@@ -301,8 +299,6 @@ def dynamics(comparison: Comparison) -> Plot:
         raise NotShown("the runs recorded neither held-out loss nor magnitudes")
     figure, axes = panels(losses + len(depths))
     notes = held_out_panel(axes[0], comparison) if losses else ""
-    if losses:
-        axes[0].set_ylabel(fit(LOSS, 1.5, SMALL))
     for ax, key in zip(axes[losses:], depths, strict=True):
         panel(ax, comparison, key)
     legend(figure, *axes)
@@ -333,8 +329,8 @@ def over_steps(comparison: Comparison) -> Plot:
     }
     if not curves:
         raise NotShown("the runs recorded nothing by depth at more than one step")
-    figure, axes = canvas(PAGE, 1.35 * len(curves) + 0.55, len(curves), len(variants), sharey="row")
-    inches = (PAGE - 1.2) / len(variants)
+    figure, axes = canvas(sheet().page, 1.35 * len(curves) + 0.55, len(curves), len(variants), sharey="row")
+    inches = (sheet().page - 1.2) / len(variants)
     for row, (key, parts) in zip(axes, curves.items(), strict=True):
         values = np.concatenate([table[np.isfinite(table)] for _, table in parts if table.size])
         wide = values.min() > 0 and values.max() > quantity(key).log * values.min()

@@ -1,13 +1,14 @@
 """The figures of models, runs or saved inspections: what the command `attnres figures` does."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from attnres.errors import UserError
-from attnres.figures import Comparison, Plot, draw_comparison, draw_model, save_all
-from attnres.figures.write import Drawn, check_formats
+from attnres.errors import UserError, unknown
+from attnres.figures import Comparison, Plot, draw_comparison, draw_model, save_all, style
+from attnres.figures.write import Drawn, check_formats, names_of_figures
 from attnres.files import user_path, write_text
 from attnres.folders import kind_of, refuse_other
 from attnres.inspect.config import InspectConfig
@@ -16,6 +17,10 @@ from attnres.inspect.look import look
 from attnres.progress import say
 from attnres.report.runs import load_study
 from attnres.report.sections import comparison_of
+from attnres.text import listed
+
+WIDTHS, FONTS = (2.0, 20.0), (4, 24)
+"""Inches and points that a figure may have."""
 
 
 def draw(
@@ -24,6 +29,9 @@ def draw(
     formats: Sequence[str],
     options: dict[str, object],
     by: By = "contribution",
+    only: Sequence[str] = (),
+    width: str | None = None,
+    font: float | None = None,
 ) -> list[Path]:
     """Write every figure that applies, and `captions.md`; print what was written and what does not apply, and why.
 
@@ -34,11 +42,20 @@ def draw(
         formats: of pdf, png and svg.
         options: fields of `InspectConfig`, for those that are models.
         by: the numbers of sources that are shown.
+        only: names of figures; none is all.
+        width: of every figure, as `inches` reads it; none is a column's or a page's. font: points of the letters.
 
     Raises:
-        UserError: something given is none of these, `out` is a file or holds a model, or a file cannot be written.
+        UserError: something given is none of these, `out` is a file or holds a model, or a file cannot be written; no
+            figure of `only` applies.
     """
     check_formats(formats)
+    for name in only:
+        if name not in names_of_figures():
+            raise unknown("figure", name, names_of_figures())
+    wide = None if width is None else inches(width)
+    if font is not None and not FONTS[0] <= font <= FONTS[1]:
+        raise UserError(f"font is {font:g} points: expected {FONTS[0]} to {FONTS[1]}")
     if Path(out).suffix == ".json":
         raise UserError(f"the last argument is the folder to write figures into, it is the file {out}")
     out = refuse_other(out, "figures")
@@ -52,21 +69,44 @@ def draw(
     runs = comparison_of(load_study(*studies)) if studies else Comparison([])
     if studies:  # what these say of training is of all seeds
         compared = compared.without("dynamics")
-    side_by_side = draw_comparison(compared, by)
-    training = draw_comparison(runs.without("inspections"))
+    with style.style(wide, font):
+        alone = [draw_model(inspection, by, only) for inspection in inspections]
+        beside = draw_comparison(compared, by, only) + draw_comparison(runs.without("inspections"), by, only)
+    every = sum(alone, Drawn()) + beside
+    if only and not every.plots:
+        reasons = [f"{name} ({reason})" for name, reason in dict(every.left_out).items()]
+        raise UserError(f"no figure of --only {' '.join(only)} applies: {listed(reasons or ['it is of runs'])}")
     written = list[Path]()
     if len(inspections) == 1:
-        drawn = draw_model(inspections[0], by)
-        written += write_drawn(console, names[0], drawn + side_by_side + training, out, formats)
+        written += write_drawn(console, names[0], every, out, formats)
     else:
         write_text(out / "captions.md", "")  # first: the folder is known by it
-        for inspection, name, folder in zip(
-            inspections, names, _distinct([_file_name(name) for name in names]), strict=True
-        ):
-            written += write_drawn(console, name, draw_model(inspection, by), out / folder, formats)
-        written += write_drawn(console, "side by side", side_by_side + training, out, formats)
+        folders = _distinct([_file_name(name) for name in names])
+        for drawn, name, folder in zip(alone, names, folders, strict=True):
+            if drawn.plots or not only:
+                written += write_drawn(console, name, drawn, out / folder, formats)
+        written += write_drawn(console, "side by side", beside, out, formats)
     say(console, f"{len(written)} files in {out}")
     return written
+
+
+def inches(width: str) -> float:
+    """Return a figure's width in inches.
+
+    Raises:
+        UserError: no number of in, cm, mm or pt (inches without a unit), or one that is no figure's.
+
+    >>> inches("3.3in"), inches("8.4cm"), inches("237.6 pt")
+    (3.3, 3.3070866141732282, 3.3)
+    """
+    units = {"in": 1.0, "": 1.0, "cm": 1 / 2.54, "mm": 1 / 25.4, "pt": 1 / 72}
+    parts = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([a-z]*)", width.strip())
+    if parts is None or parts[2] not in units:
+        raise UserError(f"width is '{width}': expected a number and in, cm, mm or pt, such as 3.3in")
+    value = float(parts[1]) * units[parts[2]]
+    if not WIDTHS[0] <= value <= WIDTHS[1]:
+        raise UserError(f"width is {width}: expected {WIDTHS[0]:g} to {WIDTHS[1]:g} inches")
+    return value
 
 
 def _expand(paths: Sequence[str]) -> tuple[list[str], list[Path]]:

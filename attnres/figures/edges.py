@@ -10,7 +10,8 @@ from matplotlib.patches import FancyArrowPatch
 
 from attnres.figures import style
 from attnres.figures.cells import SIGNED_MAP, cells, named, rooted, scale
-from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, label, plain
+from attnres.figures.plot import NotShown, Plot, canvas, label, plain
+from attnres.figures.style import sheet
 from attnres.inspect.colours import LESS, MORE, source_colours
 from attnres.inspect.inspection import Routing
 from attnres.inspect.notebook import FLOOR, end_of_scale
@@ -31,7 +32,7 @@ def edge_map(measured: "Attribution | Patching", title: str) -> Plot:
     table = Routing(measured.layout, rows)
     across = table.columns()
     values = table.matrix(range(len(measured.layout)), across)
-    width = COLUMN if len(across) <= 12 else PAGE
+    width = sheet().column if len(across) <= 12 else sheet().page
     height = min(0.16 * len(values), 7.0)
     figure, axes = canvas(width, height + 0.9)
     mesh = cells(axes[0, 0], values, norm=rooted(end_of_scale(values)), colourmap=SIGNED_MAP)
@@ -72,7 +73,7 @@ def graph(attribution: "Attribution", title: str) -> Plot:
         shown[layout[index].sublayer] = places[layout[index].sublayer]
         shown.setdefault(_node(source, written), _place_of(source, places, written))
     deepest = max(order)
-    figure, axes = canvas(PAGE * 0.62, min(9.0, 0.28 * (deepest + 2) + 0.8))
+    figure, axes = canvas(sheet().page * 0.62, min(9.0, 0.28 * (deepest + 2) + 0.8))
     ax = axes[0, 0]
     most = max(abs(value) for *_, value in edges)
     for index, source, value in edges:
@@ -98,7 +99,7 @@ def graph(attribution: "Attribution", title: str) -> Plot:
         Line2D([], [], color=MORE, linewidth=2, label="ln p rises without it"),
         Line2D([], [], color=style.MUTED, linewidth=0.8, linestyle=":", label="is part of"),
     ]
-    figure.legend(handles=handles, loc="outside lower left", fontsize=SMALL)
+    figure.legend(handles=handles, loc="outside lower left", fontsize=sheet().font)
     caption = (
         f"The {len(edges)} edges that change ln p of the prediction most when each is removed alone, of those that "
         "lead to it along others drawn; depth runs downwards. Measured, not estimated: two removed together may do "
@@ -134,7 +135,7 @@ def _draw_node(ax: Axes, name: str, place: tuple[float, float], colour: str) -> 
         xytext=(8, 0),
         textcoords="offset points",
         va="center",
-        fontsize=SMALL,
+        fontsize=sheet().font,
         zorder=4,
     )
 

@@ -12,9 +12,6 @@ from attnres.figures import style
 from attnres.figures.cells import SIGNED, SIGNED_MAP, cells, named, scale
 from attnres.figures.comparison import Comparison
 from attnres.figures.plot import (
-    COLUMN,
-    PAGE,
-    SMALL,
     NotShown,
     Plot,
     canvas,
@@ -24,7 +21,9 @@ from attnres.figures.plot import (
     label,
     numbers_on,
     per_layer,
+    side_by_side,
 )
+from attnres.figures.style import sheet
 from attnres.residuals import Read, depths, outputs
 
 if TYPE_CHECKING:
@@ -37,8 +36,11 @@ def queries(inspection: "Inspection") -> Plot:
         raise NotShown("fewer than two reads have a query that is not zero")
     cosine = np.array(inspection.query_cosine, dtype=float)
     pca = inspection.query_pca
-    side = 2.75
-    figure, axes = canvas(PAGE if pca else COLUMN, side + 0.35, 1, 2 if pca else 1)
+    side = min(2.75, sheet().column - 0.3)
+    count = 2 if pca else 1
+    across = min(count, side_by_side(3))
+    down = count // across
+    figure, axes = canvas(sheet().page if pca else sheet().column, down * (side + 0.35), down, across)
     ax, names = axes[0, 0], [label(read) for read in inspection.layout]
     mesh = cells(ax, cosine, norm=SIGNED, colourmap=SIGNED_MAP)
     named(ax, names, names, np.arange(len(cosine), dtype=float), side - 0.6, side - 0.4)
@@ -46,7 +48,7 @@ def queries(inspection: "Inspection") -> Plot:
     head(ax, "cosine of queries")
     scale(figure, mesh, ax, "", fraction=0.045)
     if pca:
-        _scatter(figure, axes[0, 1], pca, inspection.layout)
+        _scatter(figure, axes.flat[1], pca, inspection.layout)
     caption = "Cosine of each two reads' pseudo-query times key gain, w g. Hatched: no query, or one of zero length."
     if pca:
         caption += (
@@ -84,7 +86,12 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: Sequence[Read]) -
     first, last = np.flatnonzero(there)[[0, -1]]
     for i in (first, last):
         ax.annotate(
-            label(reads[i]), points[i], xytext=(4, 4), textcoords="offset points", fontsize=SMALL, color=style.INK
+            label(reads[i]),
+            points[i],
+            xytext=(4, 4),
+            textcoords="offset points",
+            fontsize=sheet().font,
+            color=style.INK,
         )
     ax.axhline(0, color=style.GRID, linewidth=0.8, zorder=0)
     ax.axvline(0, color=style.GRID, linewidth=0.8, zorder=0)
@@ -95,12 +102,12 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: Sequence[Read]) -
     numbers_on(ax.yaxis)
     head(ax, "queries on their principal axes")
     ax.margins(0.12)
-    ax.legend(handles=keys, fontsize=SMALL, loc="best", handletextpad=0.1)
+    ax.legend(handles=keys, fontsize=sheet().font, loc="best", handletextpad=0.1)
     bar = figure.colorbar(drawn, ax=ax, fraction=0.045, pad=0.02)
     bar.locator = MaxNLocator(nbins=6, integer=True)
-    bar.set_label("read", fontsize=SMALL)
+    bar.set_label("read", fontsize=sheet().font)
     bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0, labelsize=SMALL)
+    bar.ax.tick_params(length=0, labelsize=sheet().font)
 
 
 def keys(inspection: "Inspection") -> Plot:
@@ -110,8 +117,8 @@ def keys(inspection: "Inspection") -> Plot:
     assert inspection.routing is not None
     cosine = np.array(inspection.key_cosine, dtype=float)
     names = [label(source) for source in inspection.layout[-1].sources]
-    side = COLUMN - 0.9
-    figure, axes = canvas(COLUMN, side + 0.4)
+    side = sheet().column - 1.45
+    figure, axes = canvas(sheet().column, side + 0.75)
     mesh = cells(axes[0, 0], cosine, norm=SIGNED, colourmap=SIGNED_MAP)
     named(axes[0, 0], names, names, np.arange(len(cosine), dtype=float), side - 0.2, side - 0.2)
     axes[0, 0].set_aspect("equal")
@@ -133,7 +140,7 @@ def learned(inspection: "Inspection") -> Plot:
         raise NotShown("no gates or biases")
     flat = [part for part in tables if part[1].ndim == 1]
     height = 1.9 if len(flat) == len(tables) else 3.1
-    width = COLUMN if len(tables) == 1 else PAGE
+    width = sheet().column if len(tables) == 1 else sheet().page
     figure, axes = canvas(width, height, 1, len(tables))
     look = Comparison.of_models([inspection]).looks()[0]
     of_reads, each = depths(inspection.layout), per_layer(inspection.layout)
@@ -185,5 +192,5 @@ def _counted(inspection: "Inspection", axes: Sequence[str], axis: int, count: in
         return [label(source) for source in inspection.layout[-1].sources]
     if kind == "source":  # outputs, or whole layers' after the embedding
         names = [f"layer {i}" for i in range(count - 1)] if axes[0] == "layer" else map(label, outputs(count)[1:])
-        return ["emb", *names]
+        return ["embedding", *names]
     return [f"{kind} {i}".strip() for i in range(count)]

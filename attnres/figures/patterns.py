@@ -2,6 +2,7 @@
 Fig. 8), where blocks begin (the heatmaps of the nanoGPT study), and by kind of token."""
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,17 +14,31 @@ from matplotlib.ticker import MaxNLocator
 from attnres.figures import style
 from attnres.figures.cells import SIGNED_MAP, cell_numbers, cells, look_of, named, scale
 from attnres.figures.comparison import Comparison
-from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, numbers_on, plain
+from attnres.figures.plot import (
+    CONSTANT,
+    NotShown,
+    Plot,
+    canvas,
+    edge_head,
+    head,
+    label,
+    numbers_on,
+    plain,
+    side_by_side,
+    varies,
+)
+from attnres.figures.style import sheet
 from attnres.inspect.colours import MORE, source_colours
 from attnres.inspect.inspection import By, Routing, amounts, normalised
 from attnres.inspect.notebook import end_of_scale
 from attnres.residuals import Source, depths, outputs
+from attnres.text import listed
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import ByLabel, Inspection
 
 
-TITLES: dict[By, str] = {"contribution": "what reads are made of", "weight": "weights of reads"}
+TITLES: dict[By, str] = {"contribution": "contributions of sources", "weight": "weights of sources"}
 """What a figure of these numbers shows."""
 
 
@@ -85,9 +100,9 @@ def last_mix(routing: Routing) -> int:
     raise NotShown("every read has one source")
 
 
-def patterns(inspection: "Inspection", by: By = "contribution", width: float = PAGE) -> Plot:
+def patterns(inspection: "Inspection", by: By = "contribution", narrow: bool = False) -> Plot:
     """Draw reads before attention, and reads before MLPs with the output's below: side by side, or one above the other
-    in a column's width; of several reads a sublayer a table for each. Raises NotShown."""
+    in a column's width (`narrow`); of several reads a sublayer a table for each. Raises NotShown."""
     routing = shares(inspection, by)
     kinds: dict[tuple[str, str | None], list[int]] = {}
     for row, read in enumerate(routing.layout):
@@ -101,7 +116,8 @@ def patterns(inspection: "Inspection", by: By = "contribution", width: float = P
     columns = routing.columns(sorted(row for _, rows in tables for row in rows))
     most = max(len(rows) for _, rows in tables)
     row_inches = min(0.24, max(0.035, 4.2 / most))
-    across = min(len(tables), 2 if len(tables) in (2, 4) else 3) if width > COLUMN else 1
+    across = 1 if narrow else min(len(tables), 2 if len(tables) in (2, 4) else 3, side_by_side(2.5))
+    width = sheet().column if narrow else sheet().page
     down = -(-len(tables) // across)
     figure, axes = canvas(width, down * (row_inches * (most + 0.5) + 0.95), down, across)
     for ax in list(axes.flat)[len(tables) :]:
@@ -115,8 +131,8 @@ def patterns(inspection: "Inspection", by: By = "contribution", width: float = P
         if len(reads) > 1 and reads[-1].kind == "output":
             tops[-1] += 0.5
         mesh = cells(ax, values, tops=tops, **look)
-        if panel / len(columns) > 0.17 and row_inches > 0.12:
-            cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
+        if panel / len(columns) > 0.17 * sheet().scale and row_inches > 0.12 * sheet().scale:
+            cell_numbers(ax, mesh, values, tops, size=sheet().font - 0.5)
         names = ["output" if read.number is None else f"layer {read.number}" for read in reads]
         named(ax, [label(source) for source in columns], names, tops, panel, row_inches * len(reads))
         titles = {"attention": "before attention", "mlp": "before the MLP", "output": "at the output"}
@@ -144,13 +160,13 @@ def at_boundaries(inspection: "Inspection", by: By = "contribution") -> Plot:
     rows = boundaries(routing, most=24)
     reads, columns = [routing.layout[row] for row in rows], routing.columns(rows)
     values = routing.matrix(rows, columns)
-    width = COLUMN if len(columns) <= 10 else PAGE
+    width = sheet().column if len(columns) <= 10 else sheet().page
     height = min(0.24, 4.2 / len(reads)) * len(reads)
     figure, axes = canvas(width, height + 0.85)
     ax, tops = axes[0, 0], np.arange(len(reads), dtype=float)
     mesh = cells(ax, values, **look_of(routing.by, values))
-    if (width - 1.2) / len(columns) > 0.22:
-        cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
+    if (width - 1.2) / len(columns) > 0.22 * sheet().scale:
+        cell_numbers(ax, mesh, values, tops, size=sheet().font - 0.5)
     named(ax, [label(source) for source in columns], [label(read) for read in reads], tops, width - 1.2, height)
     scale(figure, mesh, ax, axis(routing), fraction=0.05)
     caption = f"{what_numbers_are(inspection, routing)} of each source in the reads with which blocks begin, "
@@ -170,34 +186,47 @@ def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
     rows = [row for row in boundaries(routing, most=6) if routing.weighs(row, "embedding")]
     if not rows:
         raise NotShown("no read weighs the embedding beside another source")
-    names = part["names"]
-    height = 0.15 * len(names) + 0.75
-    figure, axes = canvas(PAGE, height, 1, len(rows), sharey=True)
-    for ax, row in zip(axes[0], rows, strict=True):
+    names, panels, constant = part["names"], [], []
+    for row in rows:
         read = inspection.layout.index(routing.layout[row])
         table, error = label_rows(part, read, routing.by)
         spread = np.sqrt(np.average((table - table.mean(0)) ** 2, axis=0, weights=part["tokens"]))
         column = int(spread.argmax()) if routing.by == "contribution" else routing.place(row, "embedding")
-        values, errors = table[:, column], error[:, column]
+        panel = row, column, table[:, column], error[:, column]
+        (panels if varies(panel[2]) else constant).append(panel)
+    panels, constant = (panels, constant) if panels else (constant, [])
+    across = min(len(panels), side_by_side(1.1 if sheet().page > 5 else 1.5))
+    down = -(-len(panels) // across)
+    figure, axes = canvas(sheet().page, down * (0.15 * len(names) * sheet().scale + 0.75), down, across, sharey=True)
+    for ax in list(axes.flat)[len(panels) :]:
+        ax.set_visible(False)
+    for ax, (row, column, values, errors) in zip(axes.flat, panels):
         places = np.arange(len(names))
         mean = float(np.average(values, weights=part["tokens"]))
         ax.axvline(mean, color="#4a5260", linewidth=0.9)
         ax.errorbar(values, places, xerr=errors, fmt="o", color=MORE, markersize=3, linewidth=1.2)
-        head(ax, f"{label(routing.layout[row])} ← {label(routing.layout[row].sources[column])}")
+        edge_head(ax, routing.layout[row], routing.layout[row].sources[column], (sheet().page - 1.2) / across - 0.1)
         ends = np.concatenate([[mean, 0.0], values + np.nan_to_num(errors), values - np.nan_to_num(errors)])
         ax.set_xlim(1.12 * min(ends.min(), 0.0), 1.12 * ends.max() or 1)
-        ax.xaxis.set_major_locator(MaxNLocator(nbins=3 if len(rows) < 4 else 2, steps=[1, 2, 5, 10]))
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=3 if across < 4 else 2, steps=[1, 2, 5, 10]))
         numbers_on(ax.xaxis)
-        ax.set_yticks(places, [plain(name) for name in names], fontsize=SMALL)
+        ax.set_yticks(places, [plain(name) for name in names], fontsize=sheet().font)
         ax.set_ylim(len(names) - 0.5, -0.5)
         ax.tick_params(axis="y", length=0)
-    figure.supxlabel(axis(routing), fontsize=SMALL + 0.5)
+    figure.supxlabel(axis(routing), fontsize=sheet().font + 0.5)
     of = "of the embedding" if routing.by == "weight" else "of the source in which they differ most"
     caption = (
         f"{what_numbers_are(inspection, routing)} {of}, by kind of token, {which_reads(routing)}. "
         f"Bars: standard error over documents; line: all of these tokens."
     )
+    caption += left_out(label(routing.layout[row]) for row, *_ in constant)
     return Plot("kinds", f"{inspection.model['name']}: {TITLES[routing.by]}, by kind of token", caption, figure)
+
+
+def left_out(names: Iterable[str]) -> str:
+    """Return a caption's sentence about the reads whose panels would show one number; nothing without any."""
+    reads = list(names)
+    return f" Left out, since all numbers differ by {CONSTANT:g} at most: {listed(reads)}." if reads else ""
 
 
 def label_rows(part: "ByLabel", read: int, by: By) -> tuple[np.ndarray, np.ndarray]:
@@ -234,7 +263,7 @@ def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
     columns, names = routing.layout[row].sources, part["names"]
     largest = end_of_scale(values)
     height = 0.17 * len(names)
-    figure, axes = canvas(COLUMN if len(columns) <= 10 else PAGE, height + 0.95)
+    figure, axes = canvas(sheet().column if len(columns) <= 10 else sheet().page, height + 0.95)
     width = figure.get_figwidth() - 1.9
     ax, tops = axes[0, 0], np.arange(len(names), dtype=float)
     mesh = cells(ax, values, norm=Normalize(-largest, largest), colourmap=SIGNED_MAP)
@@ -272,9 +301,9 @@ def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
     if any(one.mean.mixing_contribution is None for one in models):
         by = "weight"
     tables = [(one, matrix_of(one.mean, by)[0]) for one in models or comparison.variants[:1]]
-    columns = min(3, len(tables)) if len(tables) != 4 else 2
+    columns = min(len(tables), 2 if len(tables) == 4 else 3, side_by_side())
     rows = math.ceil(len(tables) / columns)
-    width = COLUMN if len(tables) == 1 else PAGE
+    width = sheet().column if len(tables) == 1 else sheet().page
     side = (width - 0.9) / columns - 0.45
     figure, axes = canvas(width, rows * (side + 0.7), rows, columns)
     for ax in list(axes.flat)[len(tables) :]:
@@ -330,16 +359,19 @@ def layers(inspection: "Inspection", by: By = "contribution") -> Plot:
     """Draw arcs over the strongest links, and the matrix that they are taken from."""
     values, by = layer_shares(inspection, by)
     count = len(values) - 1
-    numbered = count <= 12
-    side = PAGE * 0.45
-    figure, axes = canvas(PAGE, side + 0.35, 1, 2, width_ratios=[1.0, 0.75])
-    matrix, arcs = axes[0]
-    names = ["emb", *(f"{i}" for i in range(count))]
+    beside = side_by_side() > 1
+    side = sheet().page * (0.45 if beside else 0.95)
+    if beside:
+        figure, axes = canvas(sheet().page, side + 0.35, 1, 2, width_ratios=[1.0, 0.75])
+    else:
+        figure, axes = canvas(sheet().page, 1.8 * side + 0.35, 2, 1)
+    matrix, arcs = axes.flat
+    names = ["embedding", *(f"{i}" for i in range(count))]
     rows = [*(f"layer {i}" for i in range(count)), "output"]
     tops = np.arange(count + 1, dtype=float)
     mesh = cells(matrix, values, **look_of(by, values))
-    if numbered:
-        cell_numbers(matrix, mesh, values, tops, size=5.5)
+    if (side - 1.2) / (count + 1) > 0.15 * sheet().scale:
+        cell_numbers(matrix, mesh, values, tops, size=sheet().font - 1.5)
     named(matrix, names, rows, tops, side - 0.75, side - 0.4)
     matrix.set_xlabel("embedding, or layer that is read")
     scale(
@@ -395,7 +427,7 @@ def _arcs(ax: Axes, values: np.ndarray, names: list[str]) -> int:
     every = max(1, math.ceil(count / 28))
     for i, name in enumerate(nodes):
         if (i % every == 0 and len(nodes) - 1 - i >= every) or i == len(nodes) - 1:
-            ax.text(0.02 * (count + 1), i, name, fontsize=SMALL, va="center", ha="left")
+            ax.text(0.02 * (count + 1), i, name, fontsize=sheet().font, va="center", ha="left")
     reach = 0.28 * (count + 1)
     ax.set_xlim(-reach, reach + margin)
     ax.set_ylim(len(nodes) - 0.5, -0.5)

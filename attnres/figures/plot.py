@@ -14,26 +14,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 from attnres.figures import style
+from attnres.figures.style import sheet
 from attnres.residuals import Read, Source
 from attnres.text import short as short_number
 from attnres.text import tick
 
-COLUMN, PAGE = 3.3, 6.9
-"""Inches: a column and the full width of a two-column paper. Text in figures of this width is 5.5 to 8 points."""
-SMALL = 7.0
-"""Points: tick labels and legends of a figure in a paper."""
-SMALLEST = 4.6
-"""Points: the least that tick labels shrink to before some are left out."""
 LINE = 1.12
 """Of a tick's letters: the room that a name beside an axis needs, by its size."""
 OUT = 0.2
 """Inches from the middle of the word out under an axis to that of a number beside it, at least."""
+CONSTANT = 0.05
+"""A panel of contributions or weights that differ by no more is left out."""
 NOTEBOOK_DPI = 130
-LOSS, TRAIN_LOSS = "held-out loss, nats per token", "training loss, nats per token"
-DIFFERENCE = "difference, nats per token"
+LOWER = "\n(lower is better)"
+LOSS, TRAIN_LOSS = f"held-out loss, nats per token{LOWER}", f"training loss, nats per token{LOWER}"
+DIFFERENCE = f"difference, nats per token{LOWER}"
 STEP, TOKENS, RATE, LAYER = "step", "training tokens", "peak learning rate", "layer"
 """Names beside axes."""
-_LABELS = {"embedding": "emb", "attention": "attn", "output": "out"}
+_WORDS = {"mlp": "MLP", "partial": "partial sum"}
 
 
 @dataclass(frozen=True)
@@ -58,38 +56,60 @@ class NotShown(Exception):
 
 
 def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, np.ndarray]:
-    """Return a figure and its (rows, columns) axes, with text for a paper."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    """Return a figure and its (rows, columns) axes, with text for a paper; it is higher where letters are larger."""
+    figure = Figure(figsize=(width, height * max(1.0, sheet().scale)), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for ax in axes.flat:
-        ax.tick_params(labelsize=SMALL, length=2.5, pad=2)
-        ax.xaxis.label.set_size(SMALL + 0.5)
-        ax.yaxis.label.set_size(SMALL + 0.5)
+        ax.tick_params(labelsize=sheet().font, length=2.5, pad=2)
+        ax.xaxis.label.set_size(sheet().font + 0.5)
+        ax.yaxis.label.set_size(sheet().font + 0.5)
     return figure, axes
 
 
 def panels(count: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `count` panels: one in a column's width, up to three side by side, more in two rows."""
-    rows = 2 if count > 3 else 1
-    width, height = (COLUMN, 2.15) if count == 1 else (PAGE, 1.9)
+    """Return a figure of `count` panels: one in a column's width, up to three side by side, more in two rows; in more
+    rows on a narrow sheet."""
+    rows = max(2 if count > 3 else 1, math.ceil(count / side_by_side()))
+    width, height = (sheet().column, 2.15) if count == 1 else (sheet().page, 1.9)
     figure, axes = canvas(width, height * rows + 0.25, rows, math.ceil(count / rows))
     for ax in axes.flat[count:]:
         ax.remove()
     return figure, list(axes.flat[:count])
 
 
+def varies(values: np.ndarray) -> bool:
+    """Return whether contributions or weights differ enough for a panel of their own; NaN is left aside."""
+    return bool(np.nanmax(values) - np.nanmin(values) > CONSTANT)
+
+
+def side_by_side(inches: float = 2.1) -> int:
+    """Return how many panels of so many inches, at least one, stand side by side on the sheet."""
+    return max(1, int((sheet().page + 0.01) / inches))
+
+
 def head(ax: Axes, text: str, pad: float = 5, inches: float | None = None) -> None:
     """A panel's title; in several lines, and shortened, where it would be wider than `inches`."""
-    ax.set_title(plain(text if inches is None else fit(text, inches)), fontsize=8, pad=pad)
+    size = sheet().font + 1
+    ax.set_title(plain(text if inches is None else fit(text, inches, size)), fontsize=size, pad=pad)
+
+
+def edge_head(ax: Axes, read: Read, source: Source, inches: float, after: str = "", pad: float = 5) -> None:
+    """The title of a panel of one source of one read; the source on a line of its own where both are wider than
+    `inches`."""
+    text = f"{label(read)} ← {label(source)}{after}"
+    wide = len(text) * 0.62 * (sheet().font + 1) / 72 > inches
+    ax.set_title(text.replace(" ← ", "\n← ") if wide else text, fontsize=sheet().font + 1, pad=pad)
 
 
 def fit(text: str, inches: float, size: float = 8.0) -> str:
     """Return `text` in at most three lines of bold letters no wider than `inches`; what is longer loses letters in
-    between.
+    between. Lines that it has stay.
 
     >>> fit("block-num_blocks4-seed0", 1.0)
     'block-num_\\nblocks4-seed0'
     """
+    if "\n" in text:
+        return "\n".join(fit(line, inches, size) for line in text.split("\n"))
     room = max(4, int(inches * 72 / (0.68 * size)))
     lines = []
     while len(text) > room and len(lines) < 2:
@@ -106,20 +126,26 @@ def plain(text: str) -> str:
 
 
 def label(part: Read | Source) -> str:
-    """Return a source's or read's name on an axis: emb, attn 3, mlp 3, block 2, out; attn 3 key of one for the keys."""
+    """Return a source's or read's name on an axis: embedding, L3 attention, L3 MLP, block 2, output."""
     into = part.into if isinstance(part, Read) else None
-    parts = (_LABELS.get(part.kind, part.kind), part.number, into)
-    return plain(" ".join(str(word) for word in parts if word is not None))
+    word = _WORDS.get(part.kind, part.kind)
+    if part.number is None:
+        name = word
+    elif isinstance(part, Read) or part.kind in ("attention", "mlp"):
+        name = f"L{part.number} {word}"
+    else:
+        name = f"{word} {part.number}"
+    return plain(f"{name} {into}" if into else name)
 
 
-def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches: float, size: float = SMALL) -> None:
-    """Ticks at `places`, each with its name: of letters as small as `SMALLEST` where that makes room for all, else
-    every third, fifth, ... place has a tick, so that attention and MLPs are both named; the last one always.
+def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches: float) -> None:
+    """Ticks at `places`, each with its name: of letters as small as a sheet's `smallest` where that makes room for all,
+    else every third, fifth, ... place has a tick, so that attention and MLPs are both named; the last one always.
 
     `inches`: room along the axis. A name beside an axis needs the height of its letters, whichever way it is turned.
     """
     room = inches / max(1, len(places))
-    size = min(size, max(SMALLEST, 72 * room / LINE))
+    size = min(sheet().font, max(sheet().smallest, 72 * room / LINE))
     every = max(1, math.ceil(LINE * size / 72 / room - 1e-9))
     every += every % 2 == 0
     shown = list(range(0, len(places), every))
@@ -278,7 +304,7 @@ def legend(figure: Figure, *axes: Axes) -> None:
     rows = math.ceil(len(names) / columns)
     columns = math.ceil(len(names) / rows)
     figure.set_figheight(figure.get_figheight() + 0.16 * (rows - 1))
-    look: dict[str, Any] = {"fontsize": SMALL + 0.5, "handlelength": 1.4, "columnspacing": 1.0}
+    look: dict[str, Any] = {"fontsize": sheet().font + 0.5, "handlelength": 1.4, "columnspacing": 1.0}
     figure.legend(list(entries.values()), names, loc="outside upper left", ncols=columns, **look)
 
 

@@ -11,9 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -93,13 +94,49 @@ RC = {
 }
 
 
+class Sheet(NamedTuple):
+    """The paper that figures are drawn for.
+
+    Attributes:
+        column, page: inches of a column and of the full width of two.
+        font: points of tick labels and legends; names of axes have half a point more, titles one.
+        smallest: points that tick labels shrink to before some are left out.
+    """
+
+    column: float = 3.3
+    page: float = 6.9
+    font: float = 7.0
+    smallest: float = 4.6
+
+    @property
+    def scale(self) -> float:
+        """How much larger letters are than those that figures are laid out for."""
+        return self.font / PAPER_OF_TWO_COLUMNS.font
+
+
+PAPER_OF_TWO_COLUMNS = Sheet()
+_SHEET: ContextVar[Sheet] = ContextVar("sheet", default=PAPER_OF_TWO_COLUMNS)
+sheet = _SHEET.get
+
+
 @contextmanager
-def style() -> Generator[None]:
-    """Draw inside this: the shared settings, and nothing of the user's own."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(RC)  # ty: ignore[no-matching-overload]
-        yield
+def style(width: float | None = None, font: float | None = None) -> Generator[None]:
+    """Draw inside this: the shared settings, and nothing of the user's own.
+
+    `width`: inches of every figure, in place of a column's or a page's. `font`: points of tick labels and legends,
+    which then do not shrink. What is not given stays as it is outside.
+    """
+    paper = sheet() if width is None else sheet()._replace(column=width, page=width)
+    if font is not None:
+        paper = paper._replace(font=font, smallest=font)
+    before = _SHEET.set(paper)
+    try:
+        with matplotlib.rc_context():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(RC)  # ty: ignore[no-matching-overload]
+            yield
+    finally:
+        _SHEET.reset(before)
 
 
 def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, Any]]:

@@ -16,8 +16,20 @@ from matplotlib.ticker import MaxNLocator
 
 from attnres.figures import style
 from attnres.figures.cells import SIGNED_MAP, readable_on
-from attnres.figures.patterns import TITLES, axis, boundaries, last_mix, shares, what_numbers_are, which_reads
-from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, number, numbers_on, plain
+from attnres.figures.patterns import TITLES, axis, boundaries, last_mix, left_out, shares, what_numbers_are, which_reads
+from attnres.figures.plot import (
+    NotShown,
+    Plot,
+    canvas,
+    edge_head,
+    label,
+    number,
+    numbers_on,
+    plain,
+    side_by_side,
+    varies,
+)
+from attnres.figures.style import sheet
 from attnres.inspect.colours import source_colours
 from attnres.inspect.inspection import FIELD, By, Routing, amounts
 from attnres.inspect.notebook import FLOOR, end_of_scale
@@ -26,10 +38,11 @@ from attnres.residuals import Source
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
 
-BARS = 44  # tokens in a row of bars: their names still fit below
+BAR = 0.157  # inches of a bar: its token's name still fits below
 ROWS = 4
 LINES = 84  # of text below one another: nine inches, a page
 HATCH = "////"  # every second source of a kind: told from its neighbours by more than shade
+ADVANCE = 0.602  # DejaVu Sans Mono's, of its size
 LETTERS = 68  # in a line: at 3.1 inches each is 3.3 points wide
 
 
@@ -48,14 +61,15 @@ def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
     titles = [label(a) if a == b else f"{label(a)} – {label(b)}" for a, b in zip(firsts, lasts)]
     kinds = [{shown_read.sources[place].kind for place in members} for members in groups]
     looks = [Source("block", i) if len(of) > 1 else one for i, (of, one) in enumerate(zip(kinds, firsts))]
-    count = min(len(tokens), BARS * ROWS)
-    rows = -(-count // BARS)
-    figure, axes = canvas(PAGE, 1.4 * rows + 0.45, rows, 1)
+    bars = int(sheet().page / (BAR * max(1.0, (sheet().font - 1) / 6)) + 0.1)
+    count = min(len(tokens), bars * ROWS)
+    rows = -(-count // bars)
+    figure, axes = canvas(sheet().page, 1.4 * rows + 0.45, rows, 1)
     hatches = [HATCH if source.number is not None and source.number % 2 else "" for source in looks]
     lowest = min(0.0, float(np.minimum(parts, 0)[:, :count].sum(0).min()))
     highest = float(np.maximum(parts, 0)[:, :count].sum(0).max())
     for line, ax in enumerate(axes[:, 0]):
-        span = slice(line * BARS, min((line + 1) * BARS, count))
+        span = slice(line * bars, min((line + 1) * bars, count))
         places = np.arange(span.stop - span.start)
         floors = {True: np.zeros(len(places)), False: np.zeros(len(places))}
         for title, part, colour, hatch in zip(titles, parts, source_colours(looks), hatches, strict=True):
@@ -65,17 +79,17 @@ def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
                 ax.bar(places, height, 0.92, floors[up], label=title if up else None, **look)
                 floors[up] = floors[up] + height
         ax.axhline(0, color=style.MUTED, linewidth=0.5)
-        ax.set_xlim(-0.6, max(BARS, 1) - 0.4 if rows > 1 else len(places) - 0.4)
+        ax.set_xlim(-0.6, bars - 0.4 if rows > 1 else len(places) - 0.4)
         ax.set_ylim(1.02 * lowest, max(1.0, 1.02 * highest))
         ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
         numbers_on(ax.yaxis)
         ax.set_xticks(places, [_label(token) for token in tokens[span]], rotation=90, family="DejaVu Sans Mono")
-        ax.tick_params(axis="x", labelsize=6, length=0)
+        ax.tick_params(axis="x", labelsize=sheet().font - 1, length=0)
         ax.grid(visible=False)
-    figure.supylabel(axis(routing), fontsize=SMALL + 0.5, color=style.MUTED)
+    figure.supylabel(axis(routing), fontsize=sheet().font + 0.5, color=style.MUTED)
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    columns = max(1, min(len(labels), int(PAGE * 72 / ((max(map(len, labels)) * 0.6 + 3.6) * SMALL))))
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=SMALL, handlelength=1)
+    columns = max(1, min(len(labels), int(sheet().page * 72 / ((max(map(len, labels)) * 0.6 + 3.6) * sheet().font))))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=sheet().font, handlelength=1)
     cut = f" Shown: the first {count} tokens." if count < len(tokens) else ""
     caption = f"Sources of the read '{shown_read.name}' at each token of the example"
     caption += ", what points against it below zero" if lowest < 0 else ""
@@ -120,21 +134,25 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
     Raises:
         NotShown: there is no example, or no such read weighs its sources.
     """
-    panels = example_columns(inspection, by, most=6)
+    chosen = example_columns(inspection, by, most=6)
     tokens = inspection.example["tokens"] if inspection.example is not None else []
-    routing = panels[0][0]
-    columns = 1 if len(panels) == 1 else 2
+    routing = chosen[0][0]
+    panels = [one for one in chosen if varies(one[-1])] or chosen
+    columns = min(len(panels), side_by_side(3))
     height = -(-len(panels) // columns)
-    fragments, lines, letters, shown = _layout(tokens, min(44, LINES // height))
-    letter = min(4.2, 72 * (3.05 if columns == 2 else 2.75) / letters)  # points
+    inches = sheet().page / columns - 0.4 if columns > 1 else sheet().column - 0.55
+    widest = min(LETTERS, int(72 * inches / (ADVANCE * sheet().smallest)))
+    fragments, lines, letters, shown = _layout(tokens, min(44, LINES // height), widest)
     page = 72 * (9 / height - 0.3) / 1.28 / lines
-    size = min(letter / 0.602, page)  # DejaVu Sans Mono's advance is 0.602 of its size
+    size = min(sheet().smallest, 72 * inches / letters / ADVANCE, page)
     panel = lines * size * 1.28 / 72
-    figure, axes = canvas(PAGE if columns == 2 else COLUMN, height * (panel + 0.3) + 0.1, height, columns)
+    width = sheet().page if columns > 1 else sheet().column
+    figure, axes = canvas(width, (height * (panel + 0.3) + 0.1) / max(1.0, sheet().scale), height, columns)
     for ax in list(axes.flat)[len(panels) :]:
         ax.remove()
+    largest = end_of_scale(np.concatenate([values[:shown] for *_, values in panels]))
     for ax, (_, row, place, values) in zip(axes.flat, panels):
-        _draw_text(ax, fragments, np.nan_to_num(values / end_of_scale(values[:shown])), size)
+        _draw_text(ax, fragments, np.nan_to_num(values / largest), size)
         ax.set_xlim(0, letters)
         ax.set_ylim(lines, 0)
         ax.set_xticks([])
@@ -142,25 +160,25 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
         ax.grid(visible=False)
         for spine in ax.spines.values():
             spine.set_visible(False)
-        read, source = routing.layout[row], routing.layout[row].sources[place]
-        ends = f"{number(float(values[:shown].min()))} to {number(float(values[:shown].max()))}"
-        head(ax, f"{label(read)} ← {label(source)}: mean {number(float(values.mean()))}, {ends}", pad=3)
+        mean = f": mean {number(float(values.mean()))}"
+        edge_head(ax, routing.layout[row], routing.layout[row].sources[place], inches, mean, pad=3)
     signed = any(values.min() < -FLOOR / 2 for *_, values in panels)
-    colours = matplotlib.cm.ScalarMappable(Normalize(-1, 1), SIGNED_MAP)
+    colours = matplotlib.cm.ScalarMappable(Normalize(-largest, largest), SIGNED_MAP)
     bar = figure.colorbar(colours, ax=axes[0].tolist() if height > 1 else list(axes.flat), fraction=0.02, pad=0.01)
-    bar.ax.set_ylim(-1 if signed else 0, 1)
-    bar.set_ticks([-1, 0, 1] if signed else [0, 1], labels=["−largest", "0", "largest"][not signed :])
+    bar.ax.set_ylim(-largest if signed else 0, largest)
+    bar.ax.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 5, 10]))
+    numbers_on(bar.ax.yaxis)
     bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0, labelsize=SMALL)
+    bar.ax.tick_params(length=0, labelsize=sheet().font)
     cut = f" Shown: the first {shown} tokens." if shown < len(tokens) else ""
     what = what_numbers_are(inspection, routing)
     which = (
         "one source, that which differs most from token to token" if routing.by == "contribution" else "the embedding"
     )
+    dropped = [label(routing.layout[row]) for _, row, *_ in chosen if row not in [one[1] for one in panels]]
     caption = (
         f"Each token of the example on the colour of {which}, {which_reads(routing)}: "
-        f"{what[0].lower()}{what[1:]}. Each panel from zero"
-        f" to its largest, {FLOOR:g} at least. After a line: its line break.{cut}"
+        f"{what[0].lower()}{what[1:]}. After a line: its line break.{cut}{left_out(dropped)}"
     )
     return Plot("token-map", f"{inspection.model['name']}: {TITLES[routing.by]}, in a text", caption, figure)
 
@@ -204,33 +222,35 @@ def _refuse_constant(weights: np.ndarray) -> None:
         raise NotShown("its weights are the same for every token")
 
 
-def _layout(tokens: Sequence[str], most: int = 44) -> tuple[list[tuple[int, int, int, str]], int, int, int]:
+def _layout(
+    tokens: Sequence[str], most: int = 44, widest: int = LETTERS
+) -> tuple[list[tuple[int, int, int, str]], int, int, int]:
     """Return where each token's text goes: (token, line, first letter, text), how many lines, letters, and tokens that
-    fit in `most` lines.
+    fit in `most` lines of `widest` letters.
 
     Long lines go on in the next one; a line break takes one letter's place at the end of its line.
     """
     fragments: list[tuple[int, int, int, str]] = []
-    line = letter = widest = shown = 0
+    line = letter = longest = shown = 0
     for i, token in enumerate(tokens):
         for j, part in enumerate(token.replace("\r\n", "\n").replace("\t", "    ").split("\n")):
             if j:
                 fragments.append((i, line, letter, " "))
-                widest, line, letter = max(widest, letter + 1), line + 1, 0
+                longest, line, letter = max(longest, letter + 1), line + 1, 0
             text = drawable(part)
             while text:
-                if letter >= LETTERS:
+                if letter >= widest:
                     line, letter = line + 1, 0
-                piece, text = text[: LETTERS - letter], text[LETTERS - letter :]
+                piece, text = text[: widest - letter], text[widest - letter :]
                 fragments.append((i, line, letter, piece))
                 letter += len(piece)
-                widest = max(widest, letter)
+                longest = max(longest, letter)
         if line >= most:
             break
         shown = i + 1
     kept = [fragment for fragment in fragments if fragment[1] < most and fragment[0] < shown]
     last = max((fragment[1] for fragment in kept), default=0)
-    return kept, last + 1, max(24, widest), shown
+    return kept, last + 1, max(24, longest), shown
 
 
 @functools.cache

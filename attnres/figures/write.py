@@ -1,7 +1,7 @@
 """Every figure there is, in one list, and the files that those which apply become."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from attnres.figures.comparison import (
 from attnres.figures.depth import CHOICE, MAGNITUDES, QUANTITIES, by_depth, dynamics, over_steps, source_norms
 from attnres.figures.geometry import keys, learned, queries
 from attnres.figures.patterns import at_boundaries, by_kind, label_sources, layers, mixing, patterns
-from attnres.figures.plot import COLUMN, NotShown, Plot
+from attnres.figures.plot import NotShown, Plot
 from attnres.figures.tokens import stacked, token_map
 from attnres.inspect.inspection import By
 from attnres.text import listed
@@ -90,14 +90,14 @@ FIGURES = (
     Figure("learning-rates", learning_rates, "finals", "Training"),
     Figure(
         "patterns",
-        partial(patterns, width=COLUMN),
+        partial(patterns, narrow=True),
         section="What each read is made of",
         paper=False,
         mean=True,
     ),
     Figure(
         "patterns-weight",
-        partial(patterns, by="weight", width=COLUMN),
+        partial(patterns, by="weight", narrow=True),
         section="What each read is made of",
         paper=False,
         mean=True,
@@ -146,20 +146,28 @@ class Drawn:
         return Drawn(self.plots + other.plots, self.left_out + other.left_out)
 
 
-def draw_model(inspection: "Inspection", by: By = "contribution") -> Drawn:
-    """Draw every figure of one model alone; `by` says which numbers of sources are shown."""
+def names_of_figures() -> list[str]:
+    """Return the names of the figures that `attnres figures` writes."""
+    return list(dict.fromkeys(figure.name for figure in FIGURES if figure.paper))
+
+
+def draw_model(inspection: "Inspection", by: By = "contribution", only: Collection[str] = ()) -> Drawn:
+    """Draw every figure of one model alone, or `only` those of these names; `by` says which numbers of sources are
+    shown."""
     drawn = Drawn()
     for figure in FIGURES:
-        if figure.paper and not figure.needs:
+        if figure.paper and not figure.needs and (not only or figure.name in only):
             drawn.add(figure.name, partial(figure.draw, inspection, **figure.asked(by)))
     return drawn
 
 
-def draw_comparison(comparison: Comparison, by: By = "contribution") -> Drawn:
-    """Draw every figure of models or runs side by side, or of a single one, for which it has the numbers."""
+def draw_comparison(comparison: Comparison, by: By = "contribution", only: Collection[str] = ()) -> Drawn:
+    """Draw every figure of models or runs side by side, or of a single one, for which it has the numbers, or `only`
+    those of these names."""
     drawn = Drawn()
     for figure in FIGURES:
-        if figure.paper and figure.needs and (having := comparison.having(figure.needs)).variants:
+        wanted = figure.paper and figure.needs and (not only or figure.name in only)
+        if wanted and (having := comparison.having(figure.needs)).variants:
             drawn.add(figure.name, partial(figure.compared, having, by))
     return drawn
 

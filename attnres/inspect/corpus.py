@@ -1,20 +1,25 @@
 """The tokens of a corpus at which one source is most, or least, of one read."""
 
 import heapq
+import math
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from html import escape
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text as RichText
 from torch import nn
 
-from attnres.device import pick_device
 from attnres.errors import UserError, unknown
 from attnres.files import write_json
 from attnres.folders import refuse_other_file
 from attnres.head import evaluating
 from attnres.inspect import notebook
+from attnres.inspect.colours import ink_on, place_of_size, signed_colour
 from attnres.inspect.config import SearchConfig
 from attnres.inspect.edits import choose_reads, source_and_read
 from attnres.inspect.inspection import FIELD, By
@@ -23,15 +28,20 @@ from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_
 from attnres.inspect.survey import batches, check_documents, encode
 from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_ids, pieces, spelled, token_in_front
+from attnres.ops.dispatch import pick_device
 from attnres.progress import counting, grid, say, wide
 from attnres.text import counted, short
 
-if TYPE_CHECKING:
-    pass
-
-
 CONTEXT = 60
 """Characters of text on either side of a token that is shown."""
+
+
+APART = 12
+"""Tokens between two that are shown, at least, and on either side of one whose numbers are shown."""
+RESERVOIR = 512
+"""Tokens drawn at random, of which those at the quantiles are shown."""
+SAMPLED = (0.99, 0.9, 0.75, 0.5, 0.25, 0.1)
+"""Quantiles at which a token is shown."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,9 @@ class Hit:
     Attributes:
         token: what it says; before, after: the text around it.
         contribution, weight: of the source in the read at this token.
-        document: its number, from 0; position: of the token in it.
+        quantile: the share of the tokens looked at that have no larger number.
+        name: the file that it is from, or "document 3". document: its number, from 0; position: of the token in it.
+        around: (text, number) of the tokens next to it and itself, in order; `here` is its own place.
         window: the text that the model was given; the token begins at its character `at`.
     """
 
@@ -50,18 +62,24 @@ class Hit:
     after: str
     contribution: float
     weight: float
+    quantile: float
+    name: str
     document: int
     position: int
+    around: list[tuple[str, float]]
+    here: int
     window: str
     at: int
 
 
 @dataclass(frozen=True, repr=False)
 class Search(notebook.Result):
-    """The tokens at which `source` is most (or `least`) of `read`, the first the most extreme.
+    """The tokens at which `source` is most (or `least`) of `read`, the first the most extreme, one of each context.
 
     Attributes:
         by: the number that they are ordered by. mean: of that number, over all `tokens` looked at.
+        quantiles: the number below which a share of the tokens lies, by that share.
+        samples: tokens at some of the quantiles, the largest first: what the number looks like where it is usual.
     """
 
     read: str
@@ -71,7 +89,9 @@ class Search(notebook.Result):
     mean: float
     tokens: int
     documents: int
+    quantiles: dict[str, float]
     hits: list[Hit]
+    samples: list[Hit]
 
     def _about(self) -> str:
         which = "least" if self.least else "most"
@@ -80,9 +100,33 @@ class Search(notebook.Result):
     def _records(self) -> Iterator[dict[str, Any]]:
         return map(asdict, self.hits)
 
+    def shade(self, value: float) -> str:
+        """Return the colour of a number, on one scale for all that is shown."""
+        every = [number for hit in (*self.hits, *self.samples) for _, number in hit.around]
+        return signed_colour(place_of_size(value, notebook.end_of_scale(every)))
+
+    def spread(self) -> str:
+        """Return the quantiles as a sentence."""
+        parts = [f"{float(share):.0%} {short(value)}" for share, value in self.quantiles.items()]
+        return f"{self.by} below which a share of tokens lies: {', '.join(parts)}"
+
     def _repr_html_(self) -> str:
-        rows = [(short(getattr(hit, self.by)), hit.before, hit.token, hit.after) for hit in self.hits]
-        return notebook.table(repr(self), (self.by, "before", "token", "after"), rows)
+        rows = "".join(
+            f"<tr><td>{short(getattr(hit, self.by))}</td><td>{hit.quantile:.1%}</td><td>{escape(hit.name)}</td>"
+            f'<td style="text-align:left;font-family:monospace">{self._coloured(hit)}</td></tr>'
+            for hit in (*self.hits, *self.samples)
+        )
+        head = "".join(f"<th>{title}</th>" for title in (self.by, "above", "where", "in its text, coloured by it"))
+        about = f"{escape(repr(self))}; {escape(self.spread())}"
+        return f"<table><caption>{about}</caption><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+
+    def _coloured(self, hit: Hit) -> str:
+        parts = []
+        for place, (text, value) in enumerate(hit.around):
+            colour, border = self.shade(value), "outline:1px solid;" * (place == hit.here)
+            look = f"{border}background:{colour};color:{ink_on(colour)}"
+            parts.append(f'<span style="{look}" title="{short(value)}">{escape(spelled(text))}</span>')
+        return "".join(parts)
 
 
 def search(
@@ -101,7 +145,7 @@ def search(
     on_tokens: Callable[[int], None] | None = None,
 ) -> Search:
     """Look at every token of documents, in windows of `context` tokens that are seen alone, and keep the `top` at which
-    `source` is most of `read`.
+    `source` is most of `read`, one of those that stand close together or in the same words.
 
     Args:
         tokenizer: None where documents are token ids, which then stand for what tokens say.
@@ -125,8 +169,8 @@ def search(
     for name, value, fewest in (("context", context, len(before) + 1), ("top", top, 1), ("batch_size", batch_size, 1)):
         if value < fewest:
             raise UserError(f"{name} is {value}: expected {fewest} or more")
-    best = _Best(top)
-    total, tokens, numbers = 0.0, 0, set[int]()
+    best, sample, every = _Best(top), _Sample(), list[torch.Tensor]()
+    numbers = set[int]()
     device, known = device_of(model), vocab_size(model)
     for batch in batches(_windows(tokenizer, documents, context - len(before), limit), batch_size):
         ids = torch.tensor([[*before, *window.ids] for window in batch])
@@ -134,16 +178,36 @@ def search(
         weights, contributions = _of_edge(model, ids.to(device), index, place)
         for window, *rows in zip(batch, weights[:, len(before) :], contributions[:, len(before) :], strict=True):
             numbers.add(window.document)
-            values = rows[1] if by == "contribution" else rows[0]
-            total, tokens = total + float(values.sum()), tokens + len(values)
+            rows = [row.float().cpu() for row in rows]
+            values = rows[by == "contribution"]
+            every.append(values)
             best.add(window, -values if least else values, *rows)
+            sample.add(window, values, *rows)
         if on_tokens is not None:
             on_tokens(ids.numel())
-    if not tokens:
+    if not every:
         raise UserError("there is no text to search: the documents are empty")
-    source_name = layout[index].sources[place].name
-    hits = [_hit(tokenizer, *entry) for entry in best.sorted()]
-    return Search(layout[index].name, source_name, by, least, total / tokens, tokens, len(numbers), hits)
+    ordered = torch.cat(every).sort().values
+    shares = {f"{share:g}": _below(ordered, share) for share in (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)}
+    hits = [_hit(tokenizer, by, ordered, *entry) for entry in best.sorted()]
+    samples = [_hit(tokenizer, by, ordered, *entry) for entry in sample.at([_below(ordered, one) for one in SAMPLED])]
+    return Search(
+        layout[index].name,
+        layout[index].sources[place].name,
+        by,
+        least,
+        float(ordered.double().mean()),
+        len(ordered),
+        len(numbers),
+        shares,
+        hits,
+        samples,
+    )
+
+
+def _below(ordered: torch.Tensor, share: float) -> float:
+    """Return the number that a share of the ordered ones does not exceed."""
+    return float(ordered[max(0, math.ceil(share * len(ordered)) - 1)])
 
 
 def find_edge(model: nn.Module, source: str, read: str | int) -> tuple[int, int]:
@@ -166,34 +230,73 @@ class _Window(NamedTuple):
     """Tokens `start` .. of a document: their ids and offsets in its text."""
 
     document: int
+    name: str
     text: str
     start: int
     ids: list[int]
     offsets: list[tuple[int, int]]
 
+    def words(self, place: int) -> tuple[int, ...]:
+        """Return the ids of a token and of its neighbours: what it stands in."""
+        return tuple(self.ids[max(0, place - 2) : place + 3])
+
+
+_Entry = tuple[_Window, int, torch.Tensor, torch.Tensor]
+"""A window, a token's place in it, and the weights and contributions of its tokens."""
+
 
 class _Best:
-    """The largest `count` values so far, each with where it stands."""
+    """The largest `count` values so far, each with where it stands: no two of a window within `APART` tokens of one
+    another, no two in the same words."""
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._heap: list[tuple[float, int, int, _Window, float, float]] = []
+        self._kept: list[tuple[float, int, _Entry]] = []
         self._order = 0
 
     def add(self, window: _Window, values: torch.Tensor, weights: torch.Tensor, contributions: torch.Tensor) -> None:
-        for t in values.topk(min(self.count, len(values))).indices.tolist():
-            self._order -= 1  # among equals the first stays
-            entry = (float(values[t]), self._order, t, window, float(weights[t]), float(contributions[t]))
-            if len(self._heap) < self.count:
-                heapq.heappush(self._heap, entry)
-            elif entry > self._heap[0]:
-                heapq.heapreplace(self._heap, entry)
-            else:
+        taken = list[int]()
+        for t in values.argsort(descending=True, stable=True).tolist():
+            if (len(self._kept) == self.count and values[t] <= self._kept[-1][0]) or len(taken) == self.count:
                 return
+            if any(abs(t - other) <= APART for other in taken):
+                continue
+            taken.append(t)
+            self._order -= 1  # among equals the first stays
+            self._keep((float(values[t]), self._order, (window, t, weights, contributions)))
 
-    def sorted(self) -> Iterator[tuple[_Window, int, float, float]]:
-        for _, _, t, window, weight, contribution in sorted(self._heap, reverse=True):
-            yield window, t, weight, contribution
+    def _keep(self, entry: tuple[float, int, _Entry]) -> None:
+        window, place, *_ = entry[2]
+        for i, (value, _, (other, there, *_)) in enumerate(self._kept):
+            if other.words(there) == window.words(place):
+                if value >= entry[0]:
+                    return
+                del self._kept[i]
+                break
+        self._kept = heapq.nlargest(self.count, [*self._kept, entry], key=lambda one: one[:2])
+
+    def sorted(self) -> Iterator[_Entry]:
+        return (entry for *_, entry in self._kept)
+
+
+class _Sample:
+    """Tokens drawn at random from all, each as likely (Vitter 1985, algorithm R), always the same ones."""
+
+    def __init__(self) -> None:
+        self._draw, self._seen = random.Random(0), 0
+        self._kept: list[tuple[float, _Entry]] = []
+
+    def add(self, window: _Window, values: torch.Tensor, *rows: torch.Tensor) -> None:
+        for t, value in enumerate(values.tolist()):
+            self._seen += 1
+            place = len(self._kept) if self._seen <= RESERVOIR else self._draw.randrange(self._seen)
+            if place < RESERVOIR:
+                self._kept[place : place + 1] = [(value, (window, t, rows[0], rows[1]))]
+
+    def at(self, values: Iterable[float]) -> Iterator[_Entry]:
+        """Yield for each value the token that is nearest to it."""
+        for value in values:
+            yield min(self._kept, key=lambda one: abs(one[0] - value))[1]
 
 
 def _windows(tokenizer: Any, documents: Iterable[Text], room: int, limit: int | None) -> Iterator[_Window]:
@@ -203,9 +306,8 @@ def _windows(tokenizer: Any, documents: Iterable[Text], room: int, limit: int | 
         ids = encoded.ids.tolist()[:left]
         for start in range(0, len(ids), room):
             part = slice(start, start + room)
-            yield _Window(
-                number, text if isinstance(text, str) else "", start, ids[part], encoded.offsets[: len(ids)][part]
-            )
+            words, name = text if isinstance(text, str) else "", getattr(text, "name", f"document {number}")
+            yield _Window(number, name, words, start, ids[part], encoded.offsets[: len(ids)][part])
         if left is not None and not (left := left - len(ids)):
             return
 
@@ -219,7 +321,16 @@ def _of_edge(model: Any, ids: torch.Tensor, index: int, place: int) -> tuple[tor
     return trace.token_weights[index][..., place], trace.token_contributions[index][..., place]
 
 
-def _hit(tokenizer: Any, window: _Window, place: int, weight: float, contribution: float) -> Hit:
+def _hit(
+    tokenizer: Any,
+    by: By,
+    ordered: torch.Tensor,
+    window: _Window,
+    place: int,
+    weights: torch.Tensor,
+    contributions: torch.Tensor,
+) -> Hit:
+    """Return a token with its text around it; `ordered`: the numbers of all tokens."""
     if tokenizer is None:
         words = [f" {token}" for token in window.ids]
     else:
@@ -230,12 +341,23 @@ def _hit(tokenizer: Any, window: _Window, place: int, weight: float, contributio
         at, token, rest = start - first, window.text[start:end], window.text[end:last]
     else:
         text, at, token, rest = "".join(words), len("".join(words[:place])), words[place], "".join(words[place + 1 :])
-    before, after = text[:at][-CONTEXT:], rest[:CONTEXT]
-    return Hit(token, before, after, contribution, weight, window.document, window.start + place, text, at)
-
-
-SHOWN = 30
-"""Characters of the text on either side of a token."""
+    values = contributions if by == "contribution" else weights
+    near = slice(max(0, place - APART), place + APART + 1)
+    return Hit(
+        token,
+        text[:at][-CONTEXT:],
+        rest[:CONTEXT],
+        float(contributions[place]),
+        float(weights[place]),
+        float(torch.searchsorted(ordered, values[place], right=True)) / len(ordered),
+        window.name,
+        window.document,
+        window.start + place,
+        list(zip(words[near], values[near].tolist(), strict=True)),
+        place - near.start,
+        text,
+        at,
+    )
 
 
 def find_tokens(config: SearchConfig, console: Console | None = None) -> Search:
@@ -277,15 +399,28 @@ def find_tokens(config: SearchConfig, console: Console | None = None) -> Search:
         f"{result.read}, by {result.by}; {text.name}, {counted(result.tokens, 'token')} of "
         f"{counted(result.documents, 'document')}, mean {short(result.mean)}",
     )
-    table = grid(right=("contribution", "weight", "document", "token", "before"))
-    for title in ("it", "after"):
-        table.add_column(title)
-    for hit in result.hits:
-        before, after = spelled(hit.before)[-SHOWN:], spelled(hit.after)[:SHOWN]
-        numbers = (short(hit.contribution), short(hit.weight), str(hit.document), str(hit.position))
-        table.add_row(*numbers, before, f"[{spelled(hit.token)}]", after)
-    console.print(table)
+    say(console, result.spread())
+    console.print(_listing(result, result.hits))
+    say(console, f"Tokens at the quantiles {', '.join(f'{share:.0%}' for share in SAMPLED)}, drawn at random:")
+    console.print(_listing(result, result.samples))
     if out is not None:
         write_json(out, {"format": 1, "model": checkpoint.title(), "text": text.name} | result.to_dict())
         say(console, f"wrote {config.out}")
     return result
+
+
+def _listing(result: Search, hits: Iterable[Hit]) -> Table:
+    """Return a row a token: its numbers, where it is, and its text with each token on the colour of its number."""
+    table = grid(right=("contribution", "weight", "above"))
+    table.add_column("where")
+    table.add_column("in its text", no_wrap=True)
+    for hit in hits:
+        line = RichText()
+        for place, (text, value) in enumerate(hit.around):
+            colour, word = result.shade(value), spelled(text)
+            look = f"{ink_on(colour)} on {colour}"
+            line.append(f"[{word}]" if place == hit.here else word, f"bold {look}" if place == hit.here else look)
+        table.add_row(
+            short(hit.contribution), short(hit.weight), f"{hit.quantile:.1%}", f"{hit.name}:{hit.position}", line
+        )
+    return table

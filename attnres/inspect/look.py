@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.folders import refuse_other
@@ -33,6 +32,7 @@ from attnres.inspect.tables import knock_out_table, prune_table, show
 from attnres.inspect.texts import LookText, batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_text, token_in_front
 from attnres.models.open import Checkpoint
+from attnres.ops.dispatch import pick_device
 from attnres.progress import counting, say, wide
 from attnres.residuals import traits_of
 from attnres.text import listed

@@ -98,9 +98,13 @@ def _attention(config: Any, length: int) -> float:
 
 ADD = 3
 """a + b out of place."""
-SCALED_SUM = 3 + 3 + ADD
-"""A sublayer's part in a sum that is not plain (`block_sum`): the output and the sum in, the sum out. Backward: the
-sum's gradient and the output in, the output's gradient out, which is added to that of the plain sum."""
+SIZED_SUM = 3 + 3 + ADD
+"""A sublayer's part in a sum of outputs of other sizes (`block_sum`): the output and the sum in, the sum out. Backward:
+the sum's gradient and the output in, the output's gradient out, which is added to that of the plain sum."""
+SCALED_SUM = 4 + 3
+"""A sublayer's part in a sum that is a source by a factor (`count_power`): the output and the sum in, the sum and the
+source out. Backward: the source's and the sum's gradients in, the output's out. A learned factor (`block_scale`) has
+one more, the sum in. An output that begins a sum is that sum: forward 2, backward 2."""
 STANDARD = 8
 """A sublayer of the standard residual, addition and norm fused: h, f -> h, x. Backward: dx, h and the stream's gradient
 -> that gradient."""
@@ -133,18 +137,20 @@ def merge_backward(opens: int, *, carried: int, sealed: bool = True) -> float:
     return 2 + opens + carried + opens + sealed
 
 
-def group(n: float, opens: Sequence[int], *, sums: bool) -> float:
+def group(n: float, opens: Sequence[int], *, sums: int) -> float:
     """Return the vectors of a group of reads, forward and backward, with their pre-norms and the sublayers' additions.
 
     Args:
         n: sealed sources of the group.
         opens: open sources of each of its reads, the first of which has none.
-        sums: whether a sublayer's output is added to the open source (Block) instead of being one itself (Full).
+        sums: how many open sources outputs are added to, in turn: 1 of Block, 2 with `summaries=split`; 0 where each
+            output is a source of its own (Full).
     """
     reads = len(opens)
-    forward = read_sealed(n, reads) + sum(merge(open_, added=sums and i > 1) for i, open_ in enumerate(opens))
+    added = [0 < sums < i for i in range(reads)]
+    forward = read_sealed(n, reads) + sum(merge(open_, added=add) for open_, add in zip(opens, added, strict=True))
     backward = read_sealed_backward(n, reads, n) + sum(merge_backward(open_, carried=open_) for open_ in opens)
-    return forward + backward + ADD * (sums and reads > 1)
+    return forward + backward + ADD * (0 < sums < reads)
 
 
 def step_vectors(residual: Residual) -> float | None:
@@ -160,12 +166,14 @@ def step_vectors(residual: Residual) -> float | None:
         return None
     if residual.special is not None or residual.window is not None:
         return None
-    scaled = isinstance(residual, Block) and residual.exponent != 0.0
-    return scaled * SCALED_SUM * residual.num_sublayers + sum(
-        group(
-            len(residual.sealed(start)),
-            [len(residual.opens(index)) for index in range(start, stop)],
-            sums=isinstance(residual, Block),
-        )
-        for start, stop in pairwise(residual.bounds)
-    )
+    kinds, total = 0, 0.0
+    if isinstance(residual, Block) and residual.scales:
+        begun = sum(min(size, residual.kinds) for size in residual.block_sizes)
+        total = (SCALED_SUM + (residual.scale is not None)) * (residual.num_sublayers - begun) + 4.0 * begun
+    elif isinstance(residual, Block):
+        kinds = residual.kinds
+        total = SIZED_SUM * residual.num_sublayers * (residual.altered is not None)
+    for start, stop in pairwise(residual.bounds):
+        opens = [len(residual.opens(index)) for index in range(start, stop)]
+        total += group(len(residual.sealed(start)), opens, sums=kinds)
+    return total

@@ -244,6 +244,7 @@ class Kernels(NamedTuple):
         most_open: open sources of a merge up to which it is; None for any number.
         host: its tensors are in the process's memory and computed by its threads.
         devices: returns those of the type that are here. missing: returns why there are none, None where there is one.
+        visible: the environment variable that names the devices which a process sees.
         bf16: whether a device computes in bf16 natively; elsewhere bf16 is slower than fp32.
         unrounded: dtypes to which plain torch does not round a read before its norm (`is_read_rounded`).
         whole_scores: the longest sequence for which attention is faster with whole score matrices than fused.
@@ -270,6 +271,7 @@ class Kernels(NamedTuple):
     host: bool = False
     devices: Callable[[], list[torch.device]] = list
     missing: Callable[[], str | None] = lambda: None
+    visible: str = ""
     bf16: Callable[[torch.device], bool] = lambda _: False
     unrounded: frozenset[torch.dtype] = frozenset()
     whole_scores: int = 0

@@ -29,7 +29,8 @@ def depth_read_reference(
         eps: of the key norm.
 
     Returns:
-        `h` (..., d) and the weights `a` (n, ...). Keys are normed, values are raw, and there is no 1/sqrt(d).
+        `h` (..., d) and the weights `a` (n, ...), in fp32 or more. Keys are normed, values are raw, and there is no
+        1/sqrt(d): the paper has none.
 
     Source: "Attention Residuals", arXiv 2603.15031, equations of Full AttnRes.
     """

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from attnres.data.sources import title_of
 from attnres.figures import Comparison, Plot, style
-from attnres.figures.plot import COLUMN
+from attnres.figures.style import sheet
 from attnres.files import write_text
 from attnres.folders import refuse_other
 from attnres.progress import wide
@@ -147,7 +147,7 @@ def figure_cards(plots: Sequence[Plot], anchor: str = "") -> str:
 
     `anchor`: what makes their ids unlike those of other figures with the same names in the page.
     """
-    broad = any(plot.figure.get_figwidth() > COLUMN for plot in plots)
+    broad = any(plot.figure.get_figwidth() > sheet().column for plot in plots)
     grid = " broad" if broad else " three" if len(plots) == 3 else ""
     parts = []
     for plot in plots:

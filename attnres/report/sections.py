@@ -150,8 +150,7 @@ def _variant(study: Study, label: str, baseline: str | None, last: Paired | None
         held_out={run.seed: _points(run, run.val) for run in runs if run.val},
         train={run.seed: _points(run, run.train) for run in runs if len(run.train) > 1},
         differences=[
-            LossDifference(runs[0].tokens_at(pair.step), pair.mean, pair.margin, pair.basis, pair.per_seed)
-            for pair in pairs
+            LossDifference(runs[0].tokens_at(pair.step), pair.effect, pair.basis, pair.per_seed) for pair in pairs
         ],
         group=kind_name(study, label),
         rate=runs[0].lr,

@@ -1,4 +1,4 @@
-"""The class that a residual mechanism subclasses: a network's depth as a stream with two verbs, read and write."""
+"""The class that a residual mechanism subclasses: sublayers read from a network's depth and write to it."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -20,7 +20,8 @@ class Residual(Described, Watched, Cut, Banked, Precise):
 
     A *sublayer* takes from the stream and writes to it once: an attention or an MLP. `num_sublayers` is their number L.
     A *read* is one mixture of sources. Reads are numbered as `layout` lists them, the output's last: where every
-    sublayer has one, read l is that of sublayer l, and the output's is L.
+    sublayer has one, read l is that of sublayer l, and the output's is L. A sublayer has more where queries, keys and
+    values of an attention are read apart.
 
     A mechanism is a subclass with a `name` and `traits`, whose keyword arguments after `width` are its settings. It
     defines `start, read, write, finish, hidden_state`, which never change a state in place. `sources` and `implied`
@@ -33,13 +34,18 @@ class Residual(Described, Watched, Cut, Banked, Precise):
 
     name: ClassVar[str]
     parts: ClassVar[tuple[type, ...]] = ()
-    """Classes whose keyword arguments are settings of the mechanism too, handed on to them."""
+    """Classes that the constructor makes from its keyword arguments: theirs are settings of the mechanism too."""
     slow: tuple[str, ...] = ()
-    """Parameters that train at a tenth of the model's rate: the d products of query and key add up to a logit."""
+    """Parameters that train at a tenth of the model's rate. A logit sums d products of query and key without 1/sqrt(d),
+    so that an equal step moves it too far (docs/explanation/query_rate.md)."""
+
+    # Of interest to few: `compose` asks the first, models that draw start values the second.
     hands_on_sum: bool = False
     """What `handed_on` gives is the plain sum of the embedding and all outputs."""
     even_start: bool = False
     """Output weights start alike at any depth, also in a family that draws them smaller with depth (GPT-2)."""
+
+    # Training sets the last two of these.
     heeds_recompute: bool = False
     """The mechanism's own `read` keeps less where `recompute_reads` is set; else a read is checkpointed."""
     recompute_reads: bool = False
@@ -51,7 +57,7 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         super().__init__()
         self.num_sublayers, self.width = num_sublayers, width
         self.banks = Banks()
-        # here, not in the class, which would hide a module that is put in their place
+        # Set here and not in the class: nn.Module would not find a module that is assigned to such a name later.
         self.value_mix = self.observer = self.editor = None
         self.scale_is_default = False
         """Nobody chose between means and sums of sources: the first pass warns where the two differ."""
@@ -61,8 +67,10 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         raise NotImplementedError
 
     def read(self, state: State, index: int, norm: NormLike) -> tuple[Tensor | Ways, State]:
-        """Return the normed input of sublayer `index`, `Ways` where `ways` names projections, and the state that its
-        write continues from."""
+        """Return the normed input of sublayer `index` and the state that its write continues from.
+
+        The input is a `Ways`, one tensor for each of an attention's projections, where `ways(index)` names them.
+        """
         raise NotImplementedError
 
     def write(self, state: State, index: int, output: Tensor) -> State:
@@ -70,7 +78,7 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         raise NotImplementedError
 
     def finish(self, state: State, norm: NormLike) -> Tensor:
-        """Return the normed input of the head."""
+        """Return the normed input of the head, which is the output's read."""
         raise NotImplementedError
 
     def hidden_state(self, state: State) -> Tensor:
@@ -83,7 +91,10 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         return self.hidden_state(state)
 
     def init_parameters(self) -> None:
-        """Set every parameter of this module to its start value (through `torch.nn.init` or `start_at`)."""
+        """Set every parameter of this module to its start value (through `torch.nn.init` or `start_at`).
+
+        Call it last in your `__init__`; models call it again after a start on the meta device.
+        """
 
     def reset_parameters(self) -> None:
         """Do what `init_parameters` does, by the name that torch, FSDP and Lightning call after a start on meta."""
@@ -94,7 +105,7 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         return 1.0
 
     def forward(self, verb: str, *args: Any) -> Any:
-        """Do a verb by its name, or another method that a wrapped residual is asked for."""
+        """Call the method named `verb`. By name, so that it passes `__call__` and its hooks (adapters, FSDP)."""
         call = getattr(self, verb)
         if not (self.recompute_reads and verb in ("read", "finish") and torch.is_grad_enabled()):
             return call(*args)
@@ -107,7 +118,7 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         return self
 
     def set_progress(self, fraction: float) -> None:
-        """Take note of the part of training that is done with the coming step, above 0 to 1; keep it in a buffer."""
+        """Take note of `fraction`, the coming step divided by all steps, in (0, 1]; keep it in a buffer."""
 
     def penalty(self) -> Tensor | None:
         """Return a scalar with its gradient that training adds to the loss once a step, and to no loss that it reports;

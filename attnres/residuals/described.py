@@ -14,6 +14,9 @@ from attnres.residuals.values import ValueResidual
 class Described(nn.Module):
     """The description of a residual as data, which recording, edits, figures and reports ask for.
 
+    Reads are numbered from 0 as `layout` lists them, the output's last; `index` of `sources`, `implied`, `direction`,
+    `sharpness` and `mixing_row` is such a number, that of `ways` and `first_row` a sublayer's.
+
     Unless a mechanism says otherwise, every sublayer has one read, of the embedding and all outputs so far where its
     traits are linear; weights are those of `implied` where they are the same for every token.
     """
@@ -109,7 +112,7 @@ class Described(nn.Module):
     def spanned(self, span: range) -> Tensor:
         """Return (1, L+1): one for the outputs of `span`, zero elsewhere."""
         row = torch.zeros(1, self.num_sublayers + 1)
-        row[:, span.start : span.stop] = 1.0
+        row[:, span.start : span.stop : span.step] = 1.0
         return row
 
     def mix_values(self, layer: int, value: Tensor, first: Tensor, x: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ embedding and all earlier outputs. Here each takes a weighted mean, with weights
 
     v_0 = the embedding,   v_l = f_l(norm_l(h_l)),   h_l = sum_i a_i v_i,   a = softmax_i(w_l . (g_l * v_i / rms(v_i)))
 
-The pseudo-query w_l (d,) and the key gain g_l (d,) are the parameters of read l; read L+1 is the head's. At w = 0 all
-weights are equal: h_l is the sum of the sources divided by their number, and after the norm that is what a standard
-residual gives.
+The pseudo-query w_l (d,) and the key gain g_l (d,) are the parameters of read l. The last read, L+1 here and L where
+the code counts from 0, makes the model's output. At w = 0 all weights are equal: h_l is the sum of the sources divided
+by their number, and after the norm, but for its eps, that is what a standard residual gives. Only the product of w_l
+and g_l enters; they are two parameters because the paper norms keys by an RMSNorm, which has a gain.
 
 The mechanisms `full` and `block` compute the same in less time and memory. Tests compare them with this file.
 
@@ -31,7 +32,8 @@ def full(
 
     Args:
         embedding: v_0, (..., d).
-        sublayers: f_1 .. f_L. norms: those before each of them, and the head's: L+1.
+        sublayers: f_1 .. f_L.
+        norms: the norms before each of them, and the head's: L+1.
         query, gain: w and g of each read, (L+1, d).
 
     Returns:

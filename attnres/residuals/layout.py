@@ -22,7 +22,7 @@ class Source(NamedTuple):
             in progress), stream (the running sum), null (zeros), or a word of a mechanism's own.
         number: which of its kind; None where there is one.
         span: the outputs it is the sum of, numbered as columns of the mixing matrix: 0 is the embedding, i what
-            sublayer i-1 wrote. None where it is no such sum.
+            sublayer i-1 wrote; its step is that between those of one kind. None where it is no such sum.
         open: it still changes from read to read (partial, stream), or holds nothing (null).
         after: the number of an earlier read that it goes on from: it is what that read made plus the outputs of `span`.
     """
@@ -56,7 +56,8 @@ class Source(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` makes the source again."""
         values: dict[str, Any] = {"kind": self.kind, "number": self.number, "open": self.open}
-        values["span"] = None if self.span is None else [self.span.start, self.span.stop]
+        step = [] if self.span is None or self.span.step == 1 else [self.span.step]
+        values["span"] = None if self.span is None else [self.span.start, self.span.stop, *step]
         return values | ({} if self.after is None else {"after": self.after})
 
     @classmethod
@@ -77,7 +78,7 @@ class Source(NamedTuple):
         return cls(
             str(value["kind"]),
             None if number is None else int(number),
-            None if span is None else range(int(span[0]), int(span[1])),
+            None if span is None else range(*map(int, span)),
             bool(value["open"]),
             None if after is None else int(after),
         )
@@ -184,7 +185,8 @@ def labels(layout: Sequence[Read]) -> dict[Read | Source, str]:
         if one.number is None:
             return one.name
         into = f" {one.into}" if isinstance(one, Read) and one.into else ""
-        if isinstance(one, Read) or (one.span is not None and len(one.span) == 1 and one.kind != "block"):
+        sums = one.kind == "block" or one.kind.endswith("_sum")
+        if isinstance(one, Read) or (one.span is not None and len(one.span) == 1 and not sums):
             return f"L{one.number} {words.get(one.kind, one.kind)}{into}"
         if one.span is None or not len(one.span):
             return one.name
@@ -233,12 +235,14 @@ class About(NamedTuple):
         moves: vectors of width d that one sublayer reads and writes besides its own arithmetic (standard: x, f and the
             new x, 3), in terms of L sublayers, N blocks of S, n streams.
         source: the publication.
+        evidence: who claims what with how many seeds, and our figure; empty where docs/results has it.
     """
 
     rule: str
     start: str
     moves: str
     source: str
+    evidence: str = ""
 
 
 class Learned(NamedTuple):

@@ -123,20 +123,20 @@ def program_of(reads: BankReads) -> Program | str:
     """
     keys = [[_key(source) for source in sources] for sources in reads.sources]
     last_use = {key: index for index, mixed in enumerate(keys) for key in mixed}
-    row_of: dict[_Key, int] = {(None, 0, 1): 0}
+    row_of: dict[_Key, int] = {(None, 0, 1, 1): 0}
     kept: dict[int | None, int] = {}
     sums: list[int] = []
     count, steps = 1, list[Step]()
     for index, mixed in enumerate(keys):
         target = before = keeps = None
         new = set(mixed) - row_of.keys()
-        if len(new) != (index > 0) or any(stop != index + 1 for _, _, stop in new):
+        if len(new) != (index > 0) or any(stop != index + 1 for _, _, stop, _ in new):
             return f"read {index} has not one source, new or grown, with the output before it"
         for key in new:
-            after, start, stop = key
-            former = (after, start, stop - 1)
-            if stop - start > 1 or after is not None:
-                before = row_of.get(former) if stop - start > 1 else kept.get(after)
+            after, start, stop, step = key
+            former = (after, start, stop - step, step)
+            if stop - start > step or after is not None:
+                before = row_of.get(former) if stop - start > step else kept.get(after)
                 if before is None:
                     return f"read {index} has a sum that no earlier read began"
             if before in sums and last_use.get(former, -1) < index:
@@ -145,7 +145,7 @@ def program_of(reads: BankReads) -> Program | str:
                 target, count = count, count + 1
                 sums += [] if before is None else [target]
             row_of[key] = target
-        if any(after == index for after, _, _ in last_use):
+        if any(after == index for after, *_ in last_use):
             keeps, count = count, count + 1
             kept[index] = keeps
             sums.append(keeps)
@@ -165,12 +165,12 @@ def program_of(reads: BankReads) -> Program | str:
     return Program(tuple(steps), tuple(groups), count, tuple(sums), reads.eps, alone)
 
 
-_Key = tuple[int | None, int, int]
+_Key = tuple[int | None, int, int, int]
 
 
 def _key(source: Source) -> _Key:
     assert source.span is not None
-    return source.after, source.span.start, source.span.stop
+    return source.after, source.span.start, source.span.stop, source.span.step
 
 
 def _group(steps: Sequence[Step], start: int, stop: int) -> Group | None:

@@ -16,7 +16,7 @@ class MechanismRow(NamedTuple):
     """One mechanism.
 
     Attributes:
-        name, rule, start, moves, source: as its class says (`About`); empty where a user's own says nothing.
+        name, rule, start, moves, source, evidence: as its class says (`About`); empty where a user's own says nothing.
         parameters: at L = 24 sublayers and width 256, with the default settings.
         linear: a read is a sum of outputs with one number each.
         starts_standard: it starts as the standard residual, up to the eps of the norms: conversion keeps the function.
@@ -29,6 +29,7 @@ class MechanismRow(NamedTuple):
     start: str
     moves: str
     source: str
+    evidence: str
     parameters: int
     linear: bool
     starts_standard: bool
@@ -69,6 +70,7 @@ def as_markdown(rows: list[MechanismRow]) -> str:
     for row in rows:
         name = f"`{row.name}`{' (control)' if row.is_control else ''}"
         words = [name, row.rule, row.start, f"{row.parameters:,}", row.moves]
-        words += ["yes" if row.linear else "no", "yes" if row.starts_standard else "no", row.source]
+        source = f"{row.source}; {row.evidence}" if row.evidence else row.source
+        words += ["yes" if row.linear else "no", "yes" if row.starts_standard else "no", source]
         lines.append("| " + " | ".join(word.replace("|", "\\|") for word in words) + " |")
     return "\n".join(lines)

@@ -55,15 +55,15 @@ ASSUMPTIONS = (
     "forward and backward, over the GPU's memory bandwidth ("
     + ", ".join(f"{name} {device.bandwidth / 1e9:,.0f}" for name, device in DEVICES.items())
     + " GB/s), in addition to the matrix products; the stream is fp32, kernels are fused, each sealed source is loaded "
-    "once a block; recomputation (layer, sublayer) costs a third more; other mechanisms' reads take no time here",
-    "activations: what the model's own code keeps for backward, counted on tensors without numbers, with fused "
-    "attention; of parameters that are in no shares, bf16 copies as well",
-    "whole: parameters in shares are put together in bf16, two layers at a time (in stages all of them), and gradients "
-    "are whole until the last micro-batch, whose end sends them",
-    "a stage's transfers overlap with its work and cost what is left of them; gradients of shares are sent once a "
-    "step, parameters gathered twice (once in stages), within a node where all shares of a copy lie in one; gradients "
-    "of copies are sent within a node where all copies of a stage do",
-    "tokens of slices (tp) are gathered and added up twice a sublayer, forward and back, in bf16 within a node, and "
+    "once a block; recomputation (layer, sublayer) costs a third more; other mechanisms' reads are not counted",
+    "activations: what the model's own code saves for backward, counted on the meta device, with fused attention; of "
+    "parameters that are not sharded, bf16 copies as well",
+    "gathered: sharded parameters are all-gathered in bf16, two layers at a time (with pipeline stages all of them); "
+    "gradients stay unsharded until the last micro-batch, which reduce-scatters them",
+    "a stage's transfers overlap with its work and cost what is left of them; sharded gradients are sent once a step, "
+    "parameters gathered twice (once with stages), within a node where all shards of a replica are in one; gradients "
+    "of replicas are sent within a node where all replicas of a stage are",
+    "tensor parallelism gathers and reduces tokens twice a sublayer, forward and backward, in bf16 within a node; "
     "nothing of that overlaps",
     "bubble (P-1)/(V M + P-1); zero-bubble schedules are taken as without one at M >= 2 P",
 )

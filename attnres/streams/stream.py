@@ -52,15 +52,16 @@ class Stream:
     """One forward pass of a network's depth, before sublayer `index`; never changed in place.
 
     `stream + output` is the stream after that sublayer. What a read hands to its write is kept on the object between
-    the two. The last output is written when it is first read: what is added to a stream between two sublayers, as hooks
-    on layers do, is added to that output. Asked for anything else that tensors have, it answers as the running sum, one
-    vector a token, which is what a plain model's hidden state would be. A dataclass: there DDP and FSDP2 look for a
-    layer's tensors.
+    the two. `output` stays pending until the next read (or `hidden_state`) writes it into the state: what is added to
+    a stream between two sublayers, as hooks on layers do, is added to that output. Asked for anything else that tensors
+    have, it answers as the running sum, one vector a token, which is what a plain model's hidden state would be. It is
+    a dataclass because DDP and FSDP2 look into dataclasses for the tensors that a layer takes and returns.
 
     Attributes:
         state: before the last write; None where `output` is the embedding.
+        like: the detached embedding, for shape, dtype and device.
         output: what has still to be written, as that of sublayer `index - 1`; None where nothing has.
-        values: the first layer's, where later layers' take something from them.
+        values: the first layer's attention values (V), where a value residual mixes them into later layers'.
     """
 
     residual: nn.Module
@@ -70,11 +71,12 @@ class Stream:
     output: Tensor | None = None
     values: Tensor | None = None
     call: Callable[..., Any] | None = None
-    """What does a verb of the residual; found out once a pass."""
+    """What does a verb of the residual; found out once a pass. None in a stream that torch has taken apart and put
+    together again (pytree): the residual itself is called."""
     tracked: bool = False
     """The pass began with gradients on."""
 
-    _after_read = None  # no fields: `dataclasses.replace` starts them anew
+    _after_read = None  # without annotations, so no fields: a stream made by `dataclasses.replace` has none of them
     _inputs = None
     _written = None
     inside = False
@@ -87,8 +89,11 @@ class Stream:
         return cls(residual, None, 0, embedding.detach(), embedding, call=verbs(residual), tracked=tracked)
 
     def written(self) -> Any:
-        """Return the state with the last output in it; not kept where there are gradients, for checkpointing makes a
-        layer's read of its input again."""
+        """Return the state with the last output in it.
+
+        Where there are gradients it is not kept on the stream: a checkpointed layer repeats its reads in the backward
+        pass, and would find there a state of the forward pass.
+        """
         if self.output is None:
             return self.state
         if self._written is not None:

@@ -83,7 +83,7 @@ class OptimConfig:
     """Peak learning rate of Muon, scaled per matrix so that an update has the RMS of an AdamW update."""
     base_width: int | None = None
     """Width of the model whose learning rates these are: the rates and start values of a new model of another width are
-    scaled as in muP (docs/explanation/architecture.md). None takes the rates as they are."""
+    scaled as in muP (docs/explanation/studies.md). None takes the rates as they are."""
     min_lr_ratio: float = 0.1
     """Last learning rate as a fraction of the peak."""
     schedule: Literal["cosine", "wsd"] = "cosine"

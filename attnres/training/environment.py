@@ -22,7 +22,7 @@ from attnres import typed
 from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.ops import explain
-from attnres.ops.dispatch import KERNELS
+from attnres.ops.dispatch import KERNELS, is_host
 from attnres.reading import read_json
 from attnres.text import listed
 from attnres.training.parallel import Processes
@@ -35,11 +35,6 @@ if TYPE_CHECKING:
 def has_bf16(device: torch.device) -> bool:
     """Return whether the device computes in bf16 natively; elsewhere bf16 is slower than fp32."""
     return device.type in KERNELS and KERNELS[device.type].bf16(device)
-
-
-def is_host(device: torch.device) -> bool:
-    """Return whether tensors are in the process's own memory and computed by its threads."""
-    return device.type in KERNELS and KERNELS[device.type].host
 
 
 def emulated(device: torch.device, dtype: str) -> str | None:

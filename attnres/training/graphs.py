@@ -4,6 +4,7 @@ Not captured, a step of a small model waits for the host, which takes longer to 
 it. A graph fixes addresses: inputs are copied into tensors of its own, and gradients stay in those that it writes.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,19 @@ class Graph:
     def replay(self) -> None:
         """Run it."""
         self.graph.replay()
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Generator[None]:
+    """Launch on another stream of a CUDA device, which the current one waits for."""
+    if device.type != "cuda":
+        yield
+        return
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield
+    current.wait_stream(side)
 
 
 class Passes:
@@ -193,14 +207,8 @@ class Capture:
         one on which it was first asked for, and a capture may not wait for the current one."""
         for parameter in self.parameters if self.passes else ():
             parameter.grad = None
-        if self.reason is not None or self.device.type != "cuda":
+        with contextlib.nullcontext() if self.reason is not None else side_stream(self.device):
             yield
-            return
-        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            yield
-        current.wait_stream(side)
 
     def step(self, passes: Passes, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Let the optimizers take the step that `passes` has made the gradients of."""

@@ -290,6 +290,7 @@ class PipelinedModel(ShardedModel):
     def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
         from attnres.scale.shard import mean_gradients
 
+        # `micro` is not called: the schedule makes the passes, so that loss and penalty stand here a second time.
         total = self.pipeline.step(x, y, 1 / y.numel())
         penalty = self.pipeline.residual("penalty")
         if penalty is not None and self.pipeline.rank == 0:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attnres.device import pick_device
 from attnres.errors import Interrupted, UserError, first_line
+from attnres.ops.dispatch import is_host, pick_device
 from attnres.scale.process_group import fresh_store, is_loss
 
 PATIENCE = timedelta(hours=2)
@@ -97,7 +97,7 @@ class Processes:
         one."""
         if self.world_size == 1:
             return model
-        devices = [self.device] if self.device.type == "cuda" else None
+        devices = [self.device] if not is_host(self.device) else None
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
 
 
@@ -168,36 +168,39 @@ def _meet() -> tuple[dist.Store, int]:
 
 
 def join_processes(device: str = "auto") -> Processes:
-    """Return the processes that `torchrun` started (gloo on the CPU, nccl on CUDA); without it there is one.
+    """Return the processes that `torchrun` started, with PyTorch's own backend for the device (gloo on the CPU, nccl on
+    CUDA); without it there is one.
 
     The group lasts until the process ends, because a second one cannot be made from the same store; a group that is
     there already is used. Raises UserError for a device that is not there, or that all of several would share.
     """
     picked = pick_device(device)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if picked.type == "cuda":
+    if not is_host(picked):
         if picked.index is not None and world_size > 1:
             if os.environ.get("RANK") != "0":
                 raise SystemExit(2)
             raise UserError(
-                f"device {device} is one GPU and torchrun started {world_size} processes: give cuda, each takes its own"
+                f"device {device} is one GPU and torchrun started {world_size} processes: give {picked.type}, each "
+                "takes its own"
             )
         if picked.index is None:
-            picked = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            picked = torch.device(picked.type, int(os.environ.get("LOCAL_RANK", "0")))
         try:
-            torch.cuda.set_device(picked)
+            torch.get_device_module(picked).set_device(picked)
         except RuntimeError as error:
-            raise UserError(f"device {device} cannot be used ({first_line(error)}): try cuda, cuda:0 or cpu") from error
+            raise UserError(
+                f"device {device} cannot be used ({first_line(error)}): try {picked.type}, {picked.type}:0 or cpu"
+            ) from error
     if world_size > 1 and not dist.is_initialized():
-        cuda = picked.type == "cuda"
         store, rank = _meet()
         dist.init_process_group(
-            "nccl" if cuda else "gloo",
+            dist.get_default_backend_for_device(picked),
             store=fresh_store(store, rank, world_size, PATIENCE.total_seconds()),
             rank=rank,
             world_size=world_size,
             timeout=PATIENCE,
-            device_id=picked if cuda else None,
+            device_id=None if is_host(picked) else picked,
         )
         atexit.register(_leave)
     if dist.is_initialized():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnres.errors import UserError, unknown
 from attnres.files import user_path
+from attnres.ops.dispatch import KERNELS
 from attnres.text import run_name
 from attnres.training.config import (
     DataConfig,
@@ -267,8 +268,8 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     mechanism = residual_class(config.model.residual, config.model.residual_file)
     check_settings(mechanism.name, merged_settings(config.model))
     optim, finetune = config.optim, config.finetune
-    if config.device.split(":")[0] not in ("auto", "cpu", "cuda"):
-        raise unknown("device", config.device, ("auto", "cpu", "cuda"))
+    if config.device.split(":")[0] not in ("auto", *KERNELS):
+        raise unknown("device", config.device, ("auto", *KERNELS))
     _check_bounds(dict(leaves(to_dict(config))))
     if config.keep_at and max(config.keep_at) > config.steps:
         raise UserError(

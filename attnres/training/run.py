@@ -188,7 +188,7 @@ class Run:
 
     def measure(self) -> None:
         """After a step: its lines in metrics.jsonl, validation when it is due, the progress bar."""
-        if self.steps.gone and self.output.gone is None:
+        if self.steps.folder_was_away and self.output.gone is None:
             self.output.move_beside(self.run_state.step)
         config, run_state, steps = self.config, self.run_state, self.steps
         depth = steps.update.depth
@@ -208,7 +208,7 @@ class Run:
                 "train",
                 tokens=run_state.step * tokens,
                 loss=run_state.train_loss,
-                lr=steps.rate,
+                lr=steps.learning_rate,
                 grad_norm=steps.norm,
                 tokens_per_s=tokens / seconds,
                 step_s=seconds,

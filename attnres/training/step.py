@@ -35,14 +35,15 @@ class Steps:
 
     Args:
         run_state: where the run is; a step moves it on.
-        away: returns whether the run's folder was taken away.
+        folder_is_away: returns whether the run's folder was taken away.
         diverged: makes the error for (step, loss, norm) that are not finite.
 
     Attributes:
-        loss, divergence, norm, rate: of the last step whose numbers were read.
+        loss, norm, learning_rate: of the last step whose numbers were read.
+        divergence: the KL divergence to the teacher of the same step; 0 without a teacher.
         penalty: of the last step.
-        signalled: 130 or 143 once a signal asked any process to stop.
-        gone: whether the folder was taken away.
+        signalled: 130 or 143 once a signal asked any process to stop, for signals are only counted up.
+        folder_was_away: whether the folder was taken away at any step.
     """
 
     def __init__(
@@ -51,16 +52,16 @@ class Steps:
         update: "Update",
         feed: Feed,
         run_state: RunState,
-        away: Callable[[], bool],
+        folder_is_away: Callable[[], bool],
         diverged: Callable[[int, float, float], UserError],
     ) -> None:
         self.config, self.update, self.feed, self.run_state = config, update, feed, run_state
-        self.folder_is_away, self.diverged = away, diverged
+        self.folder_is_away, self.diverged = folder_is_away, diverged
         self.placed, self.who = update.placed, update.placed.who
         self.arriving = Arriving(self.who.device)
-        self.loss = self.rate = self.norm = self.divergence = 0.0
+        self.loss = self.learning_rate = self.norm = self.divergence = 0.0
         self.penalty: Tensor | None = None
-        self.signalled, self.gone = 0, False
+        self.signalled, self.folder_was_away = 0, False
         # The step that captures a graph takes seconds, and is the one after the warm-up.
         self.untimed = UNTIMED if update.capture is None else max(UNTIMED, graphs.WARM_UP + 1)
 
@@ -76,8 +77,8 @@ class Steps:
 
         # Batch and rates. A batch depends on (seed, step) alone, so that a resumed run needs no position.
         x, y = self.feed.at(step - 1)
-        rate = scheduled_rate(step, config.steps, config.optim)
-        set_learning_rate(update.optimizers, rate)
+        factor = scheduled_rate(step, config.steps, config.optim)  # of each group's peak rate
+        set_learning_rate(update.optimizers, factor)
         residual = self.placed.model.residual
         residual("set_progress", step / config.steps)  # before the forward pass: mechanisms may anneal by it
         with torch.no_grad():
@@ -88,7 +89,8 @@ class Steps:
         record = bool(every) and (step % every == 0 or step == config.steps)
         sums, norm = update.gradients(x, y, record=record)
 
-        # One message carries everything that processes have to agree on, and one copy brings it to the host.
+        # One message carries everything that processes have to agree on, and one copy brings it to the host. `read`
+        # takes it apart: loss, divergence, interrupts, terminations, folder away, norm.
         counts = to_device([signals.interrupts, signals.terminations, int(self.folder_is_away())], sums)
         shared = who.sum(torch.cat([sums / self.placed.shares, counts]))
         self.arriving.add_numbers(step, torch.cat([shared, norm.to(shared)[None]]))
@@ -98,7 +100,7 @@ class Steps:
         # Optimizers.
         update.apply()
 
-        self.run_state.step, self.rate = step, rate * config.optim.lr
+        self.run_state.step, self.learning_rate = step, factor * config.optim.lr
         self.arriving.add_moments(began, Moment.now(who.device), update.depth is None)
         self.read(to_come=self.arriving.behind)
 
@@ -110,7 +112,7 @@ class Steps:
             if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
                 raise self.who.same(self.diverged(step, self.loss, self.norm))
             run_state.losses.append(self.loss)
-            self.gone = self.gone or bool(away)
+            self.folder_was_away = self.folder_was_away or bool(away)
             self.signalled = 130 if interrupts else 143 if terminations else 0
         for seconds, usual in self.arriving.times(to_come=to_come):
             run_state.last_s = seconds
@@ -156,8 +158,8 @@ class Update:
             record: what the last micro-batch does by depth. Its hooks ask for numbers, so that such a step is eager.
 
         Returns:
-            [cross-entropy, divergence] in nats a token, fp64, of this process's share, minimised or not; and the norm
-            of the gradient before it was clipped.
+            [cross-entropy, divergence] in nats a token, fp64, of this process's share, whichever of them the objective
+            minimises; and the norm of the gradient before it was clipped.
         """
         self.depth = self.replayed = None
         capture, count = self.capture, self.placed.layout.accumulation
@@ -170,19 +172,23 @@ class Update:
             return sums, self.clip()
 
     def _micro_batch(self, record: bool, x: Tensor, y: Tensor, tokens: int, last: bool) -> Tensor:
-        """Add a micro-batch's gradients; return its cross-entropy and divergence over `tokens`, minimised or not."""
+        """Add a micro-batch's gradients; return its cross-entropy and divergence over `tokens`.
+
+        A pipeline does not call it: `PipelinedModel.gradients` makes its own pass, so a new term of the loss goes there
+        too.
+        """
         objective = self.placed.objective
         assert objective is not None
-        with recorded(self.placed.model) if record and last else nullcontext() as trace:
+        with recorded(self.placed.model) if record and last else nullcontext() as trace:  # None if not recorded
             # torch.compile would start again for the hooks of a recorded pass, so that such a pass is eager.
             sums = objective(x, y, eager=trace is not None)
-            # Divided by the tokens of the whole batch, not of the micro-batch: so each token weighs the same.
+            # By all tokens of this process's share of the step, not the micro-batch's: so each token weighs the same.
             loss = sums.objective / tokens
             if last and (penalty := self.penalty()) is not None:
-                loss = loss + penalty / self.placed.summed  # once a step; tp and cp add up its gradients
-            loss.backward()  # in the last micro-batch DDP averages here what `tokens` divides by this share alone
+                loss = loss + penalty / self.placed.summed  # once a step; processes of tp and cp add up its gradients
+            loss.backward()  # in the last micro-batch DDP averages over the processes here
         if trace:
-            # The unit makes of these gradients those of the recorded micro-batch's own mean loss.
+            # Times the number of micro-batches: gradients of the recorded micro-batch's own mean loss.
             self.depth = magnitudes(trace, self.placed.model, tokens // y.numel())
         return torch.stack([sums.cross_entropy, sums.divergence]).double() / tokens
 

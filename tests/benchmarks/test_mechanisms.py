@@ -112,6 +112,13 @@ def test_the_command_writes_json_and_a_chart(bench, results, tmp_path, monkeypat
     assert written["rows"] == json.loads(json.dumps(rows)) and written["training"]["steps"] == 7
     assert (tmp_path / "m.svg").is_file()
     assert mechanisms.markdown(rows) in capsys.readouterr().out
+    before = {"command": "once", "environment": {"commit": "abc", "date": "then"}, "rows": {"dca": {"ratio": 1.5}}}
+    (tmp_path / "m.json").write_text(json.dumps(before))
+    monkeypatch.setattr("sys.argv", [*line, "--device", "cpu", "--add"])
+    mechanisms.main()
+    written = json.loads((tmp_path / "m.json").read_text())["rows"]
+    assert written["dca"] == {"ratio": 1.5, "measured": {"commit": "abc", "date": "then", "command": "once"}}
+    assert list(written) == ["dca", *rows] and "measured" not in written["standard"]
     monkeypatch.setattr("sys.argv", [*line, "--only", "blok"])
     with pytest.raises(SystemExit):
         mechanisms.main()

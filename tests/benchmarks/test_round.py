@@ -1,5 +1,6 @@
 """The command for a machine with a GPU, in small on this one: rows as they come, failures, and where it goes on."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -113,11 +114,69 @@ def test_layers_are_captured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> No
         assert len(calls) == 3 * 2 * layers
 
 
-def test_a_run_is_trained_and_a_rule_that_is_not_there_passed_over(run: Run) -> None:
-    trained, over = run("train rates standard muon x1.0"), run("train table rms_block seed 0")
+def test_a_run_is_trained_and_a_rule_that_is_not_there_passed_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(gpu_round.ROUNDS, "no rule", gpu_round.Training(5, "no_such_rule"))
+    trained, over = run("train rates standard muon x1.0"), run("no rule")
     assert trained[0]["val_loss"] == pytest.approx(trained[0]["val"][-1][1]) and len(trained[0]["windows"]) == 16
     assert trained[0]["how"].startswith("eager: ") and trained[-1]["ended"] == "done"
-    assert "rms_block" in over[0]["passed_over"] and over[-1]["ended"] == "done"
+    assert "no_such_rule" in over[0]["passed_over"] and over[-1]["ended"] == "done"
+
+
+@pytest.mark.long
+def test_the_whole_command_ends_with_rows_of_each_experiment(
+    run: Run, captured: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the size for trying it, its steps captured; the compiler and the tests of a GPU are left out. What needs a GPU
+    says so."""
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    monkeypatch.delitem(gpu_round.ROUNDS, "tests")
+    with cpu.switched(on=False):
+        rows = run(only=False)
+    wrong = {row["round"]: row.get("error") or row.get("ended") for row in rows if row.get("ended", "done") != "done"}
+    assert not wrong and not [row["error"] for row in rows if "error" in row]
+    assert [row["round"] for row in rows if "ended" in row] == list(gpu_round.ROUNDS)
+    over = {row["round"] for row in rows if "passed_over" in row}
+    assert {name.split()[0] for name in over} == {"held", "evaluate"}
+    for name, experiment in gpu_round.ROUNDS.items():
+        found = [row for row in rows if row["round"] == name and "ended" not in row]
+        if isinstance(experiment, gpu_round.Steps):
+            assert [row["variant"] for row in found] == ["plain", *experiment.variants], name
+            assert experiment.mode in ("eager", "compile") or {row["step"] for row in found} == {"captured"}, name
+        else:
+            assert found, name
+    assert run(only=False) == []
+
+
+class _Parsed(Exception):
+    pass
+
+
+def test_scripts_take_the_words_that_they_are_given_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And experiments name variants, modes and sizes that there are."""
+    import busy
+    from step import SIZES
+
+    from attnres.comparison.plan import parse_variant
+
+    parse = argparse.ArgumentParser.parse_args
+    read = list[argparse.Namespace]()
+
+    def parse_alone(self: argparse.ArgumentParser, *words: Any) -> Any:
+        read.append(parse(self, *words))
+        raise _Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_alone)
+    scripts = [each for each in gpu_round.ROUNDS.values() if isinstance(each, gpu_round.Script)]
+    for script in scripts:
+        with pytest.raises(_Parsed):
+            gpu_round.run_script(script.script, [*script.words.split(), "--out", "x.json"])
+    assert len(read) == len(scripts) > 5 and {str(options.out) for options in read} == {"x.json"}
+    for experiment in gpu_round.ROUNDS.values():
+        if isinstance(experiment, gpu_round.Steps):
+            assert {*experiment.variants} <= {*busy.VARIANTS} and experiment.size in SIZES
+            assert {*experiment.NEXT.get(experiment.mode, ()), experiment.mode} <= {*busy.MODES}
+        elif isinstance(experiment, gpu_round.Training):
+            parse_variant(experiment.variant)
 
 
 def test_it_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -186,11 +245,30 @@ def test_the_page_has_the_rows(tmp_path: Path) -> None:
     block |= {"host_ms": 3.0, "busy_ms": 31.9, "peak_bytes": 105}
     page = gpu_round.page([plain, block | {"ratio": 9.0}, block])
     assert "| 1.08 | 1.100 [1.090, 1.120] | 1.500 | 1.100 | 1.050 | captured, H200 |" in page
-    assert page.count("not measured") == 3 + len(gpu_round.GOALS) - 1
+    assert page.count("not measured") == 3 + len(gpu_round.GOALS) - 1 + len(gpu_round.OTHERS)
+    assert all(
+        f'--only "{experiment}"' in page and experiment in gpu_round.ROUNDS for _, experiment, *_ in gpu_round.OTHERS
+    )
     file = tmp_path / "page.md"
     file.write_text(f"before {gpu_round.MARKS[0]} old {gpu_round.MARKS[1]} after")
     gpu_round.write_page(page, file)
     assert page in file.read_text() and file.read_text().startswith("before") and file.read_text().endswith("after")
+
+
+def test_the_page_has_what_scripts_have_found(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"round": "train rates standard adamw x1.0", "tokens_per_s": 5e5}]
+    decode = {"decode": {"1": {"block": {"ratio": 0.9}}}, "prefill": {"8192": {"block": {"ratio": 1.01}}}}
+    read = {"read": [{"stages": {"forward": {"ours": {"median_s": 4e-4}}}}]}
+    stack = {
+        "kinds": {"identity": {name: {"median_s": s} for name, s in (("ours", 3.0), ("fla", 2.0), ("standard", 1.0))}}
+    }
+    for experiment, result in (("prefill and decode", decode), ("kernels", read), ("peers", stack)):
+        (tmp_path / f"{experiment}.json").write_text(json.dumps(result))
+        rows.append({"round": experiment, "file": f"{experiment}.json"})
+    table = gpu_round.others_table([row | {"of": {"device": "H200"}} for row in rows], tmp_path)
+    found = [line.split(" | ")[2] for line in table.splitlines()[2:]]
+    stacked = "fla, ours 1.500 of its time"
+    assert found == [f"{f}, H200" for f in ("1.010", "0.900", "400 us", stacked, "500,000")] + ["not measured"]
 
 
 def test_the_documentation_has_the_tables_of_the_rows_that_there_are() -> None:

@@ -18,7 +18,11 @@ import stack
 import step
 import torch
 from naive import register_naive
+from tapes import Tape
 from transformers.utils import import_utils
+
+from attnres.ops import cpu
+from attnres.training import graphs
 
 CPU = torch.device("cpu")
 
@@ -118,6 +122,31 @@ def test_decode_leaves_the_cache_as_long_as_it_was():
     result = decode.run(CPU, torch.float32, **how, batches=[2], say=_quiet)
     assert set(result["decode"]["2"]) == set(decode.VARIANTS) == set(result["prefill"]["8"])
     assert all("median_s" in row for row in result["decode"]["2"].values())
+
+
+@pytest.mark.long
+def test_decode_and_prefill_are_replayed_and_a_prefill_that_is_not_captured_says_why(monkeypatch):
+    """A tape of operators stands for a CUDA graph; the last one is refused."""
+    monkeypatch.setattr(Tape, "made", [])
+
+    def graph(call):
+        if len(Tape.made) == 5:
+            raise RuntimeError("refused")
+        return Tape(call)
+
+    monkeypatch.setattr(graphs, "Graph", graph)
+    how = {"size": "nano", "context": 6, "prefill": 8, "graphs": True, "compiled": False, "seconds": 0.0, "seed": 0}
+    with cpu.switched(on=False):
+        result = decode.run(CPU, torch.float32, **how, batches=[2], only=["block"], say=_quiet)
+    rows = result["prefill"]["8"]
+    assert set(rows) == set(result["decode"]["2"]) == {"plain", "standard", "block"}
+    assert {label: row.get("not_captured") for label, row in rows.items()} == {
+        "plain": None,
+        "standard": None,
+        "block": "RuntimeError: refused",
+    }
+    assert len(Tape.made) == 5 and all(tape.replays for tape in Tape.made)
+    assert all("median_s" in row for row in (*rows.values(), *result["decode"]["2"].values()))
 
 
 def test_generation_is_timed_beside_the_base_model_around_the_same_weights(monkeypatch):

@@ -85,6 +85,26 @@ def test_full_moves_what_a_count_by_hand_says():
     assert step_vectors(make_residual("block", 6, 8, window=2)) is None
 
 
+def test_sums_of_other_kinds_move_what_a_count_by_hand_says():
+    """One block of four sublayers. Phase 1: the embedding in, four outputs out; backward: the embedding, gradients of
+    the four and one carried in, its gradient out. A merge of the block's first read: 2; backward 3.
+
+    Split, two sums in turn: the second read has one sum, the next two have both. Forward: sums, phase 1's output in, h
+    and x out, 4 with one, 5 with two, and 2 more where an output is added; backward: 2 more for each sum, and carried
+    gradients. What ends the block is an addition.
+
+    By a factor: one sum, which is made apart: 4 and 3 for each of three outputs, 4 for the first."""
+    shared = (1 + 4) + (1 + 4 + 1 + 1) + (2 + 3)
+    split = [(4, 2 + 1 + 1 + 1 + 1), (5, 2 + 2 + 2 + 2 + 1), (5 + 2, 2 + 2 + 2 + 2 + 1)]
+    expected = shared + sum(forward + backward for forward, backward in split) + 3
+    assert step_vectors(make_residual("block", 4, 8, block_size=4, summaries="split")) == expected
+    factor = shared + 3 * (4 + 6) + 3 * (4 + 3) + 4
+    assert step_vectors(make_residual("block", 4, 8, block_size=4, count_power=1.0)) == factor
+    assert step_vectors(make_residual("block", 4, 8, block_size=4, block_scale=True)) == factor + 3
+    assert step_vectors(make_residual("block", 4, 8, count_prior=1.0)) is None
+    assert step_vectors(make_residual("full", 4, 8, embedding_key="static")) is None
+
+
 def test_a_predicted_time_is_bytes_over_bandwidth():
     vector = 8192 * 7168 * torch.bfloat16.itemsize
     moved = traffic.seconds(traffic.read(9), tokens=8192, width=7168, itemsize=2, bandwidth=3e12)

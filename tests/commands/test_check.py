@@ -43,6 +43,7 @@ def run(tmp_path, registered, capsys):
     return run
 
 
+@pytest.mark.long
 def test_a_file_of_a_users_own_is_checked_line_by_line(run):
     code, lines, _ = run("{file}:Mine")
     assert code == 0 and [line[:14].strip() for line in lines] == [*CHECKS, *MODEL_CHECKS]

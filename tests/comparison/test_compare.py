@@ -125,6 +125,7 @@ def test_variants_meet_equal_conditions(done):
     assert block.config["data"] == standard.config["data"]
 
 
+@pytest.mark.long
 def test_finished_runs_are_not_trained_again(own, capfd):
     config, folder = own
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*-seed0/*.json")}

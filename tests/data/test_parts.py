@@ -52,6 +52,7 @@ def test_any_number_of_processes_makes_the_same_files(corpus: Path, tmp_path: Pa
     assert not list(tmp_path.glob(".two.*.parts"))
 
 
+@pytest.mark.long
 def test_a_killed_preparation_goes_on_from_its_parts(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)

@@ -18,7 +18,7 @@ from attnres.data import Prepared, build, load_tokenizer, open_tokens, prepare
 from attnres.data.encode import DocumentEncoder
 from attnres.data.shards import SplitWriter
 from attnres.data.sources import open_source
-from attnres.errors import UserError
+from attnres.errors import Interrupted, UserError
 
 
 def texts(prepared: Prepared, split: str) -> list[str]:
@@ -177,8 +177,9 @@ def test_interruption_leaves_nothing_behind(corpus: Path, tmp_path: Path, monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr(DocumentEncoder, "encode", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Interrupted, match="nothing of it is left: give the same command again") as stopped:
         prepare(str(corpus), "bpe:300", out=tmp_path / "out" / "new", progress=False)
+    assert stopped.value.code == 130
     assert leftovers(tmp_path / "out") == []
 
 

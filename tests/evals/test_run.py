@@ -96,6 +96,7 @@ def test_a_model_against_itself_differs_by_nothing(folders, data):
             assert entry["differences"][0]["standard_error"] == 0
 
 
+@pytest.mark.long
 def test_other_tokenizers_are_compared_only_where_that_means_something(folders, data):
     results = go([folders["block"], folders["other"]], data, ("wikitext2", "lambada", "hellaswag"), window=32)
     for key in ("perplexity_non_overlapping", "perplexity_sliding"):

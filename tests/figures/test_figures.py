@@ -9,7 +9,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from invented import TOKENS, inspection, names, of_several_reads
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from attnres.errors import UserError
 from attnres.figures import (
@@ -38,13 +40,15 @@ from attnres.figures.patterns import (
     patterns,
     shares,
 )
-from attnres.figures.plot import PAGE, canvas, from_zero, label, log_numbers, panels, thin_ticks
+from attnres.figures.plot import canvas, from_zero, label, log_numbers, panels, thin_ticks
 from attnres.figures.style import to_svg
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
 from attnres.inspect.inspection import FIELD
 from attnres.residuals import RESIDUALS, traits_of
 from attnres.residuals.mechanisms.muddformer import WAYS
+from attnres.stats import Effect, t_quantile
 
+PAGE = style.Sheet().page
 ALONE = [
     *("patterns", "boundaries", "layers", "kinds", "kinds-sources", "queries", "keys", "learned"),
     *("tokens", "token-map"),
@@ -58,6 +62,11 @@ def variant(label, residual, *more, **fields):
 
 def models(*inspections):
     return Comparison.of_models(inspections)
+
+
+def differs(place, mean, margin, basis="windows", level=0.05):
+    """A difference whose interval at 95 % has that margin."""
+    return LossDifference(place, Effect(mean, margin / t_quantile(0.975, 60), 60, level), basis)
 
 
 def drawn_cells(ax):
@@ -171,7 +180,9 @@ def test_boundaries_are_the_reads_with_which_blocks_begin():
     assert [block.layout[row].name for row in boundaries(block)] == ["mlp 1", "attention 3", "mlp 4", "output"]
     with style.style():
         figure = at_boundaries(inspection("block", 6)).figure
-    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["mlp 1", "attn 3", "mlp 4", "out"]
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == [
+        *("L1 MLP", "L3 attention", "L4 MLP", "output")
+    ]
     full = shares(inspection("full", 20))
     assert len(boundaries(full)) == 7
     assert boundaries(full)[-1] == 40
@@ -256,8 +267,11 @@ def test_what_is_learned_besides_queries_is_drawn_by_what_its_axes_count():
     assert ticks(cells) == [["stream 0", "stream 1"], ["thing 0", "thing 1", "thing 2"]]
     mix = panels(mix=([[1.0] * 2 + [None] * 3, [1.0] * 3 + [None] * 2], ["layer", "source"], "coefficient"))[0]
     assert drawn_cells(mix) == [{0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0}]
-    assert ticks(mix)[0] == ["emb", "layer 0", "layer 1", "layer 2", "layer 3"]
-    assert ticks(panels(read=([[1.0, 0.0]] * 8, ["sublayer", "stream"], "reads"))[0])[1][:2] == ["attn 0", "mlp 0"]
+    assert ticks(mix)[0] == ["embedding", "layer 0", "layer 1", "layer 2", "layer 3"]
+    assert ticks(panels(read=([[1.0, 0.0]] * 8, ["sublayer", "stream"], "reads"))[0])[1][:2] == [
+        "L0 attention",
+        "L0 MLP",
+    ]
     (gates,) = panels(gates=([0.4, 0.1, 0.2], ["layer"], "gate"), temperature=(0.1, [], "temperature"))
     assert (gates.get_xlabel(), gates.get_ylabel(), len(gates.get_lines())) == ("layer", "gate", 1)
     assert gates.get_lines()[0].get_ydata().tolist() == [0.4, 0.1, 0.2]
@@ -408,6 +422,7 @@ def test_a_row_of_dynamics_is_labelled_where_its_first_panel_is():
     assert max(map(len, second.get_title(loc="left").split("\n"))) < 60
 
 
+@pytest.mark.long
 def test_long_names_leave_room_for_the_plots():
     shown = [inspection(residual, 1) for residual in ("standard", "block", "full")]
     for i, seen in enumerate(shown):
@@ -603,14 +618,12 @@ def test_captions_say_what_is_shown():
 
 def test_intervals_of_two_seeds_leave_the_lines_to_be_seen():
     """Student's t of one degree of freedom makes them tens of times as wide as the differences are."""
-    block = variant(
-        "block", "block", differences=[LossDifference(step, -0.06, 0.01) for step in (1, 2, 3)], complete=True
-    )
+    block = variant("block", "block", differences=[differs(step, -0.06, 0.01) for step in (1, 2, 3)], complete=True)
     full = dataclasses.replace(
         block,
         label="full",
         residual="full",
-        differences=[LossDifference(step, -0.05, 0.8, "seeds") for step in (1, 2, 3)],
+        differences=[differs(step, -0.05, 0.8, "seeds") for step in (1, 2, 3)],
     )
     comparison = Comparison([variant("standard", "standard"), block, full], "standard")
     plot, last = loss_difference(comparison), final_difference(comparison)
@@ -623,13 +636,13 @@ def test_intervals_of_two_seeds_leave_the_lines_to_be_seen():
 
 
 def test_lines_that_begin_outside_the_axes_are_said_to():
-    points = [LossDifference(step, -2.0 if step == 1 else -0.06, 0.01) for step in range(1, 41)]
+    points = [differs(step, -2.0 if step == 1 else -0.06, 0.01) for step in range(1, 41)]
     for factor in (1, -1):
-        early = [one._replace(mean=factor * one.mean) for one in points]
+        early = [differs(one.place, factor * one.effect.difference, 0.01) for one in points]
         block = variant("block", "block", differences=early)
         comparison = Comparison([variant("standard", "standard"), block], "standard")
         assert "The steep start is cut off." in loss_difference(comparison).caption
-        held_out = {0: [(one.place, 5 + one.mean) for one in early]}
+        held_out = {0: [(one.place, 5 + one.effect.difference) for one in early]}
         below = Comparison([variant("full", "full", held_out=held_out)])
         assert held_out_loss(below).caption.endswith("The steep start is cut off.")
         assert "The steep start is cut off." in dynamics(below).caption
@@ -640,6 +653,7 @@ def test_lines_that_begin_outside_the_axes_are_said_to():
     assert "cut off" not in held_out_loss(Comparison([variant("full", "full", held_out=late)])).caption
 
 
+@pytest.mark.long
 def test_what_is_of_several_seeds_says_so_in_every_caption():
     rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]], "grad_rms": [[0.1, 0.2], [0.3, 0.4]]}
 
@@ -671,7 +685,7 @@ def test_what_is_of_several_seeds_says_so_in_every_caption():
 
 
 def test_at_the_end_nothing_is_held_against_a_baseline_on_its_way():
-    block = variant("block", "block", differences=[LossDifference(1, -0.06, 0.01)], complete=True)
+    block = variant("block", "block", differences=[differs(1, -0.06, 0.01)], complete=True)
     standard = variant("standard", "standard", complete=True)
     assert final_difference(Comparison([standard, block], "standard")).figure.axes
     unfinished = dataclasses.replace(standard, complete=False)
@@ -691,7 +705,7 @@ def test_what_lies_below_zero_is_on_an_axis_from_zero():
 
 
 def test_what_chance_does_is_a_band_where_the_baseline_has_several_seeds():
-    differences = [LossDifference(step, -0.2, 0.05) for step in (1, 2, 3)]
+    differences = [differs(step, -0.2, 0.05) for step in (1, 2, 3)]
     block = variant("block", "block", differences=differences)
     seeds = {0: [(1, 5.0), (2, 4.0), (3, 3.0)], 1: [(1, 5.2), (2, 4.0)], 2: [(1, 5.4), (2, 4.6), (3, 3.0)]}
     standard = variant("standard", "standard", held_out=seeds)
@@ -705,3 +719,52 @@ def test_what_chance_does_is_a_band_where_the_baseline_has_several_seeds():
     assert "other seeds" in plot.caption
     alone = dataclasses.replace(standard, held_out={0: seeds[0]})
     assert "other seeds" not in loss_difference(Comparison([alone, block], "standard")).caption
+
+
+def test_a_difference_is_told_by_the_reports_rule():
+    """By Holm's level an interval may include 0 that at 95 % does not; without an error nothing is told."""
+    standard = variant("standard", "standard")
+
+    def filled(*differences):
+        block = variant("block", "block", differences=differences)
+        marks = final_difference(Comparison([standard, block], "standard")).figure.axes[0].get_lines()
+        return marks[-1].get_markerfacecolor() != style.PAPER
+
+    assert filled(differs(1, -0.06, 0.05)) and not filled(differs(1, -0.06, 0.07))
+    assert not filled(differs(1, -0.06, 0.05, level=0.005))
+    assert not filled(LossDifference(1, Effect(-0.06, math.nan, 0)))
+
+
+# ------------------------------------------------------------------ on a sheet of one's own
+
+
+def texts_outside(figure):
+    """Texts of a figure that leave it, and titles of panels that run into one another, as drawn."""
+    figure.set_dpi(200)
+    FigureCanvasAgg(figure).draw()
+    inside = figure.bbox.padded(2)
+    texts = [one for one in figure.findobj(Text) if one.get_visible() and one.get_text().strip()]
+    boxes = [(one.get_text(), one.get_window_extent()) for one in texts if not one.get_clip_on()]
+    out = [text for text, box in boxes if not (inside.contains(*box.min) and inside.contains(*box.max))]
+    titles = [ax.title.get_window_extent() for ax in figure.axes if ax.get_title()]
+    titles = [ax._left_title.get_window_extent() for ax in figure.axes if ax.get_title("left")] + titles
+    return out + ["titles" for i, one in enumerate(titles) for other in titles[:i] if one.overlaps(other)]
+
+
+@pytest.mark.quick("3.3-8.0-block")
+@pytest.mark.parametrize("residual", ["block", "full", "standard", "muddformer"])
+@pytest.mark.parametrize(("width", "font"), [(None, None), (3.3, 8.0), (5.0, 10.0)])
+def test_figures_have_the_width_and_the_letters_that_are_asked_for(residual, width, font):
+    example = of_several_reads(residual, 4) if residual == "muddformer" else inspection(residual, 6)
+    with style.style(width, font):
+        drawn = draw_model(example) + draw_comparison(models(example))
+    assert len(drawn.plots) > 3
+    for plot in drawn.plots:
+        assert not texts_outside(plot.figure), plot.name
+        if width is not None:
+            assert plot.figure.get_figwidth() == width, plot.name
+            for ax in plot.figure.axes:
+                sizes = {one.get_fontsize() for one in [*ax.get_xticklabels(), *ax.get_yticklabels()]}
+                assert sizes <= {font, font - 1}, plot.name
+    with style.style():
+        assert patterns(inspection("block", 2)).figure.get_figwidth() == PAGE, "as before"

@@ -60,6 +60,7 @@ def test_a_worker_makes_call_after_call_and_outlives_its_child(monkeypatch):
     worker.close()
 
 
+@pytest.mark.long
 def test_a_traceback_and_a_slow_command_are_noticed():
     def fail():
         raise RuntimeError("outside of what the command catches")

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from attnres import UserError, cli
+from attnres.data.sources import open_source
 from attnres.inspect import record, search, source_names
+from attnres.inspect.corpus import APART
 from attnres.inspect.effects import read_vectors
 from attnres.inspect.survey import encode
 
@@ -34,6 +36,12 @@ def by_hand(model, tokenizer, documents, read, source):
     return rows
 
 
+def words_at(tokenizer, documents, number, position):
+    """The ids of a token and the two on either side within its window."""
+    ids, start = encode(tokenizer, documents[number]).ids, position // CONTEXT * CONTEXT
+    return tuple(ids[max(start, position - 2) : min(start + CONTEXT, position + 3)])
+
+
 @pytest.mark.quick("weight-*")
 @pytest.mark.parametrize(("by", "least"), [("contribution", False), ("contribution", True), ("weight", False)])
 def test_the_top_tokens_are_those_of_the_vectors_themselves(model, tokenizer, documents, by, least):
@@ -42,11 +50,30 @@ def test_the_top_tokens_are_those_of_the_vectors_themselves(model, tokenizer, do
     result = search(model, tokenizer, documents, "block 1", "mlp 1", **options)
     rows = by_hand(model, tokenizer, documents, "mlp 1", "block 1")
     key = 0 if by == "contribution" else 1
-    best = sorted(rows, key=lambda row: row[key], reverse=not least)[:7]
+    best = []
+    for row in sorted(rows, key=lambda row: row[key], reverse=not least):  # one of each window, whose length is 16
+        words = words_at(tokenizer, documents, *row[2:])
+        close = any(
+            row[2] == one[2] and row[3] // CONTEXT == one[3] // CONTEXT and abs(row[3] - one[3]) <= APART
+            for one in best
+        )
+        if not close and words not in [words_at(tokenizer, documents, *one[2:]) for one in best]:
+            best.append(row)
+    best = best[:7]
     assert [(hit.document, hit.position) for hit in result.hits] == [row[2:] for row in best]
+    ordered = sorted(row[key] for row in rows)
+    for hit in result.hits:
+        assert hit.quantile == pytest.approx(sum(value <= getattr(hit, by) + 1e-6 for value in ordered) / len(rows))
+        assert hit.around[hit.here] == (hit.token, pytest.approx(getattr(hit, by), abs=1e-5))
+    assert result.quantiles["0.5"] == pytest.approx(ordered[-(-len(rows) // 2) - 1], abs=1e-5)
+    assert result.quantiles["1"] == pytest.approx(ordered[-1], abs=1e-5)
+    shown = [getattr(sample, by) for sample in result.samples]
+    assert shown == sorted(shown, reverse=True) and len(shown) == 6
+    assert shown[3] == pytest.approx(result.quantiles["0.5"], abs=1e-5), "all tokens are in the draw"
     for hit, row in zip(result.hits, best, strict=True):
         assert (hit.contribution, hit.weight) == pytest.approx(row[:2], abs=1e-5)
     assert result.tokens == len(rows) == sum(spent) and result.documents == len(documents)
+    assert [hit.name for hit in result.hits] == [f"document {hit.document}" for hit in result.hits]
     assert result.mean == pytest.approx(sum(row[key] for row in rows) / len(rows), abs=1e-5)
 
 
@@ -57,6 +84,24 @@ def test_a_token_stands_in_its_text(model, tokenizer, documents):
         assert text[start : start + len(hit.token)] == hit.token
         assert text[:start].endswith(hit.before) and text[start + len(hit.token) :].startswith(hit.after)
         assert hit.window in text and hit.window[hit.at :].startswith(hit.token)
+
+
+def test_a_text_of_many_files_names_them_and_no_context_comes_twice(model, tokenizer, tmp_path):
+    """The same words in every file are one hit, and the table names the file and shows each token's number."""
+    for name in ("a.py", "b.py", "sub/c.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(
+            "the quick brown fox jumps over a lazy dog" + (" while seven" if name == "b.py" else "")
+        )
+    texts = open_source(str(tmp_path)).read
+    result = search(model, tokenizer, texts(), "embedding", "output", context=CONTEXT, top=50)
+    assert len({(hit.token, tuple(hit.around)) for hit in result.hits}) == len(result.hits)
+    assert {hit.name for hit in search(model, tokenizer, texts(), "embedding", "output", context=CONTEXT).samples} <= {
+        *("a.py", "b.py", "sub/c.py")
+    }
+    html = result._repr_html_()
+    assert result.hits[0].name in html and html.count("outline:1px") == len(result.hits) + len(result.samples)
+    assert html.count("background:#") == sum(len(hit.around) for hit in (*result.hits, *result.samples))
 
 
 def test_a_limit_stops_and_a_recording_after_it_is_free(model, tokenizer, documents):
@@ -90,12 +135,12 @@ def test_the_command_prints_and_writes_them(folder_of, tmp_path, capsys):
     out = tmp_path / "hits.json"
     text = "the quick brown fox jumps over a lazy dog while seven wizards box up jugs"
     cli.main(
-        ["search", str(folder_of("full")), "Attention_0@mlp1", "--text", text, "--top", "3", "--out", str(out)]
+        ["search", str(folder_of("full")), "Attention_0@mlp1", "--text", text, "--top", "2", "--out", str(out)]
         + ["--no-progress"]
     )
     output = capsys.readouterr().out
     hits = json.loads(out.read_text())["hits"]
-    assert "attention 0 is most of the read of mlp 1, by contribution" in output and len(hits) == 3
+    assert "attention 0 is most of the read of mlp 1, by contribution" in output and len(hits) == 2
     assert all(f"[{hit['token']}]" in output for hit in hits)
     for words, message in [("attention 0", "expected SOURCE@READ"), ("attention 9@mlp 1", "unknown source of mlp 1")]:
         with pytest.raises(SystemExit) as left:

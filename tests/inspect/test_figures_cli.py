@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from PIL import Image
 
 from attnres import cli
 from attnres.figures import draw
@@ -20,7 +21,7 @@ STEPS = {"steps": [10, 20], "output_rms": [[1.0] * 6, [2.0] * 6]}
 def run(capsys, monkeypatch):
     """(exit status, stdout, stderr) of attnres figures, which here draws few figures of a model, as SVG."""
 
-    def draw_model(seen, by):
+    def draw_model(seen, by, only=()):
         drawn = Drawn()
         drawn.add("patterns", lambda: drawings.patterns(seen, by))
         drawn.add("tokens", lambda: stacked(seen, by))
@@ -71,9 +72,10 @@ def test_a_model_and_a_file_are_drawn_and_set_side_by_side(run, folder_of, saved
         "saved/patterns.svg",
         "compare-depth.svg",
     }
-    assert "**patterns. saved: what reads are made of.**" in (tmp_path / "out/saved/captions.md").read_text()
+    assert "**patterns. saved: contributions of sources.**" in (tmp_path / "out/saved/captions.md").read_text()
 
 
+@pytest.mark.long
 def test_a_run_has_its_dynamics_once(run, saved, tmp_path, monkeypatch):
     folder = tmp_path / "block-seed0"
     folder.mkdir()
@@ -120,3 +122,33 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(run, saved, folder_of, tmp
         assert (code, output) == (2, ""), arguments
         assert message in err and err.count("\n") == 1, err
     assert not out.exists()
+
+
+def test_one_figure_for_a_column_of_a_paper(saved, tmp_path, capsys):
+    """Its width is exact in every format, text is text, fonts are in the PDF; the scale's ramp may be an image."""
+    out = tmp_path / "out"
+    asked = ["--only", "patterns", "--width", "3.3in", "--font", "8", "--formats", "png", "pdf", "svg"]
+    cli.main(["figures", str(saved), str(out), *asked])
+    assert {path.name for path in out.iterdir()} == {"captions.md", "patterns.png", "patterns.pdf", "patterns.svg"}
+    with Image.open(out / "patterns.png") as image:
+        assert image.width == round(3.3 * 300)
+    pdf, svg = (out / "patterns.pdf").read_bytes(), (out / "patterns.svg").read_text()
+    assert b"/MediaBox [ 0 0 237.6 " in pdf and b"/FontFile2" in pdf and pdf.count(b"/Subtype /Image") <= 1
+    assert (
+        'width="237.6pt"' in svg and ">L1 MLP<" not in svg and ">embedding</text>" in svg and svg.count("<image") <= 1
+    )
+    capsys.readouterr()
+    mistakes = [
+        (["--only", "pattern"], ("pattern", "patterns", "token-map")),
+        (["--only", "learned"], ("learned", "gates")),
+        (["--only", "train-loss"], ("train-loss",)),
+        (["--width", "3.3 inches"], ("3.3 inches", "3.3in")),
+        (["--width", "1mm"], ("1mm",)),
+        (["--font", "80"], ("80", "24")),
+    ]
+    for arguments, words in mistakes:
+        with pytest.raises(SystemExit) as left:
+            cli.main(["figures", str(saved), str(tmp_path / "none"), *arguments])
+        output = capsys.readouterr()
+        assert left.value.code == 2 and not output.out and all(word in output.err for word in words), arguments
+    assert not (tmp_path / "none").exists()

@@ -28,6 +28,7 @@ CASES = [
     ("block", {"block_size": "1+4+1", "read_scale": "sum"}, SIZE),
     ("block", {"num_blocks": 2, "value_residual": "layer"}, SIZE),
     ("block", {"num_blocks": 3, "read_temperature": 2.0}, GPT2),
+    ("block", {"block_size": 4, "summaries": "split"}, SIZE),
     ("full", {}, GPT2),
     ("full", {"window": 2}, SIZE),
     ("cumulative", {"block_size": 2}, SIZE),

@@ -148,6 +148,39 @@ def test_every_residual_that_starts_as_the_standard_one_converts(residual):
     assert convert(llama(rms_norm_eps=1e-12), residual).conversion.relative_difference < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("residual", "settings"),
+    [
+        ("muddformer", {"layers": "-2:"}),
+        ("compose", {"rules": "block=0:2+muddformer=-2:"}),
+        ("block", {"block_size": 4, "summaries": "split"}),
+        ("block", {"block_size": 4, "count_power": 1.0, "count_prior": 1.0}),
+        ("block", {"block_size": 4, "block_scale": True, "count_prior": "learned"}),
+        ("full", {"embedding_key": "static", "layers": "1:3"}),
+    ],
+)
+def test_settings_that_start_as_the_standard_residual_convert_and_are_saved(residual, settings, tmp_path):
+    plain = llama(num_hidden_layers=4)
+    ours = convert(plain, residual, **settings)
+    assert ours.conversion.relative_difference < 1e-5
+    ours.save_pretrained(tmp_path)
+    again = load(tmp_path).eval()
+    assert {key: again.config.residual_settings[key] for key in settings} == settings
+    torch.testing.assert_close(logits(again, IDS), logits(plain, IDS), rtol=1e-4, atol=1e-5)
+    rows = [source.name for source in ours.model.residual.layout()[4].sources]
+    if settings.get("layers") == "-2:" or residual == "compose":
+        assert rows == ["entry 2"] and ours.model.residual.layout()[6].into == "query"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"block_sum": "rms"}, {"count_power": 1.0}, {"count_prior": 0.5}, {"block_scale": True, "count_power": 1.0}],
+)
+def test_settings_that_start_otherwise_are_refused(settings):
+    with pytest.raises(UserError, match="not the standard residual at the start"):
+        convert(llama(), "block", block_size=3, **settings)
+
+
 @pytest.mark.quick("postnorm", "ddl", "adaptive")
 @pytest.mark.parametrize("residual", sorted(set(RESIDUALS) - set(EXACT)))
 def test_every_other_is_refused_with_the_reason(residual):

@@ -244,6 +244,8 @@ def test_a_model_that_a_format_cannot_hold_is_refused(tmp_path):
     assert "read_scale" in attempt("fla", "block", block_size=2, read_scale="sum")
     assert "gates" in attempt("fla", "block", block_size=2, recency_bias=1.0)
     assert "block_sum" in attempt("fla", "block", block_size=2, block_sum="rms")
+    assert "summaries=split" in attempt("fla", "block", block_size=4, summaries="split", key_norm_eps=1e-5)
+    assert "count_power" in attempt("fla", "block", block_size=4, count_power=1.0, key_norm_eps=1e-5)
     assert "key_norm_eps" in attempt("fla", "block", block_size=2, key_norm_eps=1e-3)
     assert "even number" in attempt("fla", "block", block_size=3, key_norm_eps=1e-5)
     assert "did you mean 'fla'" in attempt("flaa", "full")

@@ -42,6 +42,7 @@ def test_the_trainer_decays_no_query_and_no_gain(tmp_path):
     assert kept == decayed(plain, trainer(plain, tmp_path)) and any("q_proj" in name for name in kept)
 
 
+@pytest.mark.long
 def test_what_the_trainer_saves_it_resumes(tmp_path):
     first = trainer(convert(narrow_llama(20, 0), "full"), tmp_path, save_steps=1)
     first.train()

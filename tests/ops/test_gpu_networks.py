@@ -63,6 +63,7 @@ def test_a_network_is_that_of_plain_torch(on, name, settings, recompute):
         assert (a - b).norm() <= 1e-4 * b.norm()
 
 
+@pytest.mark.quick("block-*")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wrap_triton launches in the interpreter alone")
 @pytest.mark.parametrize(("name", "settings"), [("block", {"block_size": 3}), ("full", {"group": 2})])
 def test_kernels_of_pointers_alone_are_those_of_tuples(on, name, settings, monkeypatch):
@@ -306,6 +307,7 @@ def test_gradients_under_autocast_are_as_near_fp64_as_plain_torch_s_of_the_same_
     assert (errors(residual, nullcontext) / errors(residual, plain_torch)).max() < 1.1
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are counted in the interpreter")
 def test_a_plan_is_made_once_for_inputs_alike(on, monkeypatch):
     """And anew for another shape; the results are those of plans made each time, bit for bit."""

@@ -113,6 +113,7 @@ def drawn(folder: Path) -> list[Section]:
         return sections(comparison_of(load_study(folder)))
 
 
+@pytest.mark.long
 def test_what_is_a_mean_over_seeds_says_so(inspected: Path) -> None:
     plots = {plot.name: plot for section in drawn(inspected) for plot in section.every}
     for name in ("compare-mixing", "compare-source-norms", "patterns-block", "patterns-weight-block"):
@@ -211,6 +212,7 @@ def test_a_damaged_inspection_is_told_and_its_sections_are_left_out(
     drawn(inspected)
 
 
+@pytest.mark.long
 def test_an_inspection_of_another_version_is_read_for_what_it_has(inspected: Path) -> None:
     path = inspected / "block-seed0" / "inspection.json"
     values = json.loads(path.read_text())

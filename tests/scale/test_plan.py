@@ -47,6 +47,7 @@ def test_bytes_between_stages_are_those_of_the_runtime():
     assert sum(row.layers) == 12 and row.bubble == 3 / (2 * 8 + 3)
 
 
+@pytest.mark.long
 def test_states_are_sixteen_bytes_a_parameter_in_shares():
     model = shapes()
     total = sum(parameter.numel() for parameter in model.parameters())

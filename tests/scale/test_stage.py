@@ -80,6 +80,21 @@ def test_every_mechanism_is_cut_without_a_trace(residual):
     assert not missing and error < 1e-10
 
 
+@pytest.mark.parametrize(
+    ("residual", "settings"),
+    [
+        ("compose", {"rules": "muddformer=-2:"}),
+        ("compose", {"rules": "block=0:3+muddformer=-2:"}),
+        ("block", {"block_size": 6, "summaries": "split", "count_power": 0.5, "count_prior": "learned"}),
+        ("block", {"block_size": 4, "block_scale": True}),
+        ("full", {"embedding_key": "static"}),
+    ],
+)
+def test_settings_are_cut_without_a_trace(residual, settings):
+    missing, error = cut_and_whole(residual, (1, 2, 1, 1), **settings)
+    assert not missing and error < 1e-10
+
+
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_families_are_cut_without_a_trace(family):
     missing, error = cut_and_whole("block", (1, 2, 1, 1), FAMILIES[family], block_size=3)

@@ -76,6 +76,7 @@ def test_threads_and_kernels_stay_those_that_the_run_was_begun_with(
     assert cpu.load() is not None and "ATTNRES_CPU_KERNELS" not in os.environ
 
 
+@pytest.mark.long
 def test_what_cannot_be_kept_is_named_and_allowed_if_asked_for(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

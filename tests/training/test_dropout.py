@@ -63,6 +63,7 @@ def test_a_stopped_run_draws_what_it_would_have_drawn(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.long
 def test_held_out_text_is_measured_without_dropout(dropping: Configure, tmp_path: Path) -> None:
     summary = train(dropping(), progress=False)
     run = Run(prepare_run(dropping("other")), Processes(0, 1, torch.device("cpu")), progress=False)

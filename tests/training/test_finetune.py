@@ -257,6 +257,7 @@ def test_the_tokenizer_is_the_models_unless_one_is_given(
         begun(config)
 
 
+@pytest.mark.long
 def test_a_change_of_function_is_only_made_on_demand(tune: Configure, tmp_path: Path) -> None:
     config = tune(steps=2)
     config.model.residual, config.model.num_blocks = "deepnorm", None
@@ -281,6 +282,7 @@ def test_only_the_residual_is_trained(tune: Configure, plain: Path, tmp_path: Pa
     assert json.loads((tmp_path / "run" / "start.json").read_text())["trainable"] == summary["extra_parameters"]
 
 
+@pytest.mark.long
 def test_low_rank_changes_are_merged_at_the_end(tune: Configure, plain: Path, tmp_path: Path) -> None:
     summary = train(tune(finetune={"train_only": "lora", "lora_rank": 2}), progress=False)
     run = tmp_path / "run"
@@ -559,6 +561,7 @@ def test_models_that_are_none(
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.long
 def test_settings_that_contradict_the_model(
     capsys: pytest.CaptureFixture[str], tune: Configure, plain: Path, tmp_path: Path
 ) -> None:

@@ -394,6 +394,7 @@ def test_a_penalty_is_minimised_once_and_no_part_of_the_loss(
     assert first_step(config) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
 
 
+@pytest.mark.long
 def test_reported_losses_are_without_the_penalty(configure: Configure, tmp_path: Path) -> None:
     config = configure(model=GATED, steps=4)
     summary = train(config, progress=False)
@@ -596,6 +597,7 @@ def test_two_processes_do_not_work_in_one_folder(configure: Configure, tmp_path:
     train(configure(steps=2), progress=False)
 
 
+@pytest.mark.long
 def test_other_data_than_the_run_began_with_is_refused(configure: Configure, tmp_path: Path) -> None:
     train(configure(steps=2), progress=False)
     for name in ("summary.json", "checkpoint"):

@@ -52,6 +52,7 @@ assert train(parts, progress=False)["val_loss"] == summary["val_loss"]
 """
 
 
+@pytest.mark.long
 def test_two_processes_are_one_run(configure: Callable[..., TrainConfig], tmp_path: Path) -> None:
     configs = [configure(out=out, accumulation=2, steps=6) for out in ("two", "whole", "parts")]
     for config in configs[1:]:  # of which every process draws others

@@ -140,6 +140,7 @@ def test_a_tracker_knows_a_run_again_and_takes_no_other_of_its_name_for_it(
     assert begun[0] == begun[1] == begun[3] != begun[2]
 
 
+@pytest.mark.long
 def test_a_tracker_that_does_not_start_leaves_no_run(
     configure: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,8 @@ def plain_reads(kind: Format, residual: Any) -> None:
         raise cannot(kind, f"its residual is '{residual.name}', expected 'block' or 'full'")
     special = residual.special or ("window" if residual.window else None)
     special = special or (None if residual.weighting.read_temperature == 1.0 else "read_temperature")
-    special = special or ("block_sum" if residual.name == "block" and residual.exponent != 0.0 else None)
+    if residual.name == "block":
+        special = special or residual.altered or ("summaries=split" if residual.kinds > 1 else None)
     if special is not None:
         raise cannot(kind, f"its reads are not the paper's ({special})")
     if residual.read_scale != "mean":

@@ -66,6 +66,7 @@ KERNELS = Kernels(
     traced=True,
     devices=devices,
     missing=missing,
+    visible="CUDA_VISIBLE_DEVICES",
     bf16=lambda _: torch.cuda.is_bf16_supported(including_emulation=False),
     bank=Bank,
     most_open=6,  # Inductor's kernel holds all vectors of a token in registers, of which backward of nine spills most

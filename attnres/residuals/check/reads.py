@@ -97,7 +97,7 @@ def layout(subject: Subject) -> str:
                 word = re.fullmatch("[a-z][a-z0-9_]{0,31}", source.kind)
                 expect(word is not None, f"source kind '{source.kind}' is no word of small letters")
                 span = source.span or range(0)
-                late = span.step != 1 or span.start < 0 or span.stop > written[index] + 1
+                late = span.step < 1 or span.start < 0 or span.stop > written[index] + 1
                 outputs_there = f"and only {written[index] + 1} outputs are there"
                 expect(not late, f"{at} has source '{source.name}' over {span}, {outputs_there}")
                 later = source.after is not None and not 0 <= source.after < index

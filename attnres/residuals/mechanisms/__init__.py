@@ -25,13 +25,16 @@ from attnres.residuals.mechanisms.lr_attnres import LRAttnRes
 from attnres.residuals.mechanisms.mhc import MHC, IdentityHC, MHCLite
 from attnres.residuals.mechanisms.mrla_light import MRLALight
 from attnres.residuals.mechanisms.muddformer import MuddFormer
+from attnres.residuals.mechanisms.multi_gate import MultiGate
 from attnres.residuals.mechanisms.norm_preserving import NormPreserving
 from attnres.residuals.mechanisms.parallel_lanes import ParallelLanes
 from attnres.residuals.mechanisms.peri_ln import PeriLN
 from attnres.residuals.mechanisms.postnorm import DeepNorm, PostNorm
+from attnres.residuals.mechanisms.review import Review
 from attnres.residuals.mechanisms.rezero import ReZero
 from attnres.residuals.mechanisms.siamese_norm import SiameseNorm
 from attnres.residuals.mechanisms.standard import Rescaled, Standard
+from attnres.residuals.mechanisms.xhc import XHC
 
 MECHANISMS: tuple[type[Residual], ...] = (
     # The baseline and what controls for its scale.
@@ -58,6 +61,7 @@ MECHANISMS: tuple[type[Residual], ...] = (
     LayerScale,
     NormPreserving,
     Highway,
+    Review,
     DeepDelta,
     Laurel,
     # Several streams.
@@ -66,8 +70,10 @@ MECHANISMS: tuple[type[Residual], ...] = (
     MHC,
     MHCLite,
     IdentityHC,
+    XHC,
     FracConnections,
     ParallelLanes,
+    MultiGate,
     # Rules that keep earlier outputs.
     StaticMix,
     DenseFormer,

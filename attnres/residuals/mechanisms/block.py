@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype
-from attnres.residuals.layout import About, Learned, Source, block_sources
-from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState, sizes_of_groups
+from attnres.residuals.layout import EMBEDDING, About, Learned, Source
+from attnres.residuals.mechanisms.depth_attention import NULL, DepthAttention, DepthState, sizes_of_groups
 from attnres.residuals.program import BankReads
-from attnres.residuals.settings import not_both, whole
+from attnres.residuals.settings import not_both, number, one_of, start_at, true_or_false, whole
 from attnres.residuals.state import Slot
 
 DEFAULT_BLOCKS = 8
@@ -73,12 +73,12 @@ def _exponent(block_sum: Any) -> float | None:
     raise UserError(f"block_sum is {block_sum!r}: expected sum, rms, learned, or gamma from 0 (rms) to 1 (sum)")
 
 
-def _refuse_stream(block_sum: Any, options: dict[str, Any]) -> None:
+def _refuse_stream(altered: str, options: dict[str, Any]) -> None:
     """Raise a UserError for settings that take the plain stream, which finished blocks are no longer the parts of."""
     for name, without in (("query", "static"), ("gate", "none"), ("alpha", "none")):
         if options.get(name, without) != without:
             raise UserError(
-                f"{name}={options[name]} is given with block_sum={block_sum}: it takes the running sum of all outputs, "
+                f"{name}={options[name]} is given with {altered}: it takes the running sum of all outputs, "
                 "which is in none of the sources then; give one of them"
             )
 
@@ -94,7 +94,19 @@ class Block(DepthAttention):
     is that gamma, "learned" has one for each block, from 1. The block in progress is the plain sum in each of them, and
     the embedding is as it is. But for "sum" and "learned" this does not start as the standard residual.
 
-    Source of "rms": github.com/kimmichtank/rms-block-attnres, which proposes gamma and reports no run of it.
+    `summaries` "split" has two sums in a block, of its attentions and of its MLPs, each a source from its first output
+    on: twice as many sources, and with blocks of one layer those of Full.
+
+    A source that sums c outputs (the embedding: 1, a block in progress: those so far) has
+
+        value  s S,  s = c^-alpha, alpha = `count_power`;    logit + beta log c,  beta = `count_prior`
+
+    `block_scale` makes s a learned number for each sublayer, that of the last one in the sum, which starts at c^-alpha.
+    beta may be "learned": one for each read, from alpha. With queries at 0 a read is sum_j c_j^(beta - alpha) S_j over
+    sum_j c_j^beta: the standard residual where alpha = beta, a mean of the blocks' means with 1 and 0.
+
+    Source of "rms": github.com/kimmichtank/rms-block-attnres, which proposes gamma and reports no run of it; of the
+    other settings github.com/jon123boss/LR-AttnRes, which reports none of them alone.
     """
 
     name = "block"
@@ -117,30 +129,68 @@ class Block(DepthAttention):
         read_scale="mean",
         window: int | None = None,
         block_sum: str | float = "sum",
+        summaries: Literal["whole", "split"] = "whole",
+        count_power: float = 0.0,
+        count_prior: float | Literal["learned"] = 0.0,
+        block_scale: bool = False,
         **options: Any,
     ) -> None:
-        self.exponent = _exponent(block_sum)
-        if self.exponent != 0.0:
-            _refuse_stream(block_sum, options)
+        self.exponent, self.count_power = _exponent(block_sum), number("count_power", count_power)
+        learns_prior = count_prior == "learned"
+        self.count_prior = self.count_power if learns_prior else number("count_prior", count_prior)
+        self.scales = true_or_false("block_scale", block_scale) or self.count_power != 0.0
+        self.kinds = len(self.sublayers) if one_of("summaries", summaries, ("whole", "split")) == "split" else 1
+        """How many sums a block has: output i is added to the sum of the output that many before it."""
+        scaled = f"block_scale={block_scale}" if block_scale else f"count_power={count_power}"
+        if self.exponent != 0.0 and self.scales:
+            raise UserError(f"{scaled} is given with block_sum={block_sum}: each sets the size of a block; give one")
+        self.altered = f"block_sum={block_sum}" if self.exponent != 0.0 else scaled if self.scales else None
+        """The setting that makes sources other than plain sums, in words."""
+        if self.altered is not None:
+            _refuse_stream(self.altered, options)
             self.hands_on_sum = False
-            self.traits = self.traits._replace(linear=False, starts_standard=self.exponent is None)
+            self.traits = self.traits._replace(linear=False)
+        sizes = resolve_block_sizes(num_sublayers, block_size, num_blocks)
+        alike = self.count_power == self.count_prior or max(sizes) <= self.kinds  # or every sum has one output
+        standard = self.exponent in (None, 0.0) and alike
+        self.traits = self.traits._replace(starts_standard=standard)
         super().__init__(
             num_sublayers,
             width,
-            groups=resolve_block_sizes(num_sublayers, block_size, num_blocks),
+            groups=sizes,
             key_norm_eps=key_norm_eps,
             read_scale=read_scale,
             window=window,
             **options,
         )
-        if self.exponent is None:
-            self.gamma = nn.Parameter(torch.empty(len(self.bounds) - 1))
-            nn.init.ones_(self.gamma)
+        if self.weighting.sigmoid and (self.count_prior or learns_prior):
+            raise UserError(f"count_prior={count_prior} is given with weights=sigmoid, which weighs each source alone")
+        self.gamma = nn.Parameter(torch.empty(len(self.bounds) - 1)) if self.exponent is None else None
+        self.scale = nn.Parameter(torch.empty(num_sublayers)) if block_scale else None
+        self.prior = nn.Parameter(torch.empty(num_sublayers + 1)) if learns_prior else None
+        if self.count_prior or learns_prior:
+            word = f"count_prior={count_prior}"
+            self.special = word if self.special is None else f"{self.special}, {word}"
+            self.heeds_recompute = False
+        self._init_sums()
 
     def init_parameters(self) -> None:
         super().init_parameters()
-        if "gamma" in self._parameters:
+        if hasattr(self, "prior"):  # the base's constructor comes here first
+            self._init_sums()
+
+    def _init_sums(self) -> None:
+        if self.gamma is not None:
             nn.init.ones_(self.gamma)
+        if self.scale is not None:
+            counts = torch.tensor([float(self._count(index)) for index in range(self.num_sublayers)])
+            start_at(self.scale, counts**-self.count_power)
+        if self.prior is not None:
+            nn.init.constant_(self.prior, self.count_power)
+
+    def _count(self, index: int) -> int:
+        """Return how many outputs are in the sum that sublayer `index` has added to."""
+        return (index - self.group_start(index)) // self.kinds + 1
 
     @property
     def block_sizes(self) -> list[int]:
@@ -149,57 +199,103 @@ class Block(DepthAttention):
 
     @property
     def max_open(self) -> int:
-        return 1
+        return min(self.kinds, max(self.block_sizes))
 
-    def opened(self, state: DepthState, output: Tensor) -> DepthState:
-        if self.exponent != 0.0:
-            state = state._replace(scaled=(self._scaled_sum(state, output),))
-        return state._replace(added=(output,)) if state.open else state._replace(open=(output,))
+    def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
+        begun = self._count(index) > 1
+        older, rest = state.open[:begun], state.open[begun:]  # the sum that grows has waited longest
+        if self.altered is not None:
+            y = output if self.scales else self._sized(output, self.bounds.index(self.group_start(index)))
+            total = state.scaled[0] + y if begun else y.to(self._stream_dtype(state.sealed))
+            state = state._replace(scaled=(*state.scaled[begun:], total))
+            if self.scales:
+                scale = self._count(index) ** -self.count_power if self.scale is None else self.scale[index]
+                return state._replace(open=(*rest, total * scale))
+        if begun:
+            return state._replace(open=(*rest, *older), added=(output,))
+        return state._replace(open=(*rest, output))
 
-    def _scaled_sum(self, state: DepthState, output: Tensor) -> Tensor:
-        """Return sum_i y_i r_i^(gamma - 1) over the outputs of the block in progress, `output` (..., d) the last."""
+    def _sized(self, output: Tensor, group: int) -> Tensor:
+        """Return y r^(gamma - 1) of an output y (..., d) in block number `group`."""
         y, eps = output.to(compute_dtype(output.dtype)), self.key_norm_eps
         if self.exponent == -1.0:
-            y = F.rms_norm(y, (self.width,), None, eps)
-        else:
-            block = len(state.sealed) - 1
-            exponent = self.gamma[block].to(y.dtype) - 1.0 if self.exponent is None else self.exponent
-            y = y * (y.square().mean(-1, keepdim=True) + eps) ** (exponent / 2)
-        y = y.to(output.dtype)
-        return state.scaled[0] + y if state.scaled else y.to(self._stream_dtype(state.sealed))
+            return F.rms_norm(y, (self.width,), None, eps).to(output.dtype)
+        exponent = self.gamma[group].to(y.dtype) - 1.0 if self.gamma is not None else self.exponent or 0.0
+        return (y * (y.square().mean(-1, keepdim=True) + eps) ** (exponent / 2)).to(output.dtype)
 
     def closed(self, state: DepthState, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return state.scaled or super().closed(state, dtype)
+        return state.scaled if state.scaled and not self.scales else super().closed(state, dtype)
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         state = super().write(state, index, output)
         if index + 1 < self.num_sublayers or not state.scaled:
             return state
-        return state._replace(open=state.scaled, added=(), scaled=())  # the head reads the last block as it has ended
+        ended = self.closed(state, self._stream_dtype(state.sealed))  # the head reads the last block as it has ended
+        return state._replace(open=ended, added=(), scaled=())
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        scaled = self.exponent != 0.0 and self._crossing(index)
-        return (*super().slots(index), *([Slot(f"scaled {index}", False)] if scaled else []))
+        scaled = self._crossing(index) if self.altered is not None else ()
+        return (*super().slots(index), *(Slot(f"scaled {place}.{index}", False) for place in range(len(scaled))))
 
     def pack(self, state: DepthState, index: int) -> tuple[Tensor, ...]:
         return (*super().pack(state, index), *state.scaled)
 
     def unpack(self, tensors: Sequence[Tensor], index: int) -> DepthState:
-        if self.exponent == 0.0 or not self._crossing(index):
-            return super().unpack(tensors, index)
-        return super().unpack(tensors[:-1], index)._replace(scaled=(tensors[-1],))
+        count = len(tensors) - (len(self._crossing(index)) if self.altered is not None else 0)
+        return super().unpack(tensors[:count], index)._replace(scaled=tuple(tensors[count:]))
 
     def bank_reads(self) -> BankReads | str:
-        return super().bank_reads() if self.exponent == 0.0 else "a bank keeps plain sums, and block_sum is another"
+        return super().bank_reads() if self.altered is None else f"a bank keeps plain sums, and not with {self.altered}"
+
+    def prior_logits(self, index: int) -> list[Tensor | float]:
+        beta = self.count_prior if self.prior is None else self.prior[index]
+        return [] if self.prior is None and not beta else [beta * math.log(count) for count in self._counts(index)]
+
+    def _counts(self, index: int) -> list[int]:
+        """Return how many outputs each source of read `index` but a null one sums."""
+        return [len(source.span or ()) for source in self.sources(index) if source is not NULL]
+
+    def total(self, index: int) -> float:
+        if not self.count_prior:
+            return super().total(index)
+        return sum(count**self.count_prior for count in self._counts(index)) + self.weighting.null_source
+
+    def handed_on(self, state: DepthState) -> Tensor:
+        if not self.scales:
+            return super().handed_on(state)
+        values = zip(self.sealed(self.num_sublayers), state.sealed + state.open, strict=True)
+        return sum(value * len(source.span or ()) ** self.count_power for source, value in values)
 
     def learned(self) -> dict[str, Learned]:
         tables = super().learned()
-        if self.exponent is None:
-            tables["gamma"] = Learned(self.gamma.detach().float().cpu(), ("source",), "gamma of a block's sum")
+        titles = {"gamma": "gamma of a block's sum", "scale": "factor of a sum", "prior": "beta of log c"}
+        axes = {"gamma": "source", "scale": "sublayer", "prior": "read"}
+        for name, title in titles.items():
+            parameter = getattr(self, name)
+            if parameter is not None:
+                tables[name] = Learned(parameter.detach().float().cpu(), (axes[name],), title)
         return tables
 
     def sealed(self, index: int) -> tuple[Source, ...]:
-        return tuple(source for source in block_sources(self.bounds, index) if not source.open)
+        ended = pairwise(bound for bound in self.bounds if bound <= index)
+        blocks = ((number, bounds) for number, bounds in enumerate(ended, 1))
+        return (EMBEDDING, *(source for number, bounds in blocks for source in self._sums(*bounds, number)))
 
     def opens(self, index: int) -> tuple[Source, ...]:
-        return tuple(source for source in block_sources(self.bounds, index) if source.open)
+        return self._sums(max(bound for bound in self.bounds if bound <= index), index, None)
+
+    def _sums(self, start: int, stop: int, number: int | None) -> tuple[Source, ...]:
+        """Return the sums of the outputs of sublayers `start` to `stop` - 1, that with the last output last.
+
+        Args:
+            number: that of their block, None while it is in progress.
+        """
+        sources, opens, step = [], number is None, self.kinds
+        for last in range(max(start, stop - step), stop):
+            first = last - (last - start) // step * step
+            kind = "partial" if opens else "block"
+            if step > 1:
+                word = self.sublayers[last % step]
+                kind = f"partial_{word}" if opens else f"{word}_sum"
+            sources.append(Source(kind, number, range(first + 1, last + 2, step), opens))
+        return tuple(sources)

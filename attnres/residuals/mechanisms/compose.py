@@ -275,7 +275,7 @@ class Compose(Residual):
         if span:
             summed = all(part.rule is None or part.rule.hands_on_sum for part in self.laid[:number])
             start = 0 if span.start == 0 else span.start + first
-            span = range(start, span.stop + first) if start or not first or summed else None
+            span = range(start, span.stop + first, span.step) if start or not first or summed else None
         after = None if after is None else after + self.first_row(first)
         return Source(kind, count, span, source.open, after)
 

@@ -75,7 +75,7 @@ class Cumulative(DepthAttention):
     def max_open(self) -> int:
         return 1
 
-    def opened(self, state: DepthState, output: Tensor) -> DepthState:
+    def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         return state._replace(added=(output,))
 
     def sealed(self, index: int) -> tuple[Source, ...]:

@@ -160,8 +160,8 @@ class DepthAttention(Queried):
             [embedding] * len(self.sealed(start)), reads=stop - start, opens=self.max_open, training=training
         )
 
-    def opened(self, state: DepthState, output: Tensor) -> DepthState:
-        """The state with one more output among, or to be added to, the group's open sources."""
+    def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
+        """The state with the output of sublayer `index` among, or to be added to, the group's open sources."""
         raise NotImplementedError
 
     @property
@@ -323,15 +323,19 @@ class DepthAttention(Queried):
         state = state._replace(open=self._finished(state), added=())
         every, editor, bias = state.sealed + state.open, self.editor, self.gates.bias
         sources = [every[place] for place in self._places(len(every))]
+        biases = self.prior_logits(index)
+        if bias is not None:
+            *others, last = biases or [0.0] * len(sources)
+            biases = [*others, last + bias[index]]
         mixed = self.weighting.read(
             sources,
             self.queries[index],
             self.gains[index],
             index,
-            bias=None if bias is None else bias[index],
+            biases=biases,
             stream=lambda: self._plain_stream(state),
             query_lr=self.query_lr,
-            scale=self.weighting.total(len(sources)) if self.read_scale == "sum" else 1.0,
+            scale=self.total(index) if self.read_scale == "sum" else 1.0,
             eps=self.key_norm_eps,
             edit=None if editor is None else lambda weights: editor.edit(index, weights),
             exchange=None if editor is None else lambda values: editor.exchange(index, values),
@@ -342,6 +346,14 @@ class DepthAttention(Queried):
         if self.observer is not None:
             self.observer.on_read(index, h, mixed.weights, mixed.values)
         return with_norm(h, norm), state
+
+    def prior_logits(self, index: int) -> list[Tensor | float]:
+        """Return what is added to the logit of each source of read `index` but a null one; nothing for none."""
+        return []
+
+    def total(self, index: int) -> float:
+        """Return what makes read `index` at the start, with zero queries, the sum of its sources."""
+        return self.weighting.total(len(self.sources(index)) - self.weighting.null_source)
 
     def _plain_stream(self, state: DepthState) -> Tensor:
         """Return the sum of all outputs so far in the compute dtype; `state` has nothing left to add."""
@@ -354,7 +366,7 @@ class DepthAttention(Queried):
         return total
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
-        state = self.opened(state, output)
+        state = self.opened(state, index, output)
         if index + 1 not in self.bounds[:-1]:  # nothing is sealed after the last group: the output's read is in it
             return state
         stored = state.sealed[0].dtype
@@ -396,7 +408,7 @@ class DepthAttention(Queried):
         if row is None or count == 1 or index >= len(self.query):  # a read of one source has neither scale nor gate
             return row
         if self.read_scale == "sum":
-            row = row * self.weighting.total(count - self.weighting.null_source)
+            row = row * self.total(index)
         return self.gates.held_back(row, self.spanned(range(index + 1)).to(row), index)
 
     def slots(self, index: int) -> tuple[Slot, ...]:
@@ -437,7 +449,8 @@ class DepthAttention(Queried):
         """Warn where the norm after the last read, at its start the mean of n sources, gives another vector than after
         their sum: s / sqrt(s^2 + eps) of a mean of size s, and s / sqrt(s^2 + eps / n^2)."""
         eps, total = getattr(norm, "eps", None), self.hidden_state(state)
-        own = [self.query, *self.weighting.parameters(), *self.gates.parameters()]
+        by_input = self.weighting.query_weight
+        own = [self.query, *([] if by_input is None else [by_input]), *self.gates.parameters()]
         if not eps or not self.traits.starts_standard or total.is_meta or any(bool(p.any()) for p in own):
             return
         count = len(self.sources(self.num_sublayers))

@@ -49,7 +49,7 @@ class Full(DepthAttention):
             **options,
         )
 
-    def opened(self, state: DepthState, output: Tensor) -> DepthState:
+    def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         return state._replace(open=(*state.open, output))
 
     def sealed(self, index: int) -> tuple[Source, ...]:

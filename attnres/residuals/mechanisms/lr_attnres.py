@@ -11,7 +11,8 @@ from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.arithmetic import normed_product, weighted_sum
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Traits, outputs
-from attnres.residuals.settings import mean_or_sum, positive, whole
+from attnres.residuals.mechanisms.weighting import EmbeddingKeyKind
+from attnres.residuals.settings import mean_or_sum, one_of, positive, whole
 from attnres.residuals.state import Slot, slots_of
 from attnres.residuals.watch import NormLike
 
@@ -38,6 +39,8 @@ class LRAttnRes(Residual):
     there is its output alone: this is the low-rank projection of it that the authors' code offers as well
     (`lrid_key_from_value`, one for each source). One head, no blocks.
 
+    `embedding_key` "static" has a learned k_0 (r,) for all tokens in place of N(v_0) P_0, from N(0, 0.02^2).
+
     `read_scale` "sum" is no part of it: weights then sum to the number of sources, so that the start is the standard
     residual exactly, with no change of eps.
 
@@ -63,6 +66,7 @@ class LRAttnRes(Residual):
         rank: int | None = None,
         key_norm_eps: float = 1e-6,
         read_scale: Literal["mean", "sum"] = "mean",
+        embedding_key: EmbeddingKeyKind = "own",
     ) -> None:
         super().__init__(num_sublayers, width)
         self.read_scale = mean_or_sum(read_scale)
@@ -72,18 +76,26 @@ class LRAttnRes(Residual):
             raise UserError(f"rank is {rank}: expected at most the width {width}")
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         self.query = nn.Parameter(torch.empty(num_sublayers, self.rank))
-        self.projection = nn.Parameter(torch.empty(num_sublayers + 1, width, self.rank))
+        static = one_of("embedding_key", embedding_key, ("own", "static")) == "static"
+        self.projection = nn.Parameter(torch.empty(num_sublayers + 1 - static, width, self.rank))
+        self.embedding_key = nn.Parameter(torch.empty(self.rank)) if static else None
         self.init_parameters()
 
     def init_parameters(self) -> None:
         nn.init.zeros_(self.query)
         nn.init.normal_(self.projection, std=0.02)
+        if self.embedding_key is not None:
+            nn.init.normal_(self.embedding_key, std=0.02)
 
     def _logits(self, value: Tensor, number: int) -> Tensor:
         """Return the logits (..., L) of source `number` in reads 1 to L."""
         dtype = compute_dtype(value.dtype)
         with full_precision(value):
-            key = normed_product(value.to(dtype), self.projection[number].to(dtype), self.key_norm_eps)
+            if self.embedding_key is not None and number == 0:
+                key = self.embedding_key.to(dtype).expand(*value.shape[:-1], self.rank)
+            else:
+                projection = self.projection[number - (self.embedding_key is not None)].to(dtype)
+                key = normed_product(value.to(dtype), projection, self.key_norm_eps)
             return normed_product(key, self.query.to(dtype).t() * self.rank**-0.5, self.key_norm_eps)
 
     def start(self, embedding: Tensor) -> Keyed:

@@ -20,6 +20,7 @@ from attnres.residuals.settings import number, one_of, positive, true_or_false, 
 QueryKind = Literal["static", "input"]
 WeightKind = Literal["softmax", "sigmoid"]
 ValueKind = Literal["raw", "normed"]
+EmbeddingKeyKind = Literal["own", "static"]
 
 
 class Mixed(NamedTuple):
@@ -37,12 +38,12 @@ class Mixed(NamedTuple):
 
 
 class Weighting(nn.Module):
-    """A depth read of n sources:
+    """A depth read of n sources, whose parameters `init_parameters` gives their values:
 
-        k_i = g * v_i / rms(v_i),   s_i = (w + W N(x)) . k_i / t + [i = n] b
+        k_i = g * v_i / rms(v_i),   s_i = (w + W N(x)) . k_i / t + b_i
         h = sum_i a_i v_i,   a = softmax(s_1 .. s_n (, 0)) or sigmoid(s)
 
-    N is an RMSNorm without a gain, x the plain residual stream (the sum of all outputs so far), b a bias that the read
+    N is an RMSNorm without a gain, x the plain residual stream (the sum of all outputs so far), b biases that the read
     may come with.
 
     Args:
@@ -56,11 +57,14 @@ class Weighting(nn.Module):
         values: "normed" mixes v_i / rms(v_i).
         read_temperature: t, a number or "sqrt_width" for sqrt(d).
         null_source: one more source that is zero, with logit zero: a read can then be of less than its sources.
+        embedding_key: "static" takes a learned vector t in place of v_0 in the key of the first source, one for all
+            reads, from N(0, 0.02^2).
         query_std: w is drawn from N(0, query_std^2) at the start; 0 starts at uniform weights.
 
     Source: arXiv 2603.15031, table of ablations (query, weights, key_norm, heads); arXiv 2607.27230 (heads);
     Inkling 2 and samitmohan.github.io's snippet (normed values with sqrt(d)); open-attention-residuals (null source,
-    queries drawn at 0.02); github.com/jon123boss/LR-AttnRes (sliced keys; its sweep has no factor 1/sqrt(R)).
+    queries drawn at 0.02); github.com/jon123boss/LR-AttnRes (sliced keys, whose sweep has no factor 1/sqrt(R); static
+    key of the embedding, there with projected keys alone).
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Weighting(nn.Module):
         values: ValueKind = "raw",
         read_temperature: float | Literal["sqrt_width"] = 1.0,
         null_source: bool = False,
+        embedding_key: EmbeddingKeyKind = "own",
         query_std: float = 0.0,
     ) -> None:
         super().__init__()
@@ -99,11 +104,14 @@ class Weighting(nn.Module):
         self.read_temperature = math.sqrt(width) if named else positive("read_temperature", read_temperature)
         self.query_std = number("query_std", query_std, least=0.0)
         self.query_weight = nn.Parameter(torch.empty(reads, self.rank or width, width)) if query == "input" else None
-        self.init_parameters()
+        static = one_of("embedding_key", embedding_key, ("own", "static")) == "static"
+        self.embedding_key = nn.Parameter(torch.empty(self.rank or width)) if static else None
 
     def init_parameters(self) -> None:
         if self.query_weight is not None:
             nn.init.zeros_(self.query_weight)
+        if self.embedding_key is not None:
+            nn.init.normal_(self.embedding_key, std=0.02)
 
     reset_parameters = init_parameters
 
@@ -118,6 +126,7 @@ class Weighting(nn.Module):
             f"heads={self.heads}": self.heads > 1,
             "values=normed": self.normed_values,
             "null_source=true": self.null_source,
+            "embedding_key=static": self.embedding_key is not None,
         }
         return ", ".join(name for name, value in settings.items() if value) or None
 
@@ -137,7 +146,7 @@ class Weighting(nn.Module):
         gain: Tensor,
         index: int,
         *,
-        bias: Tensor | None,
+        biases: Sequence[Tensor | float],
         stream: Callable[[], Tensor],
         query_lr: float,
         scale: float,
@@ -148,7 +157,7 @@ class Weighting(nn.Module):
         """Make read `index`.
 
         Args:
-            sources: (..., d) each. query, gain: (d,). bias: on the last source's logit.
+            sources: (..., d) each. query, gain: (d,). biases: on each source's logit, or nothing.
             stream: gives the plain residual stream (..., d), where a read needs it.
             query_lr: what `query_weight` is multiplied by.
             scale: of the read. eps: of the norms.
@@ -166,16 +175,19 @@ class Weighting(nn.Module):
                 query = query + F.linear(state, query_lr * self.query_weight[index].to(dtype))
             scaled_query = query * gain / self.read_temperature
             keys = values if self.rank is None else [v[..., -self.rank :] for v in values]
+            if self.embedding_key is not None:
+                keys = [self.embedding_key.to(dtype).expand_as(keys[0]), *keys[1:]]
             factors = [_one_over_rms(key, eps) for key in keys]
             logits = [self._logit(key, scaled_query, factor) for key, factor in zip(keys, factors, strict=True)]
-            if bias is not None:
-                logits[-1] = logits[-1] + bias.to(dtype)
+            if biases:
+                logits = [logit + bias for logit, bias in zip(logits, biases, strict=True)]
             if self.null_source:
                 logits.append(torch.zeros_like(logits[0]))
             stacked = torch.stack(logits, -1)  # (..., heads, sources)
             weights = stacked.sigmoid() if self.sigmoid else stacked.softmax(-1)
             if self.normed_values:
-                factors = factors if self.rank is None else [_one_over_rms(v, eps) for v in values]
+                if self.rank is not None or self.embedding_key is not None:
+                    factors = [_one_over_rms(v, eps) for v in values]
                 values = [v * factor for v, factor in zip(values, factors, strict=True)]
             rows = weights.mean(-2).reshape(-1, weights.shape[-1])
             if edit is not None:

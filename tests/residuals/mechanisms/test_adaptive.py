@@ -170,6 +170,7 @@ def test_a_model_evaluates_as_it_was_saved(tmp_path):
         assert half.progress.dtype is torch.float32 and half.progress.item() == loaded.residual.progress.item()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler itself
 def test_progress_compiles_nothing_anew():
     network, residual = Network(4, 8, (3,)), make_residual("adaptive", 4, 8).double()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from formula import SHAPES, check_formula
+from formula import SHAPES, Network, check_formula
 
 from attnres import UserError, make_residual
 from attnres.residuals import settings_of
@@ -162,6 +162,82 @@ def test_a_finished_block_is_the_sum_of_its_outputs_at_a_power_of_their_size(sha
     check_formula("block", formula, shape, block_size=3, block_sum=block_sum, **settings)
 
 
+def counted(sizes, split=False, power=0.0, prior=0.0, static=False):
+    """Sums with their counts, as LR-AttnRes has them: value S s with s = c^-power or learned, logit + prior log c."""
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+
+    def formula(network, p):
+        def source(sum_, count, last):
+            factor = p["scale"][last] if "scale" in p else count**-power
+            return sum_ * factor, count
+
+        finished, partial = [(network.embedding, 1)], {}
+        for index in range(network.sublayers + 1):
+            sources = finished + [source(*one) for one in partial.values()]
+            h = network.embedding
+            if index:
+                query, gain = p["query"][index], p["gain"][index]
+                keys = [rms(value) for value, _ in sources]
+                if static:
+                    keys[0] = rms(p["weighting.embedding_key"]).expand_as(keys[0])
+                beta = p["prior"][index] if "prior" in p else prior
+                logits = [
+                    (query * gain * k).sum(-1) + beta * math.log(c) for k, (_, c) in zip(keys, sources, strict=True)
+                ]
+                h = mixed([value for value, _ in sources], torch.stack(logits).softmax(0))
+            if index == network.sublayers:
+                return network.norm(index, h)
+            output, kind = network.f(index, network.norm(index, h)), index % 2 if split else 0
+            before, count, _ = partial.get(kind, (0, 0, None))
+            partial[kind] = (before + output, count + 1, index)
+            if index + 1 in ends:
+                finished, partial = finished + [source(*one) for one in partial.values()], {}
+
+    return formula
+
+
+COUNTED = [
+    ({"summaries": "split"}, {"split": True}, True),
+    ({"count_power": 1.0}, {"power": 1.0}, False),
+    ({"count_power": 0.5, "count_prior": 0.5}, {"power": 0.5, "prior": 0.5}, True),
+    ({"count_prior": 1.0}, {"prior": 1.0}, False),
+    ({"count_prior": "learned", "count_power": 1.0}, {"power": 1.0}, True),
+    ({"block_scale": True, "summaries": "split"}, {"split": True}, True),
+    ({"block_scale": True, "count_power": 0.5}, {}, False),
+    ({"embedding_key": "static"}, {"static": True}, True),
+    ({"summaries": "split", "count_power": 1.0, "count_prior": 1.0}, {"split": True, "power": 1.0, "prior": 1.0}, True),
+]
+
+
+@pytest.mark.parametrize(("settings", "how", "starts"), COUNTED, ids=[str(case[0]) for case in COUNTED])
+@pytest.mark.parametrize(("shape", "sizes"), [(SHAPES[0], [3, 3, 2]), (SHAPES[1], [5, 2]), (SHAPES[2], [3])])
+def test_sums_may_be_two_a_block_and_weigh_by_what_they_count(shape, sizes, settings, how, starts):
+    check_formula("block", counted(sizes, **how), shape, block_size=sizes, **settings)
+    assert make_residual("block", shape[0], 8, block_size=sizes, **settings).traits.starts_standard == starts
+
+
+def test_blocks_of_one_layer_with_two_sums_are_full():
+    network, full = Network(*SHAPES[1]), make_residual("full", 7, 12).double()
+    split = make_residual("block", 7, 12, block_size=2, summaries="split").double()
+    with torch.no_grad():
+        for one in (full, split):
+            one.query.copy_(torch.randn(8, 12, generator=torch.Generator().manual_seed(4)))
+    torch.testing.assert_close(network.run(split), network.run(full))
+    names = [source.name for source in make_residual("block", 8, 8, block_size=3, summaries="split").sources(5)]
+    assert names == ["embedding", "mlp_sum 1", "attention_sum 1", "partial_mlp", "partial_attention"]
+    spans = [source.span for source in make_residual("block", 8, 8, block_size=6, summaries="split").sources(5)]
+    assert [list(span) for span in spans] == [[0], [2, 4], [1, 3, 5]]
+
+
+@pytest.mark.parametrize("settings", [case[0] for case in COUNTED if case[2]], ids=str)
+@pytest.mark.parametrize("layers", [None, "1:3"])
+def test_a_summed_read_starts_as_the_standard_residual_at_any_eps(settings, layers, monkeypatch):
+    monkeypatch.setattr("formula.EPS", 0.3)
+    residual = make_residual("block", 8, 16, block_size=3, read_scale="sum", layers=layers, **settings).double()
+    network = Network(*SHAPES[0])
+    torch.testing.assert_close(network.run(residual), network.run(make_residual("standard", 8, 16)))
+
+
 def test_the_size_of_an_output_does_not_count_once_its_block_has_ended():
     residual = make_residual("block", 4, 8, block_size=2, block_sum="rms", key_norm_eps=1e-12).double()
     ones, ends = torch.randn(5, 3, 8, dtype=torch.float64), []
@@ -224,6 +300,15 @@ def test_what_starts_as_the_standard_residual_says_so(variant):
         ({"block_sum": 1.5}, "block_sum is 1.5"),
         ({"block_sum": "rms", "gate": "scalar"}, "gate=scalar is given with block_sum=rms"),
         ({"block_sum": "rms", "query": "input"}, "query=input is given with block_sum=rms"),
+        ({"block_sum": "rms", "count_power": 1.0}, "count_power=1.0 is given with block_sum=rms"),
+        ({"block_sum": 0.5, "block_scale": True}, "block_scale=True is given with block_sum=0.5"),
+        ({"count_power": 1.0, "gate": "scalar"}, "gate=scalar is given with count_power=1.0"),
+        ({"block_scale": True, "query": "input"}, "query=input is given with block_scale=True"),
+        ({"count_prior": 1.0, "weights": "sigmoid"}, "count_prior=1.0 is given with weights=sigmoid"),
+        ({"count_prior": "log"}, "count_prior is 'log': expected a number"),
+        ({"block_scale": 1}, "block_scale is 1: expected true or false"),
+        ({"summaries": "two"}, "unknown summaries 'two'"),
+        ({"embedding_key": "fixed"}, "unknown embedding_key 'fixed'"),
     ],
 )
 def test_impossible_settings_are_refused_with_a_sentence(settings, message):
@@ -252,5 +337,12 @@ def test_explain_names_the_setting_that_no_kernel_has():
     rms_block = make_residual("block", 12, 16, block_size=4, block_sum="rms")
     assert "two phases" in str(rms_block.explain(embedding, training=True))
     assert "block_sum" in str(rms_block.explain(embedding, training=False))
+    split = make_residual("block", 12, 16, block_size=4, summaries="split")
+    assert "two phases" in str(split.explain(embedding, training=True))
+    scaled = make_residual("block", 12, 16, block_size=4, count_power=1.0)
+    assert "two phases" in str(scaled.explain(embedding, training=True))
+    assert "count_power=1.0" in str(scaled.explain(embedding, training=False))
+    prior = make_residual("block", 12, 16, count_prior=1.0, embedding_key="static")
+    assert "embedding_key=static, count_prior=1.0" in str(prior.explain(embedding))
     assert "window=3" in str(make_residual("full", 12, 16, window=3).explain(embedding))
     assert "two phases" in str(make_residual("block", 12, 16, block_size=4, read_temperature=2.0).explain(embedding))
