@@ -1,6 +1,6 @@
 """What the explorer's server does for a click on a token of a deep model, now and at an earlier commit, interleaved.
 
-    python benchmarks/click.py 15d2ebc7                # the commit before numbers were drawn in the browser
+    python benchmarks/click.py 06aad10                 # of before numbers were drawn in the browser
 
 The model is a Qwen2 of 28 layers of width 128 with random weights, converted to Full: 57 reads, 1,653 edges. Both pages
 read the same text; rounds alternate, each a click on a token whose figures were not kept. Times are the processes' own,
@@ -22,10 +22,13 @@ from typing import Any
 LAYERS, WIDTH, VOCABULARY, TOKENS = 28, 128, 4096, 120
 
 
-def save_model(folder: str, id_tokenizer: Any) -> None:
+def save_model(folder: str) -> None:
     """Save the model and a tokenizer of ids written in digits; each commit writes a folder that it reads."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     import attnres
 
@@ -44,7 +47,9 @@ def save_model(folder: str, id_tokenizer: Any) -> None:
         for parameter in model.residual.parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape))
     model.save_pretrained(folder)
-    id_tokenizer(VOCABULARY).save_pretrained(folder)
+    backend = Tokenizer(WordLevel({str(number): number for number in range(VOCABULARY)}))
+    backend.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
 
 
 def serve(folder: str) -> None:
@@ -52,14 +57,14 @@ def serve(folder: str) -> None:
     import torch
 
     try:
-        from attnres.app.opened import Opened, id_tokenizer
+        from attnres.app.opened import Opened
     except ImportError:  # of an earlier commit
-        from attnres.app.explorer import Opened, id_tokenizer  # ty: ignore[import-not-found]
+        from attnres.app.explorer import Opened  # ty: ignore[import-not-found]
     from attnres.app.page import Page
     from attnres.app.state import View
 
     torch.set_num_threads(1)
-    save_model(folder, id_tokenizer)
+    save_model(folder)
     page = Page([Opened(folder)])
     text = " ".join(str((37 * i) % VOCABULARY) for i in range(TOKENS))
     page.show(View(text, token=3))
