@@ -25,9 +25,9 @@ HOMES = {
     "register": "attnres.residuals",
     "regroup": "attnres.residuals.regroup",
     "attach": "attnres.streams.attach",
-    "detach": "attnres.streams.attach",
-    "disabled": "attnres.streams.attach",
-    "load_plain": "attnres.streams.attach",
+    "detach": "attnres.streams.switches",
+    "disabled": "attnres.streams.switches",
+    "load_plain": "attnres.streams.switches",
     "build": "attnres.models",
     "convert": "attnres.models",
     "load": "attnres.models",
@@ -58,8 +58,9 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.ops import Norm, depth_read, depth_read_reference
     from attnres.residuals import RESIDUALS, Residual, compose, make_residual, register
     from attnres.residuals.regroup import regroup
-    from attnres.streams.attach import attach, detach, disabled, load_plain
+    from attnres.streams.attach import attach
     from attnres.streams.depth_reads import DepthReads
+    from attnres.streams.switches import detach, disabled, load_plain
     from attnres.training.config import TrainConfig
     from attnres.training.loop import train
 else:

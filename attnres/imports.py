@@ -14,15 +14,22 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, homes: Mapping[str, str], deprecated: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make `__getattr__` and `__dir__` for a package: names from their modules, and the package's own submodules.
 
     Args:
         package: `__name__` of the package.
         homes: name -> the module that defines it.
+        deprecated: of names in `homes` that go with the next version, what to write instead. They warn.
     """
 
     def get(name: str) -> Any:
+        if deprecated and name in deprecated:
+            message = f"{package}.{name} goes with the next version: write {deprecated[name]}"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            return getattr(importlib.import_module(homes[name]), name)
         if name in homes:
             value = getattr(importlib.import_module(homes[name]), name)
             setattr(sys.modules[package], name, value)
@@ -36,7 +43,7 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         raise AttributeError(f"module '{package}' has no attribute '{name}'")
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        return sorted({*vars(sys.modules[package]), *homes} - {*(deprecated or ())})
 
     return get, names
 

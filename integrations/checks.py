@@ -3,10 +3,12 @@
 import copy
 import importlib.util
 import io
+import json
 import re
 import subprocess
 import sys
 import types
+import urllib.request
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.nn import functional
 
 import attnres
-from attnres.inspect import Ablate, examine
+from attnres.inspect import Ablate, TextModel, examine
 from attnres.residuals.regroup import is_muon
 
 RESIDUALS: dict[str, dict[str, Any]] = {"block": {"num_blocks": 2}, "full": {}}
@@ -239,6 +241,22 @@ def tools(subject: Subject, note: Callable) -> None:
     assert distance(edited, before) > 1e-3
     assert distance(subject.run(model)[0].detach(), before) == 0
     note("record, intervene", "both")
+
+
+def explored(subject: Subject, logits: Callable[[nn.Module], Callable[[Tensor], Tensor]] | None = None) -> None:
+    """The explorer opens the model, of token ids, and shows a text that it is given.
+
+    Args:
+        logits: makes of the model the function from ids to logits; None where that is the model itself.
+    """
+    model = subject.random_queries()
+    given = model if logits is None else TextModel(model, logits(model))
+    with attnres.explore(given, text=[3, 1, 4, 1, 5]) as page:
+        body = json.dumps({"view": None, "link": ""}).encode()
+        request = urllib.request.Request(f"{page.url}/show", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            shown = json.loads(answer.read().splitlines()[-1])
+    assert shown["view"]["text"] == "3 1 4 1 5"
 
 
 def patched(page: Path, source: Path, target: Path) -> None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from attnres.inspect.circuits import Circuit, circuit
     from attnres.inspect.corpus import Search, search
     from attnres.inspect.doctor import Finding, examine
-    from attnres.inspect.edits import Ablate, KnockOut, Patch, Reweigh, Steer, intervene, source_names
+    from attnres.inspect.edits import Ablate, Patch, Reweigh, Steer, intervene, source_names
     from attnres.inspect.effects import Effect, Vectors, effect, predict, read_vectors
     from attnres.inspect.inspection import Inspection
     from attnres.inspect.inspector import from_trace, inspect_model
@@ -27,7 +27,7 @@ _HOMES = {
     "circuits": "Circuit circuit",
     "corpus": "Search search",
     "doctor": "Finding examine",
-    "edits": "Ablate KnockOut Patch Reweigh Steer intervene source_names",
+    "edits": "Ablate Patch Reweigh Steer intervene source_names",
     "effects": "Effect Vectors effect predict read_vectors",
     "inspection": "Inspection",
     "inspector": "from_trace inspect_model",
@@ -39,8 +39,20 @@ _HOMES = {
     "survey": "CorpusEffect corpus_effect",
 }
 """Names by the module that defines them. They are imported when asked for: flags need none of it."""
+_DEPRECATED = {
+    "KnockOut": "Ablate",
+    "Uniform": "Reweigh(lambda p, names: p.mean(-1, keepdim=True))",
+    "Recency": "Reweigh(lambda p, names: torch.eye(len(names))[-1])",
+    "Pin": "Reweigh(lambda p, names: weights, reads)",
+    "Swap": "Reweigh with a function that exchanges two rows of p",
+    "AddLogit": "Reweigh(lambda p, names: (p.log() + delta * mask).softmax(-1))",
+}
+"""Names that work for one more version, in `deprecated`, and what to write instead."""
 __getattr__, __dir__ = lazy_names(
-    __name__, {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names.split()}
+    __name__,
+    {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names.split()}
+    | dict.fromkeys(_DEPRECATED, f"{__name__}.deprecated"),
+    _DEPRECATED,
 )
 
 __all__ = [
@@ -52,7 +64,6 @@ __all__ = [
     "Effect",
     "Finding",
     "Inspection",
-    "KnockOut",
     "Lens",
     "Patch",
     "Patching",

@@ -33,7 +33,8 @@ class Finding:
     """One fault.
 
     Attributes:
-        name: a word for programs: frozen, no-gradient, not-optimised, decayed, muon, full-rate, tied, untied, 16-bit,
+        name: a word for programs: frozen, no-gradient, not-optimised, decayed, muon, full-rate,
+            slowed-twice, tied, untied, 16-bit,
             stream-dtype, no-recompute, reentrant, graph-break, not-compiled, plain-torch, saturated, unread.
         found: what was seen, with its numbers.
         cost: what it costs.
@@ -147,6 +148,7 @@ def _optimizers(model: nn.Module, residual: Residual, optimizers: Sequence[torch
     decayed: list[str] = []
     orthogonal: list[str] = []
     fast: list[str] = []
+    twice: list[str] = []
     # Rates of everything else: AdamW's where the model has Muon besides, whose rates mean something else.
     others = [
         group["lr"]
@@ -159,9 +161,14 @@ def _optimizers(model: nn.Module, residual: Residual, optimizers: Sequence[torch
             orthogonal += [names[id(parameter)] for parameter in ours]
             continue
         decayed += [names[id(parameter)] for parameter in ours if group.get("weight_decay")]
-        rate = float(group["lr"]) * float(getattr(residual, "query_lr", 1.0))
-        if others and rate >= FULL_RATE * float(max(others)) > 0 and getattr(model, "conversion", None) is None:
-            fast += [names[id(parameter)] for parameter in ours if id(parameter) in slow]
+        if not others or not float(max(others)):
+            continue
+        queries = [names[id(parameter)] for parameter in ours if id(parameter) in slow]
+        relative, carried = float(group["lr"]) / float(max(others)), float(getattr(residual, "query_lr", 1.0))
+        if relative * carried >= FULL_RATE and getattr(model, "conversion", None) is None:
+            fast += queries
+        if relative < FULL_RATE and carried < FULL_RATE:
+            twice += queries
     if decayed:
         yield Finding(
             "decayed", f"weight decay pulls at {listed(decayed)}", "queries return to the plain mean", regroup
@@ -179,6 +186,13 @@ def _optimizers(model: nn.Module, residual: Residual, optimizers: Sequence[torch
             f"{listed(fast)} train at the model's full learning rate",
             "the gain is lost within some million tokens (docs/results/index.md)",
             f"{regroup}, which gives them a tenth",
+        )
+    if twice:
+        yield Finding(
+            "slowed-twice",
+            f"{listed(twice)} have a group with a lower rate, and the setting query_lr slows them too",
+            "queries hardly move",
+            f"{regroup}, which leaves one of the two",
         )
 
 

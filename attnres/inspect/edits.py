@@ -210,10 +210,6 @@ class Ablate(Edit):
         return torch.where(rest > 0, kept / rest.clamp_min(torch.finfo(rest.dtype).tiny), 0.0)
 
 
-KnockOut = Ablate
-"""The earlier name of `Ablate`, for one more version."""
-
-
 @dataclass(frozen=True, eq=False)
 class Reweigh(Edit):
     """Replace the weights of reads: p' = function(p, names), used as they are.

@@ -26,7 +26,7 @@ from attnres.models.families import FAMILIES, Family, layer_count, refuse_own_re
 from attnres.models.foreign import formats_of
 from attnres.models.open import DTYPES, Checkpoint, open_checkpoint
 from attnres.models.probe import probe
-from attnres.residuals import Residual, check_settings, make_residual, residual_class, settings_of
+from attnres.residuals import Residual, check_settings, make_residual, residual_class, settings_of, switched_settings
 from attnres.text import first_of, memory, settings_text, with_settings
 
 
@@ -158,7 +158,8 @@ def convert(
         raise unknown("dtype", str(dtype), DTYPES)
     residual = residual_class(residual).name
     exact = {"read_scale": "sum"} if "read_scale" in settings_of(residual) else {}
-    make_settings = {**exact, **{name: value for name, value in settings.items() if value is not None}}
+    given = {name: value for name, value in settings.items() if value is not None}
+    make_settings = {**exact, **switched_settings(residual, given)}
     check_settings(residual, make_settings)
     if out is not None:
         out = refuse_other(out)

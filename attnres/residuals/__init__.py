@@ -26,6 +26,7 @@ from attnres.residuals.registry import (
     settings_of,
     source_file,
     source_sha256,
+    switched_settings,
     traits_of,
 )
 from attnres.residuals.state import Slot, Ways
@@ -60,6 +61,7 @@ __all__ = [
     "source_file",
     "source_sha256",
     "sublayer_name",
+    "switched_settings",
     "traits_of",
     "watched_by",
 ]

@@ -191,6 +191,13 @@ def changed_settings(name: str, settings: Mapping[str, Any] | None) -> dict[str,
     return {key: value for key, value in (settings or {}).items() if key not in defaults or value != defaults[key]}
 
 
+def switched_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings without those that "standard" ignores, which are those of "block": one word of a config
+    switches depth reads off."""
+    ignored = set(settings_of("block")) - set(settings_of("standard")) if name == "standard" else set()
+    return {key: value for key, value in settings.items() if key not in ignored}
+
+
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     """Raise a UserError for a setting that residual `name` does not take, with the nearest that it does."""
     valid = settings_of(name)
@@ -231,7 +238,7 @@ def make_residual(
         UserError: an unknown name or setting (with the nearest valid one), or settings that are impossible.
     """
     if name == "standard":
-        settings = {key: value for key, value in settings.items() if key not in settings_of("block")}
+        settings = switched_settings(name, settings)
         query_lr, layers = None, None
     takes_rate = "query_lr" in settings_of(name)
     check_settings(name, settings if takes_rate or query_lr in (None, 1.0) else {**settings, "query_lr": query_lr})

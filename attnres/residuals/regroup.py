@@ -1,6 +1,6 @@
 """Groups for the parameters of depth reads in an optimizer that somebody else made."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ def regroup(
 
     Rules by the number of dimensions take queries and gains, (reads, d), for matrices. A new group has the settings of
     the one that its parameters were in. Queries and gains get `rate` times that group's rate, unless the setting
-    `query_lr` carries the rate already: exactly one of the two applies.
+    `query_lr` carries the rate already: exactly one of the two applies. Where a group of reads alone has a lower rate
+    than the rest, somebody slowed them: it keeps that rate or, where `query_lr` carries one, gets the rest's.
 
         optimizer = model.configure_optimizers(...)     # somebody else's
         attnres.regroup(optimizer, model)               # again after a checkpoint is loaded: it changes nothing
@@ -49,6 +50,7 @@ def regroup(
             f"the optimizer does not have '{missing[0]}', which would never train: make it of all parameters of the "
             "model, after it has depth reads"
         )
+    rest = _fastest(optimizers, kinds)
     for one in optimizers:
         for group in list(one.param_groups):
             moved = [p for p in group["params"] if id(p) in kinds]
@@ -57,14 +59,17 @@ def regroup(
             if hasattr(one.step, "_wrapped_by_lr_sched"):
                 raise UserError("the optimizer has a scheduler, which knows no new groups: make it after regroup")
             home, fields = _home(optimizers, one, group)
+            slowed = len(moved) == len(group["params"]) and not is_muon(one, group) and 0 < float(group["lr"]) < rest
+            factors = {"slow": rate, "read": 1.0, "residual": 1.0}
+            if slowed:
+                factors = {"slow": 1.0, "read": rest / float(group["lr"]), "residual": 1.0}
             group["params"] = [p for p in group["params"] if id(p) not in kinds]
             if home is not one or fields.get("use_muon") != group.get("use_muon"):
                 for parameter in moved:  # a momentum that was made orthogonal is nothing that Adam goes on from
                     one.state.pop(parameter, None)
             for kind, mesh in dict.fromkeys((kinds[id(p)], _mesh(p)) for p in moved):
                 part = [p for p in moved if (kinds[id(p)], _mesh(p)) == (kind, mesh)]
-                scale = rate if kind == "slow" else 1.0
-                lr = {key: fields[key] * scale for key in ("lr", "initial_lr") if key in fields}
+                lr = {key: fields[key] * factors[kind] for key in ("lr", "initial_lr") if key in fields}
                 name = "residual" if kind == "residual" else "read"
                 home.add_param_group({**fields, **lr, "params": part, "weight_decay": 0.0, MARK: name})
 
@@ -76,6 +81,12 @@ def _kinds(model: nn.Module) -> dict[int, str]:
         kind = "read" if isinstance(module, Queried) and module.query_lr != 1.0 else "slow"
         kinds |= {id(p): kind if name in module.slow else "residual" for name, p in module.named_parameters()}
     return kinds
+
+
+def _fastest(optimizers: Iterable[torch.optim.Optimizer], kinds: Mapping[int, str]) -> float:
+    """Return the highest rate that Muon does not use and other parameters than the residuals' have; 0 without any."""
+    groups = [group for one in optimizers for group in one.param_groups if not is_muon(one, group)]
+    return max((float(g["lr"]) for g in groups if any(id(p) not in kinds for p in g["params"])), default=0.0)
 
 
 def _home(

@@ -1,7 +1,7 @@
-"""Gives the layers of any Transformer in PyTorch depth reads, in place, and takes them away again."""
+"""Gives the layers of any Transformer in PyTorch depth reads, in place."""
 
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -12,9 +12,9 @@ from attnres.errors import UserError, first_line
 from attnres.head import evaluating
 from attnres.residuals import Residual, make_residual, residual_class, settings_of
 from attnres.streams.find import Found, NoFitError, find_layers, find_reads
-from attnres.streams.known_norms import Exchanged, exchange, own_class
 from attnres.streams.layers import attach_stream, kinds_of
-from attnres.streams.readers import make_plain, parts_in
+from attnres.streams.meta import wait_for_values
+from attnres.streams.switches import detach
 
 _BOUND, _BOUND_16 = 1e-4, 0.1
 """How far outputs may be from those before, as a part of the largest: rounding in fp32, and in 16 bits."""
@@ -118,12 +118,10 @@ def attach(
             "known here: choose another residual"
         )
     connection.train(module.training)
-    if any(one.is_meta for one in connection.parameters()):
-        exchange(connection, _Uninitialised)
-        connection.register_load_state_dict_post_hook(_note_loaded)
+    wait_for_values(connection)
     parts = attach_stream(module, connection, stack, found.reads, found.final_norm, normed=found.normed)
     parts.attached, parts.tuples = True, tuples
-    if run is not None and not isinstance(connection, _Uninitialised):
+    if run is not None:
         exact = settings.get("read_scale") != "mean" or not (found.normed and found.reads)  # of norms but for their eps
         same = connection.traits.starts_standard and exact
         try:
@@ -132,105 +130,6 @@ def attach(
             detach(module)
             raise
     return connection
-
-
-def detach(module: nn.Module) -> Residual:
-    """Undo `attach`: the module is again what it was, with the weights that it has now.
-
-    Returns:
-        The residual, which is no part of the module any more.
-
-    Raises:
-        UserError: nothing is attached to it, or it was made by `attnres.convert` or `build`.
-    """
-    parts = [one for one in parts_in(module) if one.attached]
-    if not parts:
-        raise UserError(
-            f"nothing is attached to this {type(module).__name__}: expected a module that attnres.attach was given"
-        )
-    for part in module.modules():
-        make_plain(part)
-    residual: Any = parts[0].base.residual
-    for one in parts:
-        del one.base.residual
-    return residual
-
-
-@contextmanager
-def disabled(module: nn.Module) -> Generator[None]:
-    """Let a module with depth reads, attached or converted, compute what it computes without them for a while.
-
-    Raises:
-        UserError: it has none.
-    """
-    parts = parts_in(module)
-    if not parts:
-        raise UserError(f"this {type(module).__name__} has no depth reads: attnres.attach gives it some")
-    before = [one.enabled for one in parts]
-    try:
-        for one in parts:
-            one.enabled = False
-        yield
-    finally:
-        for one, enabled in zip(parts, before, strict=True):
-            one.enabled = enabled
-
-
-def load_plain(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a checkpoint that was trained without depth reads into a module with them, whose reads stay as they are.
-
-    Args:
-        state: as for `load_state_dict`.
-
-    Raises:
-        UserError: anything but parameters of the residual is missing, or something is left over. Nothing is loaded.
-    """
-    inside = {path: one for path, one in module.named_modules() if isinstance(one, Residual)}
-    reads = {f"{path}.{key}" if path else key for path, one in inside.items() for key in one.state_dict()}
-    expected = set(module.state_dict())
-    missing, extra = sorted(expected - reads - set(state)), sorted(set(state) - expected)
-    if missing or extra:
-        raise UserError(
-            f"the checkpoint is not one of {type(module).__name__} without depth reads: it lacks {_some(missing)} and "
-            f"has {_some(extra)} besides"
-        )
-    for one in inside.values():
-        if isinstance(one, _Uninitialised):
-            one.init_parameters()
-    module.load_state_dict(state, strict=False)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "nothing"
-
-
-class _Uninitialised(Exchanged):
-    """Mixed into the class of a residual that was made on the meta device: it reads nothing until it has values."""
-
-    def init_parameters(self) -> None:
-        own: Any = own_class(self)
-        own.init_parameters(self)
-        _note_values(self)
-
-    def forward(self, verb: str, *args: Any) -> Any:
-        if verb == "itself":
-            return self
-        raise UserError(
-            "the queries of the depth reads were made on the meta device and never given values: call "
-            "module.residual.reset_parameters() after to_empty, or load a state dict that has them"
-        )
-
-
-def _note_values(residual: nn.Module) -> None:
-    if isinstance(residual, _Uninitialised) and not any(one.is_meta for one in residual.parameters()):
-        residual.__class__ = own_class(residual)
-
-
-def _note_loaded(residual: nn.Module, keys: Any) -> None:
-    """Take note that a state dict was loaded which has the residual's parameters."""
-    missing = {key.rpartition(".")[2] for key in keys.missing_keys if ".residual." in f".{key}"}
-    if not missing & {name.rpartition(".")[2] for name, _ in residual.named_parameters()}:
-        _note_values(residual)
 
 
 # ---------------------------------------------------------------------------------------------- what is found by a pass

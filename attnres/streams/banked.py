@@ -86,7 +86,7 @@ class BankStream(Stream):
         if bank.index != index or bank.number != self.number:
             raise self._refusal()
         if not bank.was_read:
-            raise TypeError(UNREAD.format(index))
+            raise UserError(UNREAD.format(index))
         if type(output) is not Tensor:
             output = settled(output)
         like = self.like

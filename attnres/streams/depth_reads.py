@@ -14,6 +14,7 @@ from attnres.residuals.program import has_hooks
 from attnres.residuals.state import as_it_is
 from attnres.streams.inputs import Inputs
 from attnres.streams.known_norms import describe_norm
+from attnres.streams.meta import wait_for_values
 from attnres.streams.stream import Stream
 
 FUSED_NORMS = (nn.RMSNorm, nn.LayerNorm)
@@ -137,6 +138,7 @@ class DepthReads(nn.Module):
         self.residual = make_residual(
             residual or "standard", num_sublayers, width, sublayers=sublayers, query_lr=query_lr, **settings
         )
+        wait_for_values(self.residual)
 
     def start(self, embedding: Tensor) -> HiddenState:
         """Return the hidden state before the first sublayer, from the token embedding (..., d)."""

@@ -24,7 +24,7 @@ from attnres.streams.readers import (
     replaced,
     with_first,
 )
-from attnres.streams.stream import Stream
+from attnres.streams.stream import OTHER_LAYERS, Stream
 
 _CAPTURES = "transformers.utils.output_capturing"
 """Where Transformers' hooks are from that collect hidden states."""
@@ -183,9 +183,9 @@ def _leave(parts: Parts, number: int, layer: nn.Module, args: tuple[Any, ...], o
     if not isinstance(stream, Stream | Handed):
         raise _lost_stream(layer)
     if stream.index != count:
-        raise TypeError(
+        raise UserError(
             f"{stream.index} sublayers and not {count} have read the stream when {type(layer).__name__} is done: is "
-            "each of its pre-norms named, and given the stream itself?"
+            f"each of its pre-norms named, and given the stream itself? {OTHER_LAYERS}"
         )
     if isinstance(stream, Handed):
         return None
@@ -203,9 +203,9 @@ def _reopen(parts: Parts, norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 
 def _lost_stream(layer: nn.Module) -> UserError:
     return UserError(
-        f"a tensor came to or from {type(layer).__name__} where the depth stream goes on: a hook that changes what a "
-        "layer puts out adds to it (`return output + change`), since a stream is more than one vector, and "
-        "attnres.inspect.intervene edits reads; a layer has to be pre-norm, x + f(norm(x))"
+        f"a tensor came to or from {type(layer).__name__} where the depth stream goes on: a layer has to be pre-norm, "
+        f"x + f(norm(x)) ({OTHER_LAYERS}), and a hook that changes what a layer puts out adds to it "
+        "(`return output + change`), since a stream is more than one vector; attnres.inspect.intervene edits reads"
     )
 
 

@@ -28,10 +28,13 @@ _ADDITIONS = {operator.add, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd
 """What torch, or Dynamo when it exports, calls an addition."""
 
 
+OTHER_LAYERS = (
+    "attach finds norms by example=(arguments of a pass), and with norms=None gives other layers one read each"
+)
 UNREAD = (
-    "sublayer {} wrote before it read: one of its pre-norms is not named, or attention and MLP read side by side "
-    "(attnres.attach takes such layers with norms=None). A tool that changes a layer's output before its "
-    "hooks run (nnsight) adds to the MLP's output instead"
+    "sublayer {} wrote before it read: one of its pre-norms is not named, or attention and MLP read side by side; "
+    f"{OTHER_LAYERS}. A tool that changes a layer's output before its hooks run (nnsight) adds to the MLP's output "
+    "instead"
 )
 
 
@@ -155,7 +158,7 @@ class Stream:
             return self.hidden_state() + output.hidden_state()
         state, self._after_read = self._after_read, None
         if state is None and (self.inside or self.output is None):
-            raise TypeError(UNREAD.format(self.index))
+            raise UserError(UNREAD.format(self.index))
         if state is None:  # no sublayer: what was put out last is changed
             return dataclasses.replace(self, output=(cast(Tensor, self.output) + output).to(self.dtype))
         inputs, self._inputs = self._inputs, None

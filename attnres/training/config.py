@@ -220,7 +220,10 @@ class TrainConfig:
 
 
 def merged_settings(model: ModelConfig) -> dict[str, Setting]:
-    """Return the residual's settings with the plain `block_size` and `num_blocks` merged in, once each or UserError."""
+    """Return the residual's settings with the plain `block_size` and `num_blocks` merged in, once each or UserError;
+    "standard" ignores those of "block"."""
+    from attnres.residuals.registry import switched_settings
+
     settings = dict(model.settings)
     for name in ("block_size", "num_blocks"):
         value = getattr(model, name)
@@ -231,7 +234,7 @@ def merged_settings(model: ModelConfig) -> dict[str, Setting]:
                 f"model.{name} is {value} but model.settings gives {name} = {settings[name]}: give one of the two"
             )
         settings[name] = value
-    return settings
+    return switched_settings(model.residual, settings)
 
 
 def size_or_default(model: ModelConfig) -> str | dict[str, Any]:

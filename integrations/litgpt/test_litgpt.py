@@ -155,5 +155,6 @@ def test_its_optimizer(note):
     checks.resumes(LLAMA, make)
 
 
-def test_record_and_intervene(note):
+def test_record_intervene_and_explore(note):
     checks.tools(LLAMA, note)
+    checks.explored(LLAMA)

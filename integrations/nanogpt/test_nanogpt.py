@@ -59,6 +59,8 @@ def test_the_model(subject, note):
     model = subject.random_queries().eval()
     assert model.generate(IDS[:, :3], 4, top_k=1).shape == (2, 7)
     checks.tools(subject, note)
+    # without targets it gives the last token's logits alone
+    checks.explored(subject, lambda model: lambda ids: model(ids, ids)[0])
 
 
 @pytest.fixture

@@ -102,5 +102,6 @@ def test_cache(note):
     note("cache", "same tokens")
 
 
-def test_record_and_intervene(note):
+def test_record_intervene_and_explore(note):
     checks.tools(QWEN, note)
+    checks.explored(QWEN)

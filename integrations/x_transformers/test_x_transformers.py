@@ -81,5 +81,6 @@ def test_compile_and_copies(note):
     checks.deep_copied(DECODER)
 
 
-def test_record_and_intervene(note):
+def test_record_intervene_and_explore(note):
     checks.tools(DECODER, note)
+    checks.explored(DECODER)

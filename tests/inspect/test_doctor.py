@@ -227,6 +227,19 @@ def test_checkpointing_that_recomputes_nothing_or_is_reentrant(
     assert "reentrant" in names(model, None, asked)
 
 
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler itself
+def test_a_break_of_the_graph_and_what_is_not_compiled_for_it() -> None:
+    def found(model: nn.Module, example: torch.Tensor) -> set[str]:
+        torch._dynamo.reset()
+        return names(torch.compile(model, backend="eager"), None, example) & {"graph-break", "not-compiled"}
+
+    model, example = plain()
+    assert not found(model, example)
+    model.get_submodule("mlps.1").register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    assert found(model, example) == {"graph-break", "not-compiled"}
+
+
 @pytest.mark.parametrize("make", [plain, attached])
 def test_a_flag_or_wrapper_of_checkpointing_that_nothing_follows(
     make: Callable[[], tuple[nn.Module, torch.Tensor]],

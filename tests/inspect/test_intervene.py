@@ -1,6 +1,7 @@
 """Edits change the weights that were named, by their formulas, and nothing else."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from sample_mechanisms import WEIGHED, crossed
 from tiny import SIZE
 from torch.utils._pytree import tree_leaves
 
+import attnres.inspect
 from attnres import UserError
-from attnres.inspect import KnockOut
+from attnres.inspect import deprecated
 from attnres.inspect.edits import Ablate, Reweigh, intervene, source_names
 from attnres.inspect.recording import record
 from attnres.models import build
@@ -176,8 +178,32 @@ def test_new_weights_of_one_read_and_of_some_tokens():
     torch.testing.assert_close(weights[3][:, 3:8], own[3][:, 3:8])
 
 
-def test_a_knock_out_is_an_ablation():
-    assert KnockOut is Ablate
+EARLIER = {
+    "KnockOut": (("embedding",), Ablate("embedding")),
+    "Uniform": ((), Reweigh(lambda p, names: torch.full((len(names),), 1 / len(names)))),
+    "Recency": ((), Reweigh(lambda p, names: torch.eye(len(names))[-1])),
+    "Pin": (([0.25, 0.75], "mlp 0"), Reweigh(lambda p, names: [0.25, 0.75], "mlp 0")),
+    "Swap": ((1, -1), Reweigh(lambda p, names: p[:, [0, 8, *range(2, 8), 1]])),
+    "AddLogit": (
+        ("mlp 0", 2.0),
+        Reweigh(lambda p, names: (p.log() + 2.0 * torch.tensor([name == "mlp 0" for name in names])).softmax(-1)),
+    ),
+}
+
+
+def test_every_earlier_name_works_and_warns_what_to_write():
+    model = make("full")
+    assert set(EARLIER) == set(attnres.inspect._DEPRECATED)
+    for name, (arguments, now) in EARLIER.items():
+        with pytest.warns(DeprecationWarning, match=f"{name} goes with the next version: write (Ablate|Reweigh)"):
+            edit = getattr(attnres.inspect, name)(*arguments)
+        expected = token_weights(model, now).token_weights
+        torch.testing.assert_close(token_weights(model, edit).token_weights, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="one Reweigh for each"):
+        deprecated.Pin([[1.0], [0.5, 0.5]], [0, 1])
+    standard = make("standard")
+    raised = token_weights(standard, deprecated.AddLogit("mlp 0", 1.0)).token_weights[-1]
+    assert sorted(raised.unique().tolist()) == pytest.approx([1.0, math.e], abs=1e-4)
 
 
 @pytest.mark.parametrize("residual", ["full", "standard"])

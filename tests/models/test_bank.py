@@ -10,6 +10,7 @@ import torch
 from sample_mechanisms import crossed
 from tiny import SIZE, stir
 
+from attnres import UserError
 from attnres.models import build
 from attnres.ops import backend, cpu, dispatch, eager
 from attnres.ops.bank import KEPT, Bank, Banks, Program
@@ -286,7 +287,7 @@ def test_only_the_latest_stream_of_a_pass_can_be_asked():
     with torch.no_grad():
         stream = start_stream(model.residual, embedding)
         assert isinstance(stream, BankStream) and stream.shape == embedding.shape
-        with pytest.raises(TypeError, match="wrote before it read"):
+        with pytest.raises(UserError, match="wrote before it read"):
             stream + embedding
         assert torch.equal(norm(stream), norm(stream))
         later = embedding + stream

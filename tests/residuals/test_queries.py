@@ -8,6 +8,7 @@ from torch import nn
 
 import attnres
 from attnres import DepthReads, Norm, UserError, make_residual
+from attnres.inspect import examine
 from attnres.residuals import settings_of
 from attnres.residuals.check.subject import stir
 from attnres.training.config import OptimConfig
@@ -190,6 +191,25 @@ def test_regroup_slows_queries_once_and_decays_nothing(query_lr, options):
     late.load_state_dict(old.state_dict())
     attnres.regroup(late, model)
     assert rates(late, model) == expected and late.state[model.residual.query]["step"] == 1
+
+
+@pytest.mark.parametrize("query_lr", [1.0, 0.1])
+@pytest.mark.parametrize("whose", ["our loop", "somebody"])
+def test_a_tenth_that_somebody_gave_is_no_hundredth(query_lr, whose):
+    model = Model(query_lr, gate="scalar")
+    reads = [p for p in model.residual.parameters() if p.dim() == 2]
+    if whose == "our loop":
+        (optimizer,) = build_optimizers(model, OptimConfig(lr=0.5))
+    else:
+        ids = {id(p) for p in reads}
+        rest = [p for p in model.parameters() if id(p) not in ids]
+        optimizer = torch.optim.AdamW([{"params": rest}, {"params": reads, "lr": 0.05}], lr=0.5, weight_decay=0.1)
+        assert ("slowed-twice" in {one.name for one in examine(model, optimizer)}) == (query_lr == 0.1)
+    attnres.regroup(optimizer, model)
+    moved = rates(optimizer, model)
+    assert moved["residual.query"] == moved["residual.gain"] == (0.05, 0.0)
+    assert moved["residual.gates.gate"] == (0.5, 0.0) and moved["matrix"][0] == 0.5
+    assert not {one.name for one in examine(model, optimizer)}
 
 
 @pytest.mark.parametrize("fields", [{"kind": "adamw"}, {"use_muon": False}, {"fallback_lr_scale": 1.0}], ids=str)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attnres import UserError, attach, record
+from attnres import Norm, UserError, attach, record
 
 WIDTH = 16
 
@@ -110,6 +110,18 @@ def test_a_norm_is_what_it_computes_not_what_its_attributes_are_called(norm):
     expected = module(x)
     attach(module, "full")
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm, LlamaRMSNorm, OffsetNorm])
+def test_a_read_computes_a_known_norm_itself(norm, monkeypatch):
+    torch.manual_seed(0)
+    module = encoder()
+    for layer in module.layers:
+        layer.norm1, layer.norm2 = (OffsetNorm(), OffsetNorm()) if norm is OffsetNorm else (norm(WIDTH), norm(WIDTH))
+    residual, given = attach(module, "full"), []
+    monkeypatch.setattr(residual, "read", lambda *args: given.append(args[2]) or type(residual).read(residual, *args))
+    module(torch.randn(2, 5, WIDTH))
+    assert [type(one) is Norm for one in given[:6]] == [norm is not OffsetNorm] * 6
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm, CohereLayerNorm, LlamaRMSNorm])

@@ -7,7 +7,10 @@ import torch
 import transformers
 from torch import nn
 
-from attnres import UserError, attach, detach, disabled, load_plain, record
+from attnres import UserError, attach, convert, detach, disabled, record
+from attnres.residuals import settings_of
+from attnres.training.config import from_dict
+from attnres.training.prepare import prepare_run
 
 IDS = torch.randint(50, (2, 7), generator=torch.Generator().manual_seed(0))
 SIZES = {
@@ -104,6 +107,23 @@ def encoder():
     return torch_layers("Encoder", norm_first=True, norm=nn.LayerNorm(32))()
 
 
+UNNAMED = {
+    "neox": ("GPTNeoX", ("input_layernorm", "post_attention_layernorm"), "final_layer_norm"),
+    "olmo2": ("Olmo2", ("post_attention_layernorm", "post_feedforward_layernorm"), "norm"),
+    "bert": ("Bert", ("attention.output.LayerNorm", "output.LayerNorm"), None),
+}
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_layers_of_another_kind_without_an_example_are_told_of_both_ways_out(name):
+    kind, norms, final = UNNAMED[name]
+    model = hugging_face(kind, "Model")()
+    layers = "encoder.layer" if name == "bert" else "layers"
+    attach(model, "block", layers=layers, norms=norms, final_norm=final, num_blocks=3)
+    with pytest.raises(UserError, match=r"example=.*norms=None"):
+        model(IDS)
+
+
 def test_standard_takes_the_settings_of_others_and_nobody_elses():
     module = encoder()
     expected = module(X)
@@ -113,48 +133,15 @@ def test_standard_takes_the_settings_of_others_and_nobody_elses():
         attach(encoder(), "standard", num_blokcs=3)
     with pytest.raises(UserError, match="num_blocks"):
         attach(encoder(), "full", num_blocks=3)
-
-
-def test_plain_checkpoints_load_and_others_do_not():
-    plain, module = encoder(), encoder()
-    residual = attach(module, "block", example=X, num_blocks=3)
-    with torch.no_grad():
-        residual.query.fill_(0.5)
-    load_plain(module, plain.state_dict())
-    assert (residual.query == 0.5).all()
-    torch.testing.assert_close(module.layers[2].linear1.weight, plain.layers[2].linear1.weight)
-    state = plain.state_dict()
-    state["lin3.weight"] = state.pop("norm.weight")
-    before = copy.deepcopy(module.state_dict())
-    with pytest.raises(UserError, match=r"lacks norm\.weight and has lin3\.weight besides"):
-        load_plain(module, state)
-    torch.testing.assert_close(module.state_dict(), before)
-
-
-@pytest.mark.parametrize("how", ["reset_parameters", "load_state_dict", "load_plain"])
-def test_queries_that_were_made_on_meta_are_given_values_or_refused(how):
-    with torch.device("meta"):
-        module = encoder()
-        attach(module, "block", example=X.to("meta"), num_blocks=3)
-    module, plain = module.to_empty(device="cpu"), encoder()
-    for parameter in module.parameters():
-        nn.init.constant_(parameter, torch.nan)
-    with pytest.raises(UserError, match="reset_parameters"):
-        module(X)
-    attached = encoder()
-    attach(attached, "block", num_blocks=3)
-    attached.load_state_dict(plain.state_dict(), strict=False)
-    if how == "reset_parameters":
-        module.load_state_dict(plain.state_dict(), strict=False)
-        with pytest.raises(UserError, match="reset_parameters"):
-            module(X)
-        module.residual.reset_parameters()
-    elif how == "load_plain":
-        load_plain(module, plain.state_dict())
-    else:
-        module.load_state_dict(attached.state_dict())
-    torch.testing.assert_close(module(X), plain(X), rtol=1e-5, atol=1e-5)
-    assert type(module.residual) is type(attached.residual)
+    plain = MODELS["llama"][0]().eval()
+    model = convert(plain, "standard", num_blocks=3, query_lr=0.1)
+    torch.testing.assert_close(model(IDS).logits, plain(IDS).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UserError, match="num_blokcs"):
+        convert(plain, "standard", num_blokcs=3)
+    config = prepare_run(
+        from_dict({"model": {"residual": "standard", "num_blocks": 3, "settings": {"gate": "scalar"}}})
+    )
+    assert not set(config.config.model.settings) - set(settings_of("standard"))
 
 
 class InPlace(nn.Module):
@@ -215,23 +202,3 @@ def test_what_has_no_place_for_reads_is_refused_at_once_and_left_as_it_was(make,
         attach(module, "block", **{"example": (X,), **options})
     assert torch.equal(module(X.clone()), expected)
     assert {path: type(one) for path, one in module.named_modules()} == before
-
-
-def test_what_is_not_attached_cannot_be_detached_or_disabled():
-    for undo in (detach, lambda module: disabled(module).__enter__()):
-        with pytest.raises(UserError, match="TransformerEncoder"):
-            undo(encoder())
-
-
-def test_converted_models_are_disabled_too_and_not_detached():
-    from attnres import convert
-
-    plain = MODELS["llama"][0]().eval()
-    model = convert(plain, "full")
-    with torch.no_grad():
-        model.residual.query.normal_(0, 0.5)
-    with disabled(model):
-        assert torch.equal(model(IDS).logits, plain(IDS).logits)
-    assert not torch.allclose(model(IDS).logits, plain(IDS).logits, atol=1e-4)
-    with pytest.raises(UserError, match="nothing is attached"):
-        detach(model)

@@ -22,8 +22,8 @@ _STUDY = """
 MOVED: dict[str, str] = (
     {f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY}
     | {
-        f"attnres.inspect.{name}": "one line of Reweigh, in docs/how-to/inspect.md"
-        for name in ("AddLogit", "Pin", "Recency", "Swap", "Uniform", "pin_from")
+        f"attnres.inspect.{name}": "one line of Ablate or Reweigh (attnres/inspect/deprecated.py, docs/how-to/edit.md)"
+        for name in ("AddLogit", "KnockOut", "Pin", "Recency", "Swap", "Uniform", "pin_from")
     }
     | {
         f"{command} --residual-{name}": "it gained nothing in any comparison"
