@@ -146,6 +146,12 @@ class Comparison:
         """Return the comparison with only the variants whose field `name` is not empty."""
         return dataclasses.replace(self, variants=[one for one in self.variants if getattr(one, name)])
 
+    def once(self) -> Self:
+        """Return the comparison without the variants that are mathematically another's, which would be seen twice."""
+        if all(one.traits.is_chance or one.label != self.baseline for one in self.variants):
+            return self
+        return dataclasses.replace(self, variants=[one for one in self.variants if not one.traits.is_chance])
+
     def without(self, name: str) -> Self:
         """Return the same variants with nothing in a field."""
         return dataclasses.replace(self, variants=[dataclasses.replace(one, **{name: {}}) for one in self.variants])

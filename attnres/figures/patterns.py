@@ -335,7 +335,7 @@ def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
         f"Depth mixing matrices, h_l = sum_i M[l, i] v_i: what each output (columns) is of each read (rows), {what}; "
         "rows sum to one, composite sources taken apart. Hatched: what comes later."
     )
-    title = "what each output is of each read" if by == "contribution" else "coefficients of each output in each read"
+    title = "contributions of every sublayer" if by == "contribution" else "coefficients of each output in each read"
     return Plot(*comparison.named("mixing", title), caption, figure)
 
 

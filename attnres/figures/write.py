@@ -42,6 +42,7 @@ class Figure:
         mean: it shows means over seeds, which its caption says; of one variant else the first seed.
         folded: the title of the fold that it is in, on the page; of figures of single variants else the variant's.
         by: it can be drawn by contribution or by weight.
+        each: it has a panel for each variant; on the page none for a control that is mathematically the baseline.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Figure:
     mean: bool = False
     folded: str = ""
     by: bool = False
+    each: bool = False
 
     def asked(self, by: By) -> dict[str, By]:
         """Return the keyword argument that selects contributions or weights, if the figure takes one."""
@@ -91,36 +93,36 @@ FIGURES = (
     Figure(
         "patterns",
         partial(patterns, narrow=True),
-        section="What each read is made of",
+        section="Contributions to each layer's input",
         paper=False,
         mean=True,
     ),
     Figure(
         "patterns-weight",
         partial(patterns, by="weight", narrow=True),
-        section="What each read is made of",
+        section="Contributions to each layer's input",
         paper=False,
         mean=True,
         folded="Weights",
     ),
     *(_alone(key, "Magnitudes by depth") for key in MAGNITUDES),
-    Figure("mixing", mixing, "inspections", "What each output is of each read", mean=True, by=True),
+    Figure("mixing", mixing, "inspections", "Contributions of every sublayer", mean=True, by=True, each=True),
     Figure("layers", layers, by=True),
     Figure("depth", partial(by_depth, keys=CHOICE, name="depth", title="reads by depth"), "inspections"),
-    *(_alone(key, "How reads choose, by depth") for key in CHOICE),
+    *(_alone(key, "How layers choose their sources") for key in CHOICE),
     Figure(
         "magnitudes",
         partial(by_depth, keys=MAGNITUDES[:2], name="magnitudes", title="magnitudes by depth"),
         needs="inspections",
     ),
-    Figure("source-norms", source_norms, "inspections", "How large the sources are", mean=True),
+    Figure("source-norms", source_norms, "inspections", "Size of the sources", mean=True),
     Figure("dynamics", dynamics, "held_out"),
-    Figure("dynamics-steps", over_steps, "dynamics", "Training by depth", mean=True),
-    Figure("kinds", by_kind, section="What kinds of token read", by=True),
-    Figure("kinds-sources", label_sources, section="What kinds of token read", by=True),
-    Figure("queries", queries, section="Which reads ask alike"),
+    Figure("dynamics-steps", over_steps, "dynamics", "Training by depth", mean=True, each=True),
+    Figure("kinds", by_kind, section="Contributions by kind of token", by=True),
+    Figure("kinds-sources", label_sources, section="Contributions by kind of token", by=True),
+    Figure("queries", queries, section="Similarity of the layers' queries"),
     Figure("keys", keys),
-    Figure("learned", learned, section="What is learned besides queries"),
+    Figure("learned", learned, section="Other learned parameters"),
     Figure("tokens", stacked, by=True),
     Figure("token-map", token_map, by=True),
 )
@@ -153,7 +155,10 @@ def names_of_figures() -> list[str]:
 
 def draw_model(inspection: "Inspection", by: By = "contribution", only: Collection[str] = ()) -> Drawn:
     """Draw every figure of one model alone, or `only` those of these names; `by` says which numbers of sources are
-    shown."""
+    shown.
+
+    >>> plots = draw_model(inspection).plots  # doctest: +SKIP
+    """
     drawn = Drawn()
     for figure in FIGURES:
         if figure.paper and not figure.needs and (not only or figure.name in only):

@@ -77,6 +77,11 @@ class TokenAttention(notebook.Result):
 def token_attention(model: Any, text: Text, *, position: int | None = None) -> TokenAttention:
     """Run a text through the model's own attention, in plain arithmetic instead of fused kernels, and keep its weights.
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> token_attention(model, range(9)).mean.shape
+    torch.Size([12, 9, 9])
+
     Args:
         position: of the token of which the heads' weights are kept apart; None is none.
 

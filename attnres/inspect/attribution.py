@@ -123,6 +123,11 @@ def attribute(
     """Measure how ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l,
     i).
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> attribute(model, range(9), most=8).top(1)
+    [Edge(read='output', source='embedding', knockout=-0.2..., gradient=-0.1...)]
+
     Removing is `Ablate`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
     with its own edge removed, from the layer on that makes the read (`Replay`). *Gradient* is the first-order estimate
     of the same,

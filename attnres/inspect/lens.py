@@ -86,6 +86,11 @@ def logit_lens(
 ) -> Lens:
     """Put every read of a text through the final norm and the head, whatever the head does besides (scales, caps).
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> logit_lens(model, range(9))
+    Lens(25 reads, 9 tokens)
+
     Args:
         top: tokens of each read.
         position: of the one token whose reads are wanted; T is then 1. None is all.
@@ -164,6 +169,11 @@ def direct(
 ) -> Direct:
     """Return what each source of the output's read adds to a token's logit after `position`; None is the likeliest
     token.
+
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> direct(model, range(9))
+    Direct(logit of “...” after position 8: ...)
 
     Raises:
         UserError: as `predict`; a position or token that is not there; a final norm whose arithmetic is not known.

@@ -250,6 +250,9 @@ class Checkpoint:
 def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Checkpoint:
     """Find a model by its name (see above); no weight is read and no code is run.
 
+    >>> open_checkpoint("runs/demo/block-seed0").residual  # doctest: +SKIP
+    'block'
+
     Args:
         trust_remote_code: code that comes with the model may run when it is loaded.
 

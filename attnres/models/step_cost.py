@@ -23,6 +23,7 @@ from attnres.residuals.mechanisms.block import Block
 from attnres.residuals.mechanisms.compose import Compose
 from attnres.residuals.mechanisms.depth_attention import DepthAttention
 from attnres.residuals.mechanisms.full import Full
+from attnres.residuals.mechanisms.streams import ParallelStreams
 
 PEAKS = {
     "B200": (2250e12, 80e12),
@@ -153,11 +154,22 @@ def group(n: float, opens: Sequence[int], *, sums: int) -> float:
     return forward + backward + ADD * (0 < sums < reads)
 
 
+def connect(streams: int) -> int:
+    """Return the vectors of a sublayer of parallel streams, forward and backward, with its pre-norm and addition.
+
+    Streams before the write and the output in, streams after it and x out. Backward: both, and the gradients of x and
+    of the streams after the write in; those of the streams before it and of the output out.
+    """
+    return 2 * streams + 2 + 4 * streams + 3
+
+
 def step_vectors(residual: Residual) -> float | None:
     """Return the vectors a token that all sublayers of a network move in a step; None for a mechanism that is not
-    counted: another one than standard, Block or Full, or settings that no kernel has."""
+    counted: another one than standard, Block, Full or parallel streams, or settings that no kernel has."""
     if type(residual) is residual_class("standard"):
         return float(STANDARD * residual.num_sublayers)
+    if isinstance(residual, ParallelStreams):
+        return float(connect(residual.num_streams) * residual.num_sublayers) if residual.has_kernels else None
     if isinstance(residual, Compose):
         standard = sum(part.stop - part.first for part in residual.laid if part.rule is None)
         moved = [step_vectors(part.rule) for part in residual.laid if part.rule is not None]

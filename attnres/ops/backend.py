@@ -1,6 +1,7 @@
-"""What a backend of depth reads is: five functions, what they take and give, and the row by which dispatch finds it.
+"""What a backend is: its functions, what they take and give, and the row by which dispatch finds it.
 
-Shapes: T tokens, n sealed sources, k open sources, S reads, d width. `eager` is the specification of each function.
+Shapes: T tokens, n sealed sources, k open sources, S reads, d width. `eager` is the specification of each function of
+depth reads, `streams` that of `connect`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,12 @@ MAX_ONE_PASS = 32
 MAX_SHARED = 256
 """The most sources, and the most reads, of the Triton kernels' phase 1: those of a token are one tile."""
 
+
+MAX_STREAMS = 8
+"""Parallel streams of the kernels: the coefficients of a token are held in registers."""
+
+MAX_STEPS = 64
+"""Sinkhorn's steps in the kernels, whose sums are held on a stack."""
 
 CACHED = 1 << 20
 """Bytes of sources that stay in a core's cache from one read to the next."""
@@ -194,8 +201,57 @@ class MergeGrads(NamedTuple):
     added: Tensor | None = None
 
 
+class Connection(NamedTuple):
+    """How parallel streams are connected with a sublayer: see `streams`.
+
+    Attributes:
+        kind: of the coefficients.
+        eps: of the norm before their product. read_eps: added to the shares of a read.
+        steps, over_in, sinkhorn_eps: of Sinkhorn's normalisation, as `streams.sinkhorn` has them.
+        late: a read has the shares that the sublayer before it chose; the first one reads stream 0.
+    """
+
+    kind: Literal["sum", "gate", "identity", "sinkhorn", "permutations", "tanh"]
+    eps: float = 1e-6
+    read_eps: float = 0.0
+    steps: int = 20
+    over_in: bool = False
+    sinkhorn_eps: float = 0.0
+    late: bool = False
+
+
+class Connect(NamedTuple):
+    """Inputs of a write of parallel streams and the read after it, as `streams.connect` takes them."""
+
+    streams: Tensor
+    earlier: Tensor | None
+    output: Tensor | None
+    table: Tensor | None
+    norm: Norm | None
+    form: Connection
+
+
+class ConnectGradInputs(NamedTuple):
+    """Inputs of its backward.
+
+    Attributes:
+        inputs: what it had. made: the streams after its write, None where nothing was pending or they are not read.
+        coefficients: (T, C). products: (T, G, M + 1), N(H) W and 1 / rms, in the compute dtype; None without a table.
+        dx, dmade, dcoefficients: gradients of its results; all but the first may be None.
+    """
+
+    inputs: Connect
+    made: Tensor | None
+    coefficients: Tensor | None
+    products: Tensor | None
+    dx: Tensor
+    dmade: Tensor | None
+    dcoefficients: Tensor | None
+
+
 class Backend(Protocol):
-    """A module that makes depth reads. It computes in at least fp32, under autocast too.
+    """A module that makes depth reads, and with kernels those of parallel streams. It computes in at least fp32, under
+    autocast too.
 
     Vectors have any shape (..., d), one for all of a call, where the records say (T, d), and so have its results.
     """
@@ -210,6 +266,10 @@ class Backend(Protocol):
 
     def mix(self, sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor: ...
 
+    def connect(self, c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]: ...
+
+    def connect_backward(self, c: ConnectGradInputs) -> tuple[Tensor | None, ...]: ...
+
 
 class Call(NamedTuple):
     """What a backend is asked about before it is chosen.
@@ -218,6 +278,7 @@ class Call(NamedTuple):
         tensors: (..., d), sources of phase 1 or all vectors of a merge.
         compute: the dtype of the arithmetic. outputs: the dtypes of the vectors that are made.
         reads: of phase 1. opens: how many of the tensors are a merge's open sources.
+        streams: how many there are, and `form`, where they are parallel streams.
     """
 
     tensors: Sequence[Tensor]
@@ -225,6 +286,8 @@ class Call(NamedTuple):
     outputs: Sequence[torch.dtype] = ()
     reads: int = 1
     opens: int = 0
+    streams: int = 0
+    form: Connection | None = None
 
 
 class Kernels(NamedTuple):
@@ -281,6 +344,18 @@ class Kernels(NamedTuple):
 
 KERNELS: dict[str, Kernels] = {}
 """The kernels of each type of device, as `dispatch` has registered them."""
+
+
+def why_not_connected(call: Call) -> str | None:
+    """Return why no backend's kernel connects such parallel streams, None for a depth read or where one does."""
+    form = call.form
+    if form is None:
+        return None
+    if form.kind == "permutations":
+        return "no kernel weighs permutations"
+    if call.streams > MAX_STREAMS:
+        return f"{call.streams} streams are more than {MAX_STREAMS}"
+    return f"{form.steps} steps of Sinkhorn are more than {MAX_STEPS}" if form.steps > MAX_STEPS else None
 
 
 def is_read_rounded(like: Tensor, dtype: torch.dtype) -> bool:

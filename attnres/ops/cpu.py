@@ -1,4 +1,4 @@
-"""The same five functions on C kernels, compiled on first use: several times faster than plain torch on a CPU.
+"""A backend's functions on C kernels, compiled on first use: several times faster than plain torch on a CPU.
 
 Where `cpu_build` has no library (no compiler, or ATTNRES_CPU_KERNELS=0), `load()` is None and plain torch is used.
 """
@@ -20,6 +20,9 @@ from attnres.errors import UserError
 from attnres.ops.backend import (
     Backend,
     Call,
+    Connect,
+    ConnectGradInputs,
+    Connection,
     Kernels,
     MergeGradInputs,
     MergeGrads,
@@ -55,7 +58,8 @@ def loaded() -> Any:
     kernels = library()
     if not isinstance(kernels, str):
         _opened["kernels"] = kernels
-        for name in ("read_sealed", "read_sealed_backward", "merge", "merge_backward", "mix"):
+        names = ("read_sealed", "read_sealed_backward", "merge", "merge_backward", "mix", "connect", "connect_backward")
+        for name in names:
             function = getattr(kernels, f"attnres_{name}")
             function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
         write, read = kernels.attnres_bank_write, kernels.attnres_bank_read
@@ -384,6 +388,99 @@ def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tenso
     h, n, d = new(shape, dtype=dtype), len(sources), shape[-1]
     _call("attnres_mix", h.numel() // d, (n, d), shape, pointers=(weights,), lists=(h, *sources))
     return h
+
+
+_KINDS = ("sum", "gate", "identity", "sinkhorn", "tanh")
+"""Of a `Connection`, in the kernels' order."""
+
+
+def connect(c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """Return the streams after the write (None without one, or where nobody reads them again), the read, and the
+    coefficients and products of `ConnectGradInputs` (None without a table)."""
+    streams, _, output, table, norm, form = c
+    tokens, n = streams.shape[:-2], streams.shape[-2]
+    made = None if output is None or form.kind == "sum" else new(streams.shape, dtype=streams.dtype)
+    x = new((*tokens, streams.shape[-1]), dtype=(norm and norm.out_dtype) or streams.dtype)
+    coefficients = products = None
+    if table is not None:
+        groups, columns, count = _columns(form, n)
+        coefficients, products = new(*tokens, count), new(x.numel() // x.shape[-1], groups, columns + 1)
+    _connected("attnres_connect", c, made, x, coefficients, products)
+    return made, x, coefficients, products
+
+
+def connect_backward(c: ConnectGradInputs) -> tuple[Tensor | None, ...]:
+    """Return the gradients of streams, earlier coefficients, output, table and the norm's weight and bias."""
+    streams, earlier, output, table, norm, _ = c.inputs
+    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+    grads = (
+        new(streams.shape, dtype=streams.dtype),
+        None if earlier is None else new(earlier.shape).zero_() if output is None else new(earlier.shape),
+        None if output is None else new(output.shape, dtype=output.dtype),
+        None if table is None else new(table.shape),
+        *(None if v is None else new(v.shape) for v in (weight, bias)),
+    )
+    _connected("attnres_connect_backward", c.inputs, c.made, c.dx, c.coefficients, c.products, c, grads)
+    return grads
+
+
+def _columns(form: Connection, n: int) -> tuple[int, int, int]:
+    """Return the rows of coefficients of a token, their columns, and how many coefficients these make."""
+    columns = {"gate": n, "identity": 2 * n, "sinkhorn": 2 * n + n * n}
+    if form.kind == "tanh":
+        return n, n + 2, columns["sinkhorn"]
+    return 1, columns[form.kind], columns[form.kind]
+
+
+def _connected(
+    kernel: str,
+    c: Connect,
+    made: Tensor | None,
+    x: Tensor,
+    coefficients: Tensor | None,
+    products: Tensor | None,
+    given: ConnectGradInputs | None = None,
+    grads: tuple[Tensor | None, ...] = (None,) * 6,
+) -> None:
+    """Fill the struct of a kernel of parallel streams, which has one layout for both directions, and call it."""
+    streams, earlier, output, table, norm, form = c
+    weight, bias, eps, *_ = norm or Norm()
+    dstreams, dearlier, doutput, *dparameters = grads
+    dmade, dcoefficients = (None, None) if given is None else (given.dmade, given.dcoefficients)
+    shape, n, alive = x.shape, streams.shape[-2], list[Tensor]()
+
+    def placed(tensor: Tensor | None) -> tuple[int, ...]:
+        """Address of streams, bytes from token to token and from stream to stream, whether they are bf16."""
+        if tensor is None:
+            return 0, 0, 0, 0
+        if tensor.shape != streams.shape:
+            address(tensor, streams.shape)
+        tensor = settled(tensor)
+        if tensor.dtype not in DTYPES:
+            tensor = tensor.float()
+        if not tensor.is_contiguous():
+            tensor = tensor.reshape(-1, *tensor.shape[-2:])
+            tensor = tensor if tensor.stride(2) == 1 else tensor.contiguous()
+            apart = tensor.stride()[:2]
+        else:
+            apart = n * shape[-1], shape[-1]
+        alive.append(tensor)
+        return _place(tensor), *(tensor.element_size() * stride for stride in apart), _is_bf16(tensor)
+
+    before = 0 if earlier is None else earlier.shape[-1]
+    _call(
+        kernel,
+        x.numel() // shape[-1],
+        (
+            *(n, shape[-1], _KINDS.index(form.kind), norm_kind(norm), form.late, form.steps, form.over_in, before),
+            *(*placed(streams), *placed(made), *placed(dmade), *placed(dstreams)),
+        ),
+        shape,
+        eps=(form.eps, form.read_eps, form.sinkhorn_eps, eps),
+        rows=(output, x, doutput),
+        vectors=(weight, bias),
+        pointers=(earlier, table, coefficients, products, dcoefficients, dearlier, *dparameters),
+    )
 
 
 _HEAD = struct.Struct("3qd5q")

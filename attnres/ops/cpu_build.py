@@ -20,7 +20,8 @@ import torch
 from attnres.errors import UserError
 from attnres.files import cache_dir, lock
 
-_SOURCE = Path(__file__).with_name("cpu_kernels.c")
+_SOURCE = Path(__file__).with_name("cpu_kernels.c")  # includes the other
+_SOURCES = (_SOURCE, _SOURCE.with_name("cpu_streams.c"))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC")
 SWITCH = "ATTNRES_CPU_KERNELS"
 """Environment variable: 0 takes plain torch."""
@@ -80,7 +81,7 @@ def torch_openmp() -> list[Path]:
 def _key(compiler: list[str], runtimes: list[Path]) -> str:
     """Sixteen hexadecimal digits that change with whatever changes the library."""
     texts = [" ".join(_FLAGS), " ".join(compiler), _processor(), *(path.name for path in runtimes)]
-    parts = [_SOURCE.read_bytes(), _run(*compiler, "--version"), *map(str.encode, texts)]
+    parts = [*(source.read_bytes() for source in _SOURCES), _run(*compiler, "--version"), *map(str.encode, texts)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

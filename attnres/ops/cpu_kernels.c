@@ -782,3 +782,5 @@ int attnres_mix(const mix_call *call) {
     }
     return 0;
 }
+
+#include "cpu_streams.c"

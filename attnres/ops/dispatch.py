@@ -16,7 +16,18 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.ops import cpu, eager, gpu
-from attnres.ops.backend import KERNELS, MAX_ONE_PASS, Backend, Call, Kernels, in_two_phases, vectors_moved
+from attnres.ops.backend import (
+    KERNELS,
+    MAX_ONE_PASS,
+    Backend,
+    Call,
+    Connect,
+    Connection,
+    Kernels,
+    in_two_phases,
+    vectors_moved,
+    why_not_connected,
+)
 from attnres.ops.precision import compute_dtype
 from attnres.ops.sharded import refuse_sharded
 
@@ -90,6 +101,8 @@ def _choose(call: Call) -> tuple[str, Backend, str, bool]:
         return "eager", eager, f"the kernels compute in fp32, this call in {call.compute}", False
     if kernels is None:
         return "eager", eager, f"there are no kernels for device {device}", device != "meta"
+    if (none := why_not_connected(call)) is not None:
+        return "eager", eager, none, False
     reason, backend = kernels.why_not(call), kernels.load()
     if reason is None and not isinstance(backend, str):
         return kernels.name, backend, kernels.found, False
@@ -108,10 +121,12 @@ def backend_for(
     reads: int = 1,
     opens: int = 0,
     parameters: tuple[Tensor | None, ...] = (),
+    streams: int = 0,
+    form: Connection | None = None,
 ) -> Backend:
     """The backend that takes these (..., d) tensors and makes such vectors, with queries and norms' `parameters`.
 
-    `reads` share them in phase 1, or `opens` of them are the open sources of one merge.
+    `reads` share them in phase 1, or `opens` of them are the open sources of one merge, or they are parallel streams.
 
     Raises:
         UserError: a tensor or a parameter is sharded.
@@ -122,11 +137,11 @@ def backend_for(
     for tensor in parameters:
         kinds.append(type(tensor))
     kernels = KERNELS.get(tensors[0].device.type)
-    key = (_choose, kernels and kernels.load(), compute, outputs, reads, opens, *kinds)
+    key = (_choose, kernels and kernels.load(), compute, outputs, reads, opens, streams, form, *kinds)
     module = _CHOSEN.get(key)
     if module is None:
         refuse_sharded((*tensors, *parameters))
-        _, module, reason, loud = _choose(Call(tensors, compute, outputs, reads, opens))
+        _, module, reason, loud = _choose(Call(tensors, compute, outputs, reads, opens, streams, form))
         if loud:
             _say_once(reason)
         else:
@@ -137,6 +152,33 @@ def backend_for(
 _CHOSEN: dict[Any, Backend] = {}
 """What `backend_for` chose for tensors of these devices, dtypes, widths and types, of which a program has a few; where
 plain torch is slower than it need be, it is asked each time, for that is said."""
+
+
+def connection_backend(c: Connect) -> Backend | None:
+    """Return the backend whose kernel connects these parallel streams, None for plain torch.
+
+    Raises:
+        UserError: a tensor or a parameter is sharded.
+    """
+    vectors = (c.streams,) if c.output is None else (c.streams, c.output)
+    parameters = (c.table,) if c.norm is None else (c.table, c.norm.weight, c.norm.bias)
+    out = (c.norm and c.norm.out_dtype) or c.streams.dtype
+    backend = backend_for(
+        vectors,
+        compute_dtype(c.streams.dtype),
+        c.streams.dtype,
+        out,
+        parameters=parameters,
+        streams=c.streams.shape[-2],
+        form=c.form,
+    )
+    return None if backend is eager else backend
+
+
+def explain_connection(stream: Tensor, form: Connection, streams: int) -> Plan:
+    """Say how reads of parallel streams are made whose embedding is `stream` (..., d), and why."""
+    name, _, reason, _ = _choose(Call([stream], compute_dtype(stream.dtype), (), streams=streams, form=form))
+    return Plan(name, "one pass", (reason,))
 
 
 def bank_plan(device: str, *, in_common: bool) -> Plan:

@@ -33,6 +33,16 @@ def norm_kind(norm: Norm | None) -> int:
     return 0 if norm is None else 2 if norm.center else 1
 
 
+def normed_product(vectors: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return N(vectors) W for an RMSNorm N without gain, and keep no normed copy of the vectors.
+
+    Args:
+        vectors: (..., k). weight: (k, m), in the vectors' dtype as the result (..., m) is.
+    """
+    squares = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).square()
+    return (vectors @ weight) * (squares / vectors.shape[-1] + eps).rsqrt()
+
+
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last axis, in the compute dtype; carries no gradient."""
     with torch.no_grad():

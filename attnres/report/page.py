@@ -3,8 +3,10 @@ and on a phone. No script, no font, no address is loaded.
 """
 
 import json
+import re
+import shlex
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape, unescape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -20,7 +22,7 @@ from attnres.folders import refuse_other
 from attnres.progress import wide
 from attnres.report.columns import curves_csv, plain_cells, print_table, shown, to_csv
 from attnres.report.runs import Run, Study, load_study
-from attnres.report.sections import Section, comparison_of, example, sections
+from attnres.report.sections import Section, comparison_of, example, sections, slug
 from attnres.report.stats import equal_conditions
 from attnres.report.table import ComparisonTable, VariantRow, build_table
 from attnres.report.verdict import verdict
@@ -52,7 +54,7 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
 def page(study: Study, table: ComparisonTable, comparison: Comparison, drawn: Sequence[Section]) -> str:
     """Return the HTML text."""
     parts = [
-        _section("Comparison", _table(table, comparison)),
+        _section("Comparison", _table(table, comparison) + _explorer(study)),
         *(_section(part.title, _part(part), part.lead or _same_conditions(study)) for part in drawn),
         _examples(comparison),
         _section("Configuration and environment", _configuration(study)),
@@ -73,9 +75,24 @@ def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: 
         kicker=escape(kicker),
         headline=_prose(headline.rstrip(".") + "."),
         more=f'<p class="more">{_prose(more)}</p>' if more else "",
-        sections="\n".join(sections),
+        sections="\n".join(_linked(list(sections))),
         footer=footer,
     )
+
+
+def _linked(sections: list[str]) -> list[str]:
+    """Return sections with a list of links to their headings above them, where there are several."""
+    names = [unescape(re.search(r"<h2>(.*?)</h2>", text)[1]) for text in sections]  # ty: ignore[not-subscriptable]
+    if len(sections) < 3:
+        return sections
+    links = "".join(f'<li><a href="#{anchor(name)}">{escape(name)}</a></li>' for name in names)
+    parts = [text.replace("<h2>", f'<h2 id="{anchor(name)}">', 1) for name, text in zip(names, sections, strict=True)]
+    return [f'<nav aria-label="Contents"><ol>{links}</ol></nav>', *parts]
+
+
+def anchor(title: str) -> str:
+    """Return a heading's id."""
+    return "section-" + slug(title.lower())
 
 
 def _section(title: str, body: str, lead: str = "") -> str:
@@ -117,6 +134,21 @@ def _same_conditions(study: Study) -> str:
     scaled = [run.residual for run in study.runs if run.traits.scales_branches]
     weights = "the same initial shared weights" + (f" ({scaled[0]}'s branches scaled down)" if scaled else "")
     return f"Every variant: {weights}, the same batches in the same order."
+
+
+def _explorer(study: Study) -> str:
+    """Return the command that opens two of the finished models in the explorer: depth reads first, the baseline last;
+    nothing where none has finished."""
+    finished = {label: next((run for run in study.of(label) if run.finished), None) for label in study.labels}
+    runs = sorted(
+        (run for run in finished.values() if run is not None and not run.traits.is_chance),
+        key=lambda run: (not run.traits.by_token, run.label == study.baseline),
+    )
+    if not runs:
+        return ""
+    command = shlex.join(["attnres", "app", *(str(run.folder) for run in runs[:2]), "--open"])
+    names = " and ".join(run.label for run in runs[:2])
+    return f'<p class="open">Open {escape(names)} in the explorer: <code>{escape(command)}</code></p>'
 
 
 def _part(part: Section) -> str:

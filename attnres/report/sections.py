@@ -35,35 +35,32 @@ if TYPE_CHECKING:
 
 SECTIONS = {
     "Training": "",
-    "What each read is made of": (
-        "How much of each sublayer's input each earlier output is: the projection of the weighted source on the read, "
-        "averaged over held-out tokens. Rows sum to one; orange is what points against the read. The weights "
-        "are folded below: a weight is not how much of a read a source is, since sources differ in length."
+    "Contributions to each layer's input": (
+        "Average contribution of each source (column) to each layer's input (row) over held-out tokens. Rows "
+        "sum to one; orange points against the sum. The weights are folded below: a source with a large norm can "
+        "dominate a sum even with a small weight."
     ),
     "Magnitudes by depth": "How large values and gradients are along the depth.",
-    "What each output is of each read": (
-        "Contributions of blocks and partial sums, taken apart into what each sublayer wrote: so that a plain residual "
+    "Contributions of every sublayer": (
+        "The same with blocks and partial sums taken apart into what each sublayer wrote, so that a plain residual "
         "stands on the same scale as depth attention."
     ),
-    "How reads choose, by depth": (
-        "Over how many sources a read's weights spread, how far back they reach, what is left of the embedding (by "
-        "contribution and by coefficient) and how strongly its query can choose, on the held-out windows."
+    "How layers choose their sources": (
+        "Over how many sources the weights of a layer's input spread, how far back they reach, what is left of the "
+        "embedding and how strongly its query can choose, on the held-out windows."
     ),
-    "How large the sources are": (
-        "Keys are normed and values are not: a source that is large fills a read that hardly weighs it."
+    "Size of the sources": (
+        "A source with a large norm can dominate a sum even with a small weight, because weights are computed from "
+        "normalised keys."
     ),
     "Training by depth": (
-        "What each sublayer writes, the gradient that reaches it and how its read chooses, from the first steps."
+        "What each sublayer writes, the gradient that reaches it and how sharply its query chooses, over training."
     ),
-    "What kinds of token read": (
-        "Held-out tokens, told apart by what they are: what their reads are made of, compared with one another."
+    "Contributions by kind of token": "Held-out tokens, told apart by what they are.",
+    "Similarity of the layers' queries": (
+        "Cosine of the learned queries: layers that look for the same thing are alike."
     ),
-    "Which reads ask alike": (
-        "The learned queries, compared with one another: two reads with like queries choose alike."
-    ),
-    "What is learned besides queries": (
-        "Gates and biases of reads, or the coefficients of a residual that mixes without a softmax."
-    ),
+    "Other learned parameters": "Gates and biases, or the coefficients of a residual that mixes without a softmax.",
 }
 """In the order of the page. Figures name theirs in `attnres.figures.write.FIGURES`."""
 
@@ -93,6 +90,8 @@ def sections(comparison: Comparison) -> list[Section]:
         section = result[figure.section]
         if figure.needs:
             having = comparison.having(figure.needs)
+            if figure.each:
+                having = having.once()
             with suppress(NotShown):
                 if having.variants:
                     section.plots.append(figure.compared(having))
@@ -104,6 +103,8 @@ def sections(comparison: Comparison) -> list[Section]:
                 plot = noted(figure.draw(variant.mean), [variant], mean=figure.mean)
                 plot = dataclasses.replace(plot, name=f"{figure.name}-{slug(variant.label)}")
                 fold = figure.folded or ("" if figure.mean else variant.label)
+                if variant not in comparison.once().variants:
+                    fold = f"{variant.label}: the baseline's function, seen twice"
                 (section.folded.setdefault(fold, []) if fold else section.plots).append(plot)
     return [section for section in result.values() if section.every]
 

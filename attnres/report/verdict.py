@@ -39,13 +39,13 @@ def verdict(study: Study, table: ComparisonTable) -> str:
     same = [row for row in controls if row.traits.is_chance]
     other = [row for row in compared if not row.traits.is_chance]
     controls = [row for row in controls if not row.traits.is_chance]  # against chance no gain is stated
-    sentences = [_against_baseline(other, base)] if other else []
+    sentences = [_against_baseline(other, base, _placebo(same))] if other else []
     sentences += [_chance(row, base) for row in same]
     reasons: dict[str, list[str]] = {}
     for row in unpaired:
         reasons.setdefault(why_unpaired(study, row.label, base), []).append(row.label)
     for reason, labels in reasons.items():
-        sentences.append(f"{listed(labels)} stand{'s' * (len(labels) == 1)} beside {base} without a verdict: {reason}.")
+        sentences.append(f"No verdict on {listed(labels)} against {base}: {reason}.")
     sentences += equal_rates
     sentences += _against_control(study, tested, controls)
     sentences += _among_best(study, compared)
@@ -66,34 +66,45 @@ def _apart(pairs: Iterable[tuple[str, Paired | None]]) -> tuple[Pairs, Pairs, Pa
     return [item for item in decided if item[1].mean < 0], [item for item in decided if item[1].mean > 0], tied
 
 
-def _against_baseline(rows: list[VariantRow], base: str) -> str:
-    """Return `full is below standard by 0.116 ± 0.004 nats per token, block by ...; rescaled (...): the interval
-    includes 0`; of one seed `full ends below ...`, and that other seeds may differ."""
+def _placebo(rows: list[VariantRow]) -> str:
+    """Return how far controls that are mathematically the baseline ended from it, to stand beside an error."""
+    sizes = [
+        number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True) for row in rows if row.paired
+    ]
+    return f" (placebo control: {listed(sizes)})" if sizes else ""
+
+
+def _against_baseline(rows: list[VariantRow], base: str, placebo: str) -> str:
+    """Return `full is below standard by 0.116 ± 0.004 (placebo control: +0.013) nats per token, block by ...; rescaled
+    (...): the interval includes 0`; of one seed `full ends below ...`, and that other seeds may differ."""
     better, worse, tied = _apart((row.label, row.paired) for row in rows)
     many = all(row.paired.over_seeds for row in rows if row.paired is not None)
     verb = "is" if many else "ends"
     clauses = []
     for side, group in (("below", better), ("above", worse)):
         for label, pair in group[:1]:
-            parts = [f"{label} {verb} {side} {base} by {_size(pair)} nats per token"]
-            clauses.append(", ".join(parts + [f"{label} by {_size(pair)}" for label, pair in group[1:]]))
+            parts = [f"{label} {verb} {side} {base} by {_size(pair)}{placebo} nats per token"]
+            clauses.append(", ".join(parts + [f"{label} by {_size(pair)}{placebo}" for label, pair in group[1:]]))
     if tied:
         names = [f"{label} ({_interval(pair)})" for label, pair in tied]
         clauses.append(f"{listed(names)}: {_includes_0(names)}")
     fewest = min(len(row.paired.per_seed) for row in rows if row.paired is not None)
-    unseen = f" From {fewest} seed{'s' * (fewest > 1)}: what another would change is in none of these errors."
+    unseen = f" From {fewest} seed{'s' * (fewest > 1)}: no error here covers what another seed would change."
     return "; ".join(clauses) + "." + ("" if many else unseen)
 
 
 def _chance(row: VariantRow, base: str) -> str:
-    """Say what the difference of a control that is the baseline's function means: never that it is better or
+    """Say what the difference of a control that is mathematically the baseline means: never that it is better or
     worse."""
     assert row.paired is not None
     size = number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True)
     count = len(row.paired.per_seed)
     runs = "a run" if count == 1 else f"the mean of {count} runs"
-    unseen = ", which an error over windows does not see" if row.paired.basis == "windows" else ""
-    return f"{row.label}, the control, computes what {base} computes: its {size} is what chance does to {runs}{unseen}."
+    unseen = "; the ± covers only the choice of held-out windows" if row.paired.basis == "windows" else ""
+    return (
+        f"{row.label}, the placebo control, is mathematically the same as {base}: its {size} is what chance alone does "
+        f"to {runs}{unseen}."
+    )
 
 
 def _against_control(study: Study, tested: list[VariantRow], controls: list[VariantRow]) -> list[str]:

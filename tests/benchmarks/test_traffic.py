@@ -81,8 +81,17 @@ def test_full_moves_what_a_count_by_hand_says():
     counted = sum((n + 2) + (1 + 1) + (1 + 1 + 1 + 1) + (n + 2 + n + n) + 3 + 6 for n in (1, 3, 5))
     assert step_vectors(make_residual("full", 6, 8, group=2)) == counted
     assert 6 * traffic.two_phase_full(traffic.Blocks(3, 2)) == counted
-    assert step_vectors(make_residual("hyper_connections", 6, 8)) is None
+    assert step_vectors(make_residual("dca", 6, 8)) is None
     assert step_vectors(make_residual("block", 6, 8, window=2)) is None
+
+
+@pytest.mark.parametrize("name", ["hyper_connections", "mhc", "identity_hc"])
+def test_parallel_streams_move_what_a_count_by_hand_says(name):
+    """Forward: n streams and the output in, n streams and x out. Backward: the gradients of x and of n streams, n
+    streams after the write and n before it, and the output in; gradients of n streams and of the output out."""
+    counted = (3 + 1 + 3 + 1) + (1 + 3 + 3 + 3 + 1 + 3 + 1)
+    assert step_vectors(make_residual(name, 6, 8, num_streams=3)) == 6 * counted
+    assert step_vectors(make_residual("mhc_lite", 6, 8)) is None
 
 
 def test_sums_of_other_kinds_move_what_a_count_by_hand_says():

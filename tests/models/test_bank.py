@@ -347,7 +347,8 @@ def test_one_rule_says_who_takes_a_bank_and_explain_says_it(monkeypatch):
     assert why_no_bank(model.residual, embedding, training=False) is None
     assert "no kernel has gates" in why(make_residual("block", 6, 32, gate="scalar"))
     assert "has a mix of its own" in why(make_residual("boundary_normed", 6, 32))
-    assert "made in plain torch" in why(make_residual("mhc", 6, 32))
+    assert "streams" in why(make_residual("mhc", 6, 32))
+    assert "made in plain torch" in why(make_residual("denseformer", 6, 32))
     assert "float64" in why(model.residual, embedding.double())
     assert "width 24" in why(make_residual("full", 6, 24), torch.zeros(1, 24))
 

@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnres import Norm, UserError, depth_read, depth_read_reference
 from attnres.ops import cpu, dispatch, merge, plain_torch, read_sealed
+from attnres.ops.streams import sinkhorn
 from attnres.residuals import make_residual
-from attnres.residuals.arithmetic import sinkhorn
 
 WIDTH = 16
 

@@ -1,5 +1,7 @@
 """What the report shows of the runs' insides."""
 
+import dataclasses
+import html
 import json
 import re
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 from synthetic import routing, write_study
 
 from attnres.errors import UserError
-from attnres.figures import draw_model, style
+from attnres.figures import Comparison, draw_model, style
 from attnres.figures.plot import canvas
 from attnres.inspect.inspection import Inspection
 from attnres.report import load_study
@@ -98,10 +100,15 @@ def test_the_page_has_a_section_for_everything_inside(inspected: Path) -> None:
     write_report(load_study(inspected), inspected)
     text = (inspected / "report.html").read_text(encoding="utf-8")
     for title in (
-        *("What each output is of each read", "How reads choose, by depth", "How large the sources are"),
-        *("Training by depth", "What kinds of token read", "Which reads ask alike", "One text, token by token"),
+        *("Contributions of every sublayer", "How layers choose their sources", "Size of the sources"),
+        *(
+            "Training by depth",
+            "Contributions by kind of token",
+            "Similarity of the layers' queries",
+            "One text, token by token",
+        ),
     ):
-        assert f"<h2>{title}</h2>" in text
+        assert f">{html.escape(title)}</h2>" in text
     assert "&lt;x&gt;</span>" in text and "<x>" not in text
     assert not re.search(r"(?:src|href)=\"(?!data:|#)", text) and "<script" not in text
     identifiers = re.findall(r'\bid="([^"]+)"', text)
@@ -125,7 +132,7 @@ def test_what_is_a_mean_over_seeds_says_so(inspected: Path) -> None:
 
 @pytest.mark.long
 def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None:
-    (plot,) = next(section for section in drawn(inspected) if section.title.startswith("What each output")).plots
+    (plot,) = next(section for section in drawn(inspected) if section.title == "Contributions of every sublayer").plots
     svg = style.to_svg(plot.figure, plot.name, "mixing", 1.0)
     count = len(invented("full", 0).reads)
     cells = re.findall(r'<path [^>]*style="fill: #[0-9a-f]{6}; stroke: var\(--paper\)', svg)
@@ -169,8 +176,8 @@ def test_runs_without_an_inspection_have_the_page_they_had(tmp_path: Path) -> No
     folder = write_study(tmp_path / "study", ("standard", "block"), layers=3, steps=200)
     write_report(load_study(folder), folder)
     text = (folder / "report.html").read_text(encoding="utf-8")
-    assert "What each read is made of" in text and "Magnitudes by depth" in text
-    assert "How reads choose" not in text and "One text" not in text
+    assert "Contributions to each layer&#x27;s input" in text and "Magnitudes by depth" in text
+    assert "How layers choose" not in text and "One text" not in text
 
 
 @pytest.mark.long
@@ -235,3 +242,20 @@ def test_the_text_is_as_dark_as_the_source_that_differs_most_contributes() -> No
     shown = [int(part) for part in re.findall(r"--w:(\d+)%", example(seen))]
     assert shown[-3:] == [round(65 * part / column.max()) for part in column]
     assert example(invented("standard", 0)) == ""  # the same for every token: nothing to see
+
+
+def test_a_control_that_is_the_baseline_has_no_figures_in_the_open() -> None:
+    """They are folded, and where each variant has a panel it has none, unless the baseline is not there."""
+    comparison = Comparison.of_models([invented(residual, 0) for residual in ("standard", "rescaled", "block")])
+    standard, rescaled, block = (one.label for one in comparison.variants)
+    comparison = dataclasses.replace(comparison, baseline=standard)
+    assert [one.label for one in comparison.once().variants] == [standard, block]
+    assert Comparison(comparison.variants[1:], standard).once().variants == comparison.variants[1:]
+    with style.style():
+        parts = {part.title: part for part in sections(comparison)}
+    patterns = parts["Contributions to each layer's input"]
+    assert {plot.title.split(":")[0] for plot in patterns.plots} == {standard, block}
+    (fold,) = (title for title in patterns.folded if title.startswith(rescaled))
+    assert {plot.title.split(":")[0] for plot in patterns.folded[fold]} == {rescaled}
+    (matrices,) = parts["Contributions of every sublayer"].plots
+    assert {ax.get_title("left") for ax in matrices.figure.axes} - {""} == {standard, block}

@@ -18,8 +18,10 @@ from attnres.figures import style
 from attnres.figures.plot import canvas
 from attnres.inspect.colours import source_colours
 from attnres.report import load_study
+from attnres.report.columns import COLUMNS
 from attnres.report.page import write_report
 from attnres.report.sections import comparison_of, sections
+from attnres.report.table import build_table
 from attnres.residuals import RESIDUALS, columns, make_residual, traits_of
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -78,7 +80,7 @@ def test_a_comparison_makes_a_whole_page(tmp_path):
     text = page_of(write_study(tmp_path, layers=3))
     for part in ("full ends below standard by", "Held-out loss", "Difference to standard over training", "Environment"):
         assert part in text
-    assert "block: weights of reads" in text and "full: weights of reads" in text
+    assert "block: weights of sources" in text and "full: weights of sources" in text
     assert text.count(">before attention</text>") == text.count(">before the MLP</text>") == 2
     # Losses, differences, weights, magnitudes, training by depth.
     assert text.count("<svg") == 2 + 2 + 2 + 3 + 1
@@ -121,7 +123,7 @@ def test_one_variant_alone_makes_a_page(tmp_path, stop):
     write_run(tmp_path, "full", stop=stop, layers=2)
     text = page_of(tmp_path)
     assert ("Only full was trained" in text) == (stop is None)
-    assert ("What each read is made of" in text) == (stop is None)
+    assert ("Contributions to each layer's input" in text) == (stop is None)
 
 
 @pytest.mark.long
@@ -135,7 +137,7 @@ def test_several_seeds_make_a_page(tmp_path):
 def test_a_backslash_in_a_label_stays_one(tmp_path):
     write_run(tmp_path, "standard", layers=2)
     write_run(tmp_path, "block", label=r"block\g<1>\1", layers=2)
-    assert r"block\g&lt;1&gt;\1: weights of reads" in page_of(tmp_path)
+    assert r"block\g&lt;1&gt;\1: weights of sources" in page_of(tmp_path)
 
 
 @pytest.mark.long
@@ -189,7 +191,7 @@ def test_the_configuration_tells_seeds_apart_and_the_environment_has_its_ends_in
 @pytest.mark.long
 def test_runs_without_routing_have_no_heatmap(tmp_path):
     text = page_of(write_study(tmp_path, ("standard", "rescaled")))
-    assert "What each read is made of" not in text
+    assert "Contributions to each layer's input" not in text
 
 
 @pytest.mark.long
@@ -326,3 +328,33 @@ def test_weights_are_those_of_the_mean_over_seeds(tmp_path):
     output = before_mlp.collections[0].get_array()[-len(other["sources"][-1]) :]
     both = np.array(other["weights"][-1])
     assert output.tolist() == pytest.approx(((both + both[::-1]) / 2).tolist(), abs=1e-5)
+
+
+def test_a_page_has_contents_and_a_command_for_the_explorer(tmp_path):
+    """Every link of the contents has its heading, and the headline's error stands beside the control's difference."""
+    folder = write_study(tmp_path / "runs", layers=2, steps=200)
+    text = page_of(folder)
+    links = re.findall(r'<a href="#([^"]+)">([^<]+)</a>', text)
+    assert [title for _, title in links] == re.findall(r'<h2 id="[^"]+">([^<]+)</h2>', text) and len(links) > 3
+    assert {name for name, _ in links} <= set(re.findall(r'\bid="([^"]+)"', text))
+    command = re.search(r"in the explorer: <code>(.*?)</code>", text)
+    assert command is not None
+    assert command[1].split() == [
+        "attnres",
+        "app",
+        *(str(folder / f"{one}-seed0") for one in ("block", "full")),
+        "--open",
+    ]
+    assert re.search(
+        r"standard by [0-9.]+ ± [0-9.]+ \(placebo control: [+−][0-9.]+\) nats", text.replace("&nbsp;", " ")
+    )
+
+
+def test_speed_is_withheld_until_every_run_has_finished(tmp_path):
+    for residual, stop in (("standard", None), ("block", 500)):
+        write_run(tmp_path, residual, stop=stop)
+    table = build_table(load_study(tmp_path))
+    assert any("withheld" in note and "block not finished" in note for note in table.notes)
+    columns = {column.name: column for column in COLUMNS}
+    for name in ("tokens_per_s", "step_time_ratio"):
+        assert columns[name].text(table.row("standard"), table) == "–"

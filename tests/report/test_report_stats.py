@@ -118,7 +118,7 @@ def test_other_held_out_windows_are_never_paired(tmp_path):
     assert any("No difference to standard for block: they differ in data.val_windows" in note for note in table.notes)
     text = verdict(study, table)
     assert text.startswith("No finished variant can be compared with standard: nothing can be said.")
-    assert "block stands beside standard without a verdict: they differ in data.val_windows." in text
+    assert "No verdict on block against standard: they differ in data.val_windows." in text
 
 
 def test_seeds_of_different_held_out_windows_are_not_averaged(tmp_path):
@@ -128,7 +128,7 @@ def test_seeds_of_different_held_out_windows_are_not_averaged(tmp_path):
     study, table = both(tmp_path)
     assert paired(study, "block", "standard") is None
     text = verdict(study, table)
-    assert "block stands beside standard without a verdict: they differ in data.val_windows." in text
+    assert "No verdict on block against standard: they differ in data.val_windows." in text
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_runs_under_other_conditions_are_never_paired(tmp_path, place, value):
     assert table.row("full").paired is not None
     text = verdict(study, table)
     assert text.startswith("full ends below standard by")
-    assert f"block stands beside standard without a verdict: they differ in {place}." in text
+    assert f"No verdict on block against standard: they differ in {place}." in text
     assert "block ends below" not in text
 
 
@@ -241,7 +241,7 @@ def test_the_verdict_names_winners_the_control_and_ties(tmp_path):
     text = verdict(*both(write_study(tmp_path)))
     assert text.startswith("full ends below standard by 0.1")
     assert ", block by 0.1" in text
-    assert "rescaled, the control, computes what standard computes: its" in text
+    assert "rescaled, the placebo control, is mathematically the same as standard: its" in text
     assert "rescaled is" not in text and "than rescaled" not in text
     assert "Over rescaled" not in text, "no gain is stated against what chance does"
 
@@ -251,7 +251,7 @@ def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
         write_run(tmp_path, residual, gain=gain)
     text = verdict(*both(tmp_path))
     assert text.startswith("full ends below standard by 0.2") and ", completep by 0.0" in text
-    assert "rescaled, the control, computes what standard computes" in text
+    assert "rescaled, the placebo control, is mathematically the same as standard" in text
     assert "completep, the control, computes" not in text
     assert "Over completep, the control, the gain is 0.1" in text
 
@@ -259,9 +259,9 @@ def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
 def test_what_chance_does_is_said_of_the_runs_that_have_a_partner(tmp_path):
     for residual, seed in (("standard", 0), ("rescaled", 0), ("rescaled", 1)):
         write_run(tmp_path, residual, seed)
-    assert "is what chance does to a run" in verdict(*both(tmp_path))
+    assert "is what chance alone does to a run" in verdict(*both(tmp_path))
     write_run(tmp_path, "standard", 1)
-    assert "is what chance does to the mean of 2 runs" in verdict(*both(tmp_path))
+    assert "is what chance alone does to the mean of 2 runs" in verdict(*both(tmp_path))
 
 
 def test_no_win_is_claimed_inside_the_error(tmp_path):
@@ -484,7 +484,7 @@ def test_without_an_interleaved_timing_the_ratio_says_so(tmp_path):
     _, table = both(tmp_path)
     assert table.row("full").step_ratio == pytest.approx(0.5 / 0.4)
     assert table.row("full").tokens_per_s == pytest.approx(2048 / 0.5)
-    assert any("Nothing was timed in turn" in note for note in table.notes)
+    assert any("steps were not interleaved" in note for note in table.notes)
 
 
 def test_the_footer_says_which_error_it_is(tmp_path):

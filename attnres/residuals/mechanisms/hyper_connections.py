@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.arithmetic import normed_product
+from attnres.ops.backend import Connection
+from attnres.ops.norms import normed_product
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams
@@ -87,7 +88,7 @@ class HyperConnections(TanhConnections, ParallelStreams):
     about = About(
         "H = A^T H + beta f(N(alpha^T H)), n streams",
         "alpha = onehot, A = I, beta = 1; dynamic part 0",
-        "8n + 2",
+        "2n + 1",
         "Zhu et al., arXiv 2409.19606",
     )
 
@@ -96,10 +97,20 @@ class HyperConnections(TanhConnections, ParallelStreams):
     ) -> None:
         super().__init__(num_sublayers, width, num_streams)
         self.make_parameters(num_streams, 1, width, dynamic=dynamic, eps=eps)
+        self.connection = Connection("tanh", eps=self.eps)
         self.traits = self.traits._replace(by_token=dynamic)
 
     def first_read(self, index: int, count: int) -> Tensor:
         return torch.eye(count)[:, index % count, None]
+
+    def connection_tables(self) -> tuple[Tensor, ...]:
+        statics = torch.cat([self.static_alpha, self.static_beta.unsqueeze(-1)], -1)
+        layers, n, columns = statics.shape
+        if not self.dynamic:
+            return torch.cat([statics, statics.new_zeros(layers, 1 + self.width, columns)], 1).unbind()
+        scales = torch.cat([self.alpha_scale.unsqueeze(-1).expand(-1, n + 1), self.beta_scale.unsqueeze(-1)], -1)
+        weights = self.gain.unsqueeze(-1) * torch.cat([self.alpha_weight, self.beta_weight], -1)
+        return torch.cat([statics, scales.unsqueeze(1), weights], 1).unbind()
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:

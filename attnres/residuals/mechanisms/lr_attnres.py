@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.arithmetic import normed_product, weighted_sum
+from attnres.ops.norms import normed_product
+from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Traits, outputs
 from attnres.residuals.mechanisms.weighting import EmbeddingKeyKind

@@ -1,18 +1,53 @@
 """Manifold-constrained Hyper-Connections and two variants: mHC-lite, and streams that are not mixed."""
 
-import itertools
 import math
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.residuals.arithmetic import normed_product, sinkhorn
+from attnres.ops.backend import Connection
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.streams import ParallelStreams
-from attnres.residuals.settings import positive, start_at, whole
+from attnres.residuals.mechanisms.streams import ParallelStreams, Streams
+from attnres.residuals.settings import one_of, positive, start_at, true_or_false, whole
+
+
+class Start(NamedTuple):
+    """How an implementation of mHC starts, and in which order its Sinkhorn runs.
+
+    Attributes:
+        weight: W is zero, normal with standard deviation 0.02, or Xavier-uniform.
+        statics: "preferred": of a read and a write 1 for stream l mod n, else -1, of A 0 on the diagonal, else -8;
+            "zero": all 0; "one": of a read 1 for stream l mod n, else 0, of a write 1, of A 1 on the diagonal, else 0.
+        scale: of the dynamic part.
+        read_eps: added to the shares of a read.
+        over_in: Sinkhorn's last step makes the shares of a new stream sum to one, else those of an old stream.
+        sinkhorn_eps: added to its first softmax and to every sum.
+        gated_head: the head reads sum_i (sigmoid(static + s N(vec H) W)_i + read_eps) H_i, learned, not the plain sum.
+    """
+
+    weight: Literal["zero", "normal", "xavier"]
+    statics: Literal["preferred", "zero", "one"]
+    scale: float = 0.01
+    read_eps: float = 0.0
+    over_in: bool = False
+    sinkhorn_eps: float = 0.0
+    gated_head: bool = False
+
+
+STARTS = {
+    "mhc_lite": Start("zero", "preferred"),
+    "lucidrains": Start("zero", "one"),
+    "liger": Start("normal", "zero", scale=1.0, sinkhorn_eps=1e-6),
+    "transformer_engine": Start("normal", "zero", over_in=True),
+    "megatron": Start("xavier", "zero", read_eps=1e-6, over_in=True, sinkhorn_eps=1e-6),
+    "hyper_connection_factory": Start("normal", "zero", 0.01, 1e-6, over_in=True, sinkhorn_eps=1e-6, gated_head=True),
+    "deepseek_v4": Start("normal", "zero", 1.0, 1e-6, over_in=True, sinkhorn_eps=1e-6, gated_head=True),
+}
+"""Setting `init`: docs/reference/mechanism_settings.md has the sources. None has W = 0 and equal statics: streams that
+start as copies of the embedding would then stay equal for good, since they have equal gradients."""
 
 
 class MHC(ParallelStreams):
@@ -21,6 +56,12 @@ class MHC(ParallelStreams):
         [P, B, R] = N(vec H) W                                      N: one RMSNorm of all n d numbers, with a gain
         p = sigmoid(static_read + s_p P),  b = 2 sigmoid(static_write + s_b B)
         A = sinkhorn(static_carry + s_r R): 20 times the columns of its exponential are normalised, then the rows
+
+    Settings: `init`, the start and the order of Sinkhorn of an implementation (`STARTS`), which a converted checkpoint
+    needs as it was trained; `single_pass`, Megatron's form, in which a read has the p that the sublayer before it made
+    (the first one reads stream 0), so that a write and the next read are one pass also without a kernel of ours;
+    `stream_scale`, a learned factor (n, d) on the copies of the embedding that starts at it plus U(-u, u) with
+    u = sqrt(6 / (n + d)) (arXiv 2606.03483, against streams that collapse into one).
 
     Start: W = 0, s = 0.01; static read and write -1, and 1 for stream l mod n; static carry 0 on the diagonal and -8
     beside it. So A is nearly I (.999 on the diagonal of n = 4), p is .73 for one stream and .27 for the others, b twice
@@ -36,16 +77,48 @@ class MHC(ParallelStreams):
     about = About(
         "H = A^T H + b f(N(p^T H)), n streams; A doubly stochastic (20 Sinkhorn steps), p = sigmoid, b = 2 sigmoid",
         "logits of p, b 1 for stream l mod n, else -1; of A 0 on the diagonal, else -8; dynamic part 0",
-        "8n + 2",
+        "2n + 1",
         "Xie et al., arXiv 2512.24880",
     )
     carries: ClassVar[bool] = True
     """Whether A is learned; else it is I."""
+    kind: ClassVar[Any] = "sinkhorn"
+    """Of the `Connection`."""
 
-    def __init__(self, num_sublayers: int, width: int, *, num_streams: int = 4, eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        num_sublayers: int,
+        width: int,
+        *,
+        num_streams: int = 4,
+        eps: float = 1e-6,
+        init: str = "mhc_lite",
+        single_pass: bool = False,
+        stream_scale: float | None = None,
+    ) -> None:
         super().__init__(num_sublayers, width, num_streams)
-        self.eps = positive("eps", eps)
+        start = self.first = STARTS[one_of("init", init, tuple(STARTS))]
+        self.connection = Connection(
+            self.kind,
+            eps=positive("eps", eps),
+            read_eps=start.read_eps,
+            over_in=start.over_in,
+            sinkhorn_eps=start.sinkhorn_eps,
+            late=true_or_false("single_pass", single_pass),
+        )
         n = num_streams
+        if stream_scale is not None and start.statics == "zero":
+            raise UserError(
+                f"stream_scale is {stream_scale} and init is '{init}', whose A starts at 1/n: the first write "
+                "would average the streams to copies; give init=mhc_lite, init=lucidrains or no stream_scale"
+            )
+        self.first_scale = None if stream_scale is None else positive("stream_scale", stream_scale)
+        scaled, gated = stream_scale is not None, start.gated_head and not single_pass
+        self.traits = self.traits._replace(linear=not scaled)
+        self.stream_scale = nn.Parameter(torch.empty(n, width)) if scaled else None
+        self.head_static = nn.Parameter(torch.empty(n)) if gated else None
+        self.head_scale = nn.Parameter(torch.empty(1)) if gated else None
+        self.head_weight = nn.Parameter(torch.empty(n * width, n)) if gated else None
         self.sizes = (n, n, self.carry_size()) if self.carries else (n, n)
         self.static_read = nn.Parameter(torch.empty(num_sublayers, n))
         self.static_write = nn.Parameter(torch.empty(num_sublayers, n))
@@ -64,32 +137,52 @@ class MHC(ParallelStreams):
         """Return the logits of a matrix A at the start."""
         return (8.0 * torch.eye(self.num_streams) - 8.0).flatten()
 
-    def carry(self, logits: Tensor) -> Tensor:
-        """Return A (..., n, n) for its logits (..., carry_size)."""
-        return sinkhorn(logits.unflatten(-1, (self.num_streams, self.num_streams)))
-
     def init_parameters(self) -> None:
-        preferred = torch.arange(self.num_sublayers) % self.num_streams
-        one_of_n = 2.0 * nn.functional.one_hot(preferred, self.num_streams) - 1.0
-        start_at(self.static_read, one_of_n)
-        start_at(self.static_write, one_of_n)
+        start, count = self.first, self.num_sublayers
+        one_hot = nn.functional.one_hot(torch.arange(count) % self.num_streams, self.num_streams).float()
+        read, write, carry = {
+            "preferred": (2.0 * one_hot - 1.0, 2.0 * one_hot - 1.0, self.first_carry()),
+            "zero": (torch.zeros_like(one_hot), torch.zeros_like(one_hot), torch.zeros(self.carry_size())),
+            "one": (one_hot, torch.ones_like(one_hot), torch.eye(self.num_streams).flatten()),
+        }[start.statics]
+        start_at(self.static_read, read)
+        start_at(self.static_write, write)
         if self.carries:
-            start_at(self.static_carry, self.first_carry().expand(self.num_sublayers, -1))
+            start_at(self.static_carry, carry.expand(count, -1))
         nn.init.ones_(self.gain)
-        nn.init.zeros_(self.weight)
-        nn.init.constant_(self.scale, 0.01)
+        nn.init.constant_(self.scale, start.scale)
+        first = {
+            "zero": nn.init.zeros_,
+            "normal": partial(nn.init.normal_, std=0.02),
+            "xavier": nn.init.xavier_uniform_,
+        }
+        for weight in self.weight:
+            first[start.weight](weight)
+        if self.head_static is not None and self.head_scale is not None and self.head_weight is not None:
+            nn.init.zeros_(self.head_static)
+            nn.init.constant_(self.head_scale, start.scale)
+            first[start.weight](self.head_weight)
+        if self.stream_scale is not None and self.first_scale is not None:
+            reach = math.sqrt(6.0 / (self.num_streams + self.width))
+            nn.init.uniform_(self.stream_scale, self.first_scale - reach, self.first_scale + reach)
 
-    def connections(self, streams: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        dtype = streams.dtype
-        weight = (self.gain[index].unsqueeze(-1) * self.weight[index]).to(dtype)
-        parts = normed_product(streams.flatten(-2), weight, self.eps).split(self.sizes, -1)
-        scales = self.scale[index].to(dtype).unbind()
-        statics = (self.static_read, self.static_write, *((self.static_carry,) if self.carries else ()))
-        logits = [s[index].to(dtype) + scale * part for s, scale, part in zip(statics, scales, parts, strict=True)]
-        alpha = logits[0].sigmoid().unsqueeze(-1)
-        if self.carries:
-            alpha = torch.cat([alpha, self.carry(logits[2])], -1)
-        return alpha, 2.0 * logits[1].sigmoid()
+    def start(self, embedding: Tensor) -> Streams:
+        state = super().start(embedding)
+        if self.stream_scale is None:
+            return state
+        return state._replace(streams=(state.streams * self.stream_scale).to(embedding.dtype))
+
+    def head(self) -> tuple[Connection, Tensor | None]:
+        if self.head_static is None or self.head_scale is None or self.head_weight is None:
+            return super().head()
+        rows = self.head_static.unsqueeze(0), self.head_scale.expand(1, self.num_streams), self.head_weight
+        return self.connection._replace(kind="gate"), torch.cat(rows)
+
+    def connection_tables(self) -> tuple[Tensor, ...]:
+        statics = torch.cat([self.static_read, self.static_write, *([self.static_carry] if self.carries else [])], -1)
+        scales = torch.cat([self.scale[:, i : i + 1].expand(-1, size) for i, size in enumerate(self.sizes)], -1)
+        weights = self.gain.unsqueeze(-1) * self.weight
+        return torch.cat([statics.unsqueeze(1), scales.unsqueeze(1), weights], 1).unbind()
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
@@ -121,6 +214,7 @@ class MHCLite(MHC):
         "8n + 2",
         "Yang and Gao, arXiv 2601.05732",
     )
+    kind = "permutations"
 
     def __init__(self, num_sublayers: int, width: int, *, num_streams: int = 4, eps: float = 1e-6) -> None:
         if whole("num_streams", num_streams) > MOST_STREAMS:
@@ -129,18 +223,12 @@ class MHCLite(MHC):
                 f"expected at most {MOST_STREAMS}, or choose mhc"
             )
         super().__init__(num_sublayers, width, num_streams=num_streams, eps=eps)
-        orders = torch.tensor(list(itertools.permutations(range(num_streams))), device="cpu")
-        self.permutations = F.one_hot(orders, num_streams).flatten(1).float()  # (n!, n^2), no parameter
 
     def carry_size(self) -> int:
         return math.factorial(self.num_streams)
 
     def first_carry(self) -> Tensor:
         return -8.0 * (torch.arange(self.carry_size()) > 0)
-
-    def carry(self, logits: Tensor) -> Tensor:
-        n = self.num_streams
-        return (logits.softmax(-1) @ self.permutations.to(logits)).unflatten(-1, (n, n))
 
 
 class IdentityHC(MHC):
@@ -152,5 +240,6 @@ class IdentityHC(MHC):
     """
 
     name = "identity_hc"
-    about = About("as mhc, A = I", "as mhc", "6n + 2", "ablation of Xie et al., arXiv 2512.24880")
+    about = About("as mhc, A = I", "as mhc", "2n + 1", "ablation of Xie et al., arXiv 2512.24880")
     carries = False
+    kind = "identity"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.arithmetic import normed_product
+from attnres.ops.norms import normed_product
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.settings import one_of, positive, start_at, whole

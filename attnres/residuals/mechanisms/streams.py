@@ -1,56 +1,77 @@
 """What mechanisms of several parallel streams share: the state, reads and writes, and what streams are made of."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnres.ops import compute_dtype, full_precision
+from attnres.ops import Norm, Plan
+from attnres.ops.backend import Call, Connection, why_not_connected
+from attnres.ops.dispatch import explain_connection
+from attnres.ops.streams import connect, split, write
 from attnres.residuals.base import Residual
+from attnres.residuals.program import BankReads
 from attnres.residuals.settings import whole
+from attnres.residuals.state import Slot
 from attnres.residuals.watch import NormLike, looking
 
 
 class Streams(NamedTuple):
-    """The n streams (..., n, d), and after a read how much of the coming output each receives: one tensor (..., n)."""
+    """The state: a write is made together with the read that follows it, which so has each stream in hand once.
+
+    Attributes:
+        streams: (..., n, d), without the pending write.
+        coefficients: of the last read, (..., C), as `ops.streams` has them: one tensor, or none before the first.
+        output: what the sublayer gave, (..., d), and is still to be written: one tensor, or none.
+        tables: of each sublayer, from which its coefficients are made.
+    """
 
     streams: Tensor
-    beta: tuple[Tensor, ...] = ()
+    coefficients: tuple[Tensor, ...] = ()
+    output: tuple[Tensor, ...] = ()
+    tables: tuple[Tensor, ...] = ()
+
+    @property
+    def written(self) -> Tensor:
+        """The streams after the pending write."""
+        return write(self.streams, *self.coefficients, *self.output) if self.output else self.streams
 
 
 class ParallelStreams(Residual):
-    """x = norm(alpha_0^T H),  H' = A^T H + beta (outer) f(x), over n streams H (n, d).
+    """x = norm(p^T H),  H' = A^T H + b (outer) f(x), over n streams H (n, d).
 
-    A subclass says [alpha_0, A] and beta of each sublayer by `connections`. The embedding is repeated to all streams at
-    the start; the head reads their sum.
+    A subclass says how `connection` makes [p, b, A] of each sublayer's table. The embedding is repeated to all streams
+    at the start; the head reads their sum.
     """
 
     watched_from_start = True
+    heeds_recompute = True
+    """A read keeps the streams that it makes, which the next one needs, and little else."""
+    connection: Connection
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether a device's kernels make its reads."""
+        call = Call((), torch.float32, streams=self.num_streams, form=self.connection)
+        return bool(self.connection_tables()) and why_not_connected(call) is None
 
     def __init__(self, num_sublayers: int, width: int, num_streams: int) -> None:
         super().__init__(num_sublayers, width)
         self.num_streams = whole("num_streams", num_streams)
         self._made_of: dict[int, Tensor] = {}
 
-    def connections(self, streams: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """Return what sublayer `index` reads and writes.
+    def connection_tables(self) -> tuple[Tensor, ...]:
+        """Return the table of each sublayer, (G + 1 + K, M) as `ops.streams` has it; none where reads are a subclass's
+        own."""
+        return ()
 
-        Args:
-            streams: (..., n, d) in the compute dtype, as are the results.
-
-        Returns:
-            [alpha_0, A], (n, n+1): column 0 is the share of each stream in the read, column j+1 that in the new stream
-            j; or alpha_0 alone, (n, 1), where A is the identity. beta, (n,): the share of the output for each stream.
-            Both may have the tokens' axes before these.
-        """
-        raise NotImplementedError
-
-    def merged(self, streams: Tensor) -> Tensor:
-        """Return what the head reads of n streams (..., n, d)."""
-        return streams.sum(-2)
+    def head(self) -> tuple[Connection, Tensor | None]:
+        """Return how the head reads the streams, and its table."""
+        return self.connection._replace(kind="sum"), None
 
     def handed_on(self, state: Streams) -> Tensor:
-        return self.merged(state.streams) / self.num_streams
+        return self.hidden_state(state) / self.num_streams
 
     def forget(self) -> None:
         self._made_of = {}
@@ -58,40 +79,74 @@ class ParallelStreams(Residual):
     def start(self, embedding: Tensor) -> Streams:
         shape = (*embedding.shape[:-1], self.num_streams)
         self._made_of = {0: embedding.new_ones(*shape, 1)} if self.watched else {}
-        return Streams(embedding.unsqueeze(-2).expand(*shape, self.width))
+        return Streams(embedding.unsqueeze(-2).expand(*shape, self.width), tables=self.connection_tables())
 
     def read(self, state: Streams, index: int, norm: NormLike) -> tuple[Tensor, Streams]:
-        streams = state.streams.to(compute_dtype(state.streams.dtype))
-        with full_precision(streams):
-            alpha, beta = self.connections(streams, index)
-            mixed = (alpha.transpose(-1, -2) @ streams).to(state.streams.dtype)
-            beta = beta.to(state.streams.dtype)
-        weights = self._follow(index, alpha, beta) if self.watched else None
-        h, carried = mixed, state.streams
-        if alpha.shape[-1] > 1:
-            h, carried = mixed.split((1, self.num_streams), -2)
-        return self.normed(h.squeeze(-2), index, norm, weights), Streams(carried, (beta,))
+        streams, x, coefficients = self._connect(state, index, state.tables[index], self.connection, norm)
+        assert coefficients is not None
+        return x, Streams(streams, (coefficients,), (), state.tables)
 
-    def _follow(self, index: int, alpha: Tensor, beta: Tensor) -> Tensor:
+    def _connect(
+        self, state: Streams, index: int, table: Tensor | None, form: Connection, norm: NormLike
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return what `connect` does, for those who watch too."""
+        earlier = state.coefficients[0] if state.coefficients else None
+        output = state.output[0] if state.output else None
+        fused = norm if isinstance(norm, Norm) and not self.watched else None
+        streams, x, made = connect(state.streams, table, form, earlier=earlier, output=output, norm=fused)
+        if fused is not None:
+            return streams, x, made
+        weights = self._follow(index, form, earlier, made) if self.watched else None
+        return streams, self.normed(x, index, norm, weights), made
+
+    def _follow(self, index: int, form: Connection, earlier: Tensor | None, made: Tensor | None) -> Tensor | None:
         """Return what read `index` is made of, (tokens, index + 1), and keep what the streams (..., n, outputs) will be
         sums of after its write. Kept beside the state and by index: looking changes no state, and a layer that runs
         again finds what it found."""
+        n = self.num_streams
         with looking(self):
-            outputs = self._made_of[index].to(alpha)
-            mixed = alpha.transpose(-1, -2) @ outputs
-            kept = mixed[..., 1:, :] if alpha.shape[-1] > 1 else outputs
-            newest = beta.to(alpha).unsqueeze(-1).expand(*kept.shape[:-1], 1)
-            self._made_of[index + 1] = torch.cat([kept, newest], -1)
-            return mixed[..., 0, :].reshape(-1, index + 1)
+            outputs = self._made_of[index]
+            shares = earlier if form.late else made
+            if shares is None:
+                shares = torch.eye(1, n, device=outputs.device)[0] if form.late else outputs.new_ones(n)
+            outputs = outputs.to(shares)
+            if made is not None and form.kind != "gate":
+                _, b, carry = split(made.to(shares), n)
+                after = outputs if carry is None else carry.transpose(-1, -2) @ outputs
+                self._made_of[index + 1] = torch.cat([after, b.unsqueeze(-1)], -1)
+            return (shares[..., None, :n] @ outputs).reshape(-1, index + 1) if self.traits.linear else None
 
     def write(self, state: Streams, index: int, output: Tensor) -> Streams:
-        (beta,) = state.beta  # a write follows its read
-        return Streams(torch.addcmul(state.streams, beta.unsqueeze(-1), output.unsqueeze(-2)))
+        return state._replace(output=(output,))
 
     def hidden_state(self, state: Streams) -> Tensor:
-        return self.merged(state.streams)
+        return state.written.sum(-2)
 
     def finish(self, state: Streams, norm: NormLike) -> Tensor:
-        last = self.num_sublayers
-        weights = self.merged(self._made_of[last]).reshape(-1, last + 1) if self.watched else None
-        return self.normed(self.merged(state.streams), last, norm, weights)
+        form, table = self.head()
+        return self._connect(state, self.num_sublayers, table, form, norm)[1]
+
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        streams = Slot(f"streams {index}", False, (self.num_streams,))
+        return (streams, Slot(f"shares {index}", False)) if self.connection.late else (streams,)
+
+    def pack(self, state: Streams, index: int) -> tuple[Tensor, ...]:
+        if not self.connection.late:
+            return (state.written,)
+        n = self.num_streams
+        first = torch.eye(1, n).to(state.streams)[0].expand(state.streams.shape[:-1])
+        shares = state.coefficients[0][..., :n] if state.coefficients else first
+        return state.written, torch.nn.functional.pad(shares, (0, self.width - n)).to(state.streams.dtype)
+
+    def unpack(self, tensors: Sequence[Tensor], index: int) -> Streams:
+        streams, *shares = tensors
+        shares = tuple(one[..., : self.num_streams].contiguous() for one in shares)
+        return Streams(streams, shares, (), self.connection_tables())
+
+    def bank_reads(self) -> BankReads | str:
+        return f"residual '{self.name}' mixes streams, not sources"
+
+    def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
+        if not self.connection_tables():
+            return Plan("eager", "one pass", (f"residual '{self.name}' is made in plain torch",))
+        return explain_connection(embedding, self.connection, self.num_streams)

@@ -6,11 +6,13 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.arithmetic import normed_product, sinkhorn
+from attnres.ops.backend import Connection
+from attnres.ops.norms import normed_product
+from attnres.ops.streams import sinkhorn
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams, Streams
 from attnres.residuals.settings import positive, start_at, whole
-from attnres.residuals.watch import NormLike
+from attnres.residuals.watch import NormLike, looking
 
 
 class XHC(ParallelStreams):
@@ -47,6 +49,10 @@ class XHC(ParallelStreams):
         "arXiv 2607.14530, without its convolution over tokens",
         "claimed at 10 and 18 B MoE (one run each), most of it by the convolution; not measured by us",
     )
+
+    heeds_recompute = False
+    connection = Connection("identity")
+    """Of the write: its read mixes the streams itself."""
 
     def __init__(
         self,
@@ -97,8 +103,8 @@ class XHC(ParallelStreams):
         return torch.cat([chosen, best], -1), gate
 
     def read(self, state: Streams, index: int, norm: NormLike) -> tuple[Tensor, Streams]:
-        dtype, k = state.streams.dtype, self.active
-        streams = state.streams.to(compute_dtype(dtype))
+        written, dtype, k = state.written, state.streams.dtype, self.active
+        streams = written.to(compute_dtype(dtype))
         with full_precision(streams):
             places, gate = self.route(streams, index)
             scales = self.scale[index].to(streams.dtype).unbind()
@@ -107,24 +113,26 @@ class XHC(ParallelStreams):
             h = (alpha @ streams).squeeze(-2).to(dtype)
             rows = places.unsqueeze(-1).expand(*places.shape, self.width)
             some = streams.gather(-2, rows)
-            written, carried = normed_product(
+            shares_of_active, carried = normed_product(
                 some.flatten(-2), self.active_weight[index].to(streams.dtype), self.eps
             ).split((k, k * k), -1)
-            beta = 2.0 * gate * (self.static_write[index].to(streams.dtype) + scales[1] * written).sigmoid()
+            beta = 2.0 * gate * (self.static_write[index].to(streams.dtype) + scales[1] * shares_of_active).sigmoid()
             carry = self.static_carry[index].to(streams.dtype) + scales[2] * carried.unflatten(-1, (k, k))
             carry = sinkhorn(carry.mT).mT  # columns last: rows sum to one nearly, and are not to pass it
             carry = carry / carry.sum(-1, keepdim=True).clamp_min(1.0)
-            mixed = state.streams.scatter(-2, rows, (carry @ some).to(dtype))
+            mixed = written.scatter(-2, rows, (carry @ some).to(dtype))
             shares = torch.zeros_like(alpha.squeeze(-2)).scatter(-1, places, beta)  # nothing for the other streams
         weights = None
         if self.watched:
-            n = self.num_streams
-            columns = torch.eye(n, device=alpha.device, dtype=alpha.dtype).expand(*places.shape[:-1], n, n)
-            to = places.unsqueeze(-1).expand(*places.shape, n)
-            inside = torch.zeros_like(columns[..., :k, :]).scatter(-1, places.unsqueeze(-2).expand_as(carry), carry)
-            columns = columns.scatter(-2, to, inside).transpose(-1, -2)
-            weights = self._follow(index, torch.cat([alpha.transpose(-1, -2), columns], -1), shares)
-        return self.normed(h, index, norm, weights), Streams(mixed, (shares.to(dtype),))
+            with looking(self):
+                n = self.num_streams
+                rest = torch.eye(n, device=alpha.device, dtype=alpha.dtype).expand(*places.shape[:-1], n, n)
+                inside = torch.zeros_like(rest[..., :k, :]).scatter(-1, places.unsqueeze(-2).expand_as(carry), carry)
+                whole = rest.scatter(-2, places.unsqueeze(-1).expand_as(inside), inside)  # A of all streams
+                made = torch.cat([alpha.squeeze(-2), shares, whole.mT.flatten(-2)], -1)
+                weights = self._follow(index, self.connection, None, made)
+        coefficients = torch.cat([alpha.squeeze(-2), shares], -1)
+        return self.normed(h, index, norm, weights), Streams(mixed, (coefficients,))
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:

@@ -81,13 +81,13 @@ def test_a_write_leaves_the_other_streams_to_the_bit_and_streams_part():
     network, residual = Network(*SHAPES[0]), make_residual("xhc", 8, 16).double()
     state = residual.start(network.embedding)
     for index in range(8):
-        before = state.streams
+        before = state.written
         places, _ = residual.route(before, index)
         x, state = residual.read(state, index, lambda h: network.norm(index, h))  # noqa: B023
         state = residual.write(state, index, network.f(index, x))
-        same = (state.streams == before).all(-1)
+        same = (state.written == before).all(-1)
         assert same.sum(-1).eq(12).all() and not same.gather(-1, places).any()
-    assert state.streams.std(-2).max() > 0.1
+    assert state.written.std(-2).max() > 0.1
     assert residual.router.shape == (8, 256, 16) and residual.active_weight.shape == (8, 64, 20)
 
 

@@ -1,0 +1,247 @@
+"""Parallel streams between two sublayers: the write of one and the read of the next, as one operation `connect`.
+
+    H_j <- sum_i A_ij H_i + b_j f                  the write of sublayer l-1, with the A and b that its read chose
+    [p, b, A] = coefficients of N(H) W             those of sublayer l
+    x = norm(sum_i p_i H_i)                        the read of sublayer l
+
+A read so needs each stream once: n vectors in, n out, and the output and x. The device's kernels make it in one launch
+(dispatch.py chooses), forward and backward; plain torch makes it of many operations, which autograd differentiates.
+
+Coefficients of a token lie in one row, [p (n), b (n), A (n, n)], A as [in, out]. What they are made of is one table for
+each sublayer, (G + 1 + K, M): G rows of statics, a row of scales, the K rows of W.
+
+| kind | logits of | G, K, M | p, b, A |
+|---|---|---|---|
+| sum | | | p = 1 |
+| gate | N(vec H) W | 1, n d, n | p = sigmoid + read_eps |
+| identity | N(vec H) W | 1, n d, 2n | b = 2 sigmoid too; A = I |
+| sinkhorn | N(vec H) W | 1, n d, 2n + n^2 | A = sinkhorn too |
+| permutations | N(vec H) W | 1, n d, 2n + n! | A = sum_k softmax_k P_k over the permutations too |
+| tanh | N(H_i) W of each stream | n, d, n + 2 | p_i, A_i., b_i = static_i + scale tanh(N(H_i) W) |
+"""
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnres.ops import plain
+from attnres.ops.backend import Backend, Connect, ConnectGradInputs, Connection
+from attnres.ops.dispatch import connection_backend
+from attnres.ops.norms import Norm, normed_product
+from attnres.ops.precision import compute_dtype, full_precision
+
+
+def connect(
+    streams: Tensor,
+    table: Tensor | None,
+    form: Connection,
+    *,
+    earlier: Tensor | None = None,
+    output: Tensor | None = None,
+    norm: Norm | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Write a sublayer's output to the streams, if one is pending, and make the read of the next sublayer.
+
+    Args:
+        streams: (..., n, d), without the pending write.
+        table: of this sublayer, see above; None for kind "sum".
+        form: how coefficients are made of it.
+        earlier: coefficients (..., C) of the sublayer before. output: what it gave, (..., d), to be written.
+        norm: that consumes the read; None returns the read itself, in the streams' dtype.
+
+    Returns:
+        The streams (..., n, d) after the write; the read (..., d); its coefficients (..., C), None for kind "sum".
+    """
+    inputs = Connect(streams, earlier, output, table, norm, form)
+    if not torch.compiler.is_compiling() and not plain.is_needed():
+        backend = connection_backend(inputs)
+        if backend is not None:
+            given = None if norm is None else norm._replace(weight=None, bias=None)
+            weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+            made, x, coefficients = _Connect.apply(backend, form, given, streams, earlier, output, table, weight, bias)
+            return made, x, None if table is None else coefficients
+    with full_precision(streams):
+        return _connect(inputs)
+
+
+def _connect(c: Connect) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what `connect` does, of operations that autograd itself differentiates."""
+    dtype, n = c.streams.dtype, c.streams.shape[-2]
+    streams = c.streams if c.output is None else write(c.streams, c.earlier, c.output)
+    values = streams.to(compute_dtype(dtype))
+    made = None if c.table is None else coefficients(values, c.table, c.form)
+    if c.form.late:
+        p = torch.eye(1, n, device=values.device)[0] if c.earlier is None else c.earlier
+    else:
+        p = values.new_ones(n) if made is None else made
+    h = (p[..., None, :n].to(values.dtype) @ values).squeeze(-2).to(dtype)
+    x = h if c.norm is None else plain.apply(h.to(values.dtype), c.norm).to(c.norm.out_dtype or dtype)
+    return streams, x, made
+
+
+def write(streams: Tensor, earlier: Tensor | None, output: Tensor) -> Tensor:
+    """Return A^T H + b (outer) f of streams (..., n, d), rounded once, to their dtype."""
+    assert earlier is not None  # a write follows its read
+    n, values = streams.shape[-2], streams.to(compute_dtype(streams.dtype))
+    _, b, carry = split(earlier, n)
+    with full_precision(streams):
+        if carry is not None:
+            values = carry.transpose(-1, -2) @ values
+        return torch.addcmul(values, b.unsqueeze(-1), output.to(values.dtype).unsqueeze(-2)).to(streams.dtype)
+
+
+def split(coefficients: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return p (..., n), b (..., n) and A (..., n, n), None where it is I, of the coefficients of n streams."""
+    p, b, carry = coefficients.tensor_split((n, 2 * n), -1)
+    return p, b, carry.unflatten(-1, (n, n)) if carry.shape[-1] else None
+
+
+def coefficients(streams: Tensor, table: Tensor, form: Connection) -> Tensor:
+    """Return the coefficients (..., C) of streams (..., n, d), which are in the compute dtype, as the result is."""
+    n, table = streams.shape[-2], table.to(streams.dtype)
+    if form.kind == "tanh":
+        statics, scale, weight = table[:n], table[n], table[n + 1 :]
+        rows = statics + scale * normed_product(streams, weight, form.eps).tanh()  # (..., n, n + 2)
+        return torch.cat([rows[..., 0], rows[..., -1], rows[..., 1:-1].flatten(-2)], -1)
+    logits = table[0] + table[1] * normed_product(streams.flatten(-2), table[2:], form.eps)
+    p = logits[..., :n].sigmoid() + form.read_eps
+    if form.kind == "gate":
+        return p
+    b, rest = 2.0 * logits[..., n : 2 * n].sigmoid(), logits[..., 2 * n :]
+    if form.kind == "identity":
+        return torch.cat([p, b], -1)
+    if form.kind == "permutations":
+        carry = rest.softmax(-1) @ permutations(n).to(rest)
+    else:
+        carry = sinkhorn(rest.unflatten(-1, (n, n)), form.steps, over_in=form.over_in, eps=form.sinkhorn_eps).flatten(
+            -2
+        )
+    return torch.cat([p, b, carry], -1)
+
+
+@functools.cache
+def permutations(n: int) -> Tensor:
+    """Return the matrices of all permutations of n, (n!, n^2), the identity first."""
+    with torch.inference_mode(False):
+        orders = torch.tensor(list(itertools.permutations(range(n))), device="cpu")
+        return F.one_hot(orders, n).flatten(1).float()
+
+
+class _Connect(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        backend: Backend,
+        form: Connection,
+        norm: Norm | None,
+        streams: Tensor,
+        earlier: Tensor | None,
+        output: Tensor | None,
+        table: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        norm = None if norm is None else norm._replace(weight=weight, bias=bias)
+        made, x, coefficients, products = backend.connect(Connect(streams, earlier, output, table, norm, form))
+        ctx.save_for_backward(streams, earlier, output, table, weight, bias, made, coefficients, products)
+        ctx.backend, ctx.form, ctx.norm = backend, form, norm and norm._replace(weight=None, bias=None)
+        nothing = x.new_empty(0)  # an input is handed on as a new output, so that its later gradient comes here
+        handed_on = made if output is not None else streams.detach()
+        return nothing if handed_on is None else handed_on, x, nothing.clone() if coefficients is None else coefficients
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plain.refuse_second_derivative()
+        streams, earlier, output, table, weight, bias, made, coefficients, products = ctx.saved_tensors
+        dmade, dx, dcoefficients = grads
+        if dx is None:
+            dx = streams.new_zeros(streams[..., 0, :].shape)
+        norm = None if ctx.norm is None else ctx.norm._replace(weight=weight, bias=bias)
+        inputs = Connect(streams, earlier, output, table, norm, ctx.form)
+        given = ConnectGradInputs(inputs, made, coefficients, products, dx, dmade, dcoefficients)
+        return (None, None, None, *ctx.backend.connect_backward(given))
+
+
+def sinkhorn(logits: Tensor, steps: int = 20, *, over_in: bool = False, eps: float = 0.0) -> Tensor:
+    """Normalise the columns of exp(logits), then its rows, `steps` times.
+
+    The first step is made on logarithms, for logits of any size; after it every row and column holds an entry of at
+    least 1/n^2, and the other steps are made on vectors, with the same result to rounding and in less time than on
+    matrices of logarithms. An entry of all matrices lies together, (n, n, B), so that a step is a few long operations
+    and no product of small matrices: half of the time on a CPU. Backward goes through all steps.
+
+    Args:
+        logits: (..., n, n), columns last.
+        steps: at least 1; each is one normalisation of the columns and one of the rows.
+        over_in: rows first, then columns: columns sum to one, rows nearly. Of A [in, out] the sums over the old streams
+            are then exact, those of a new stream's shares.
+        eps: added to the first softmax and to every sum after it.
+
+    Returns:
+        (..., n, n) in the dtype of `logits`: rows sum to one, columns nearly.
+
+    Source: Sinkhorn and Knopp 1967, as Xie et al., arXiv 2512.24880, use it.
+
+    >>> matrix = sinkhorn(torch.tensor([[2.0, 0.0], [0.0, 2.0]]))
+    >>> matrix.sum(0), matrix.sum(1)
+    (tensor([1., 1.]), tensor([1., 1.]))
+    """
+    if over_in:
+        return sinkhorn(logits.transpose(-1, -2), steps, eps=eps).transpose(-1, -2)
+    if eps:
+        matrix = logits.softmax(-2) + eps
+        for axis in [-1, *[-2, -1] * (steps - 1)]:
+            matrix = matrix / (matrix.sum(axis, keepdim=True) + eps)
+        return matrix
+    n = logits.shape[-1]
+    apart = logits.reshape(-1, n, n).permute(1, 2, 0).contiguous()
+    apart = apart - apart.logsumexp(0, keepdim=True)
+    matrix = (apart - apart.logsumexp(1, keepdim=True)).exp()
+    if steps > 1:
+        matrix = _balanced(matrix, steps - 1)[0] if plain.is_needed() else _Steps.apply(matrix, steps - 1)
+    return matrix.permute(2, 0, 1).reshape(logits.shape)
+
+
+def _balanced(matrix: Tensor, steps: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return diag(u) K diag(v) of matrices K (n, n, B), and all u and v (n, B) on the way; see `_Steps`."""
+    us, vs = [torch.ones_like(matrix[0])], []
+    for _ in range(steps):
+        vs.append((matrix * us[-1].unsqueeze(1)).sum(0).reciprocal())
+        us.append((matrix * vs[-1]).sum(1).reciprocal())
+    return matrix * us[-1].unsqueeze(1) * vs[-1], us, vs
+
+
+class _Steps(torch.autograd.Function):
+    """diag(u) K diag(v) of matrices K (n, n, B) after `steps` times v = 1 / K^T u, u = 1 / K v, from u = 1."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, steps: int) -> Tensor:
+        balanced, us, vs = _balanced(matrix, steps)
+        ctx.save_for_backward(matrix, torch.stack(us), torch.stack(vs))
+        return balanced
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        plain.refuse_second_derivative()
+        matrix, us, vs = ctx.saved_tensors  # (n, n, B), (steps + 1, n, B), (steps, n, B)
+        steps, product = len(vs), grads[0] * matrix
+        du, dv = (product * vs[-1]).sum(1), (product * us[-1].unsqueeze(1)).sum(0)
+        squares_u, squares_v = us.square().neg(), vs.square().neg()  # d(1/x) = -1/x^2 dx
+        of_rows, of_columns = [], []
+        for step in reversed(range(steps)):
+            of_rows.append(squares_u[step + 1] * du)
+            back = (matrix * of_rows[-1].unsqueeze(1)).sum(0)
+            of_columns.append(squares_v[step] * (back + dv if step == steps - 1 else back))
+            du = (matrix * of_columns[-1]).sum(1)
+        last = grads[0] * us[-1].unsqueeze(1) * vs[-1]
+        return last + _outer(torch.stack(of_rows[::-1]), vs) + _outer(us[:-1], torch.stack(of_columns[::-1])), None
+
+
+def _outer(rows: Tensor, columns: Tensor) -> Tensor:
+    """Sum over steps the outer products of (steps, n, B): (n, n, B)."""
+    return (rows.unsqueeze(2) * columns.unsqueeze(1)).sum(0)
