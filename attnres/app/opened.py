@@ -159,6 +159,14 @@ class Opened(Measured):
         """Return the bytes that differ between two models."""
         return json.dumps(self.checkpoint.fields, sort_keys=True).encode() + self.checkpoint.weights.digest()
 
+    @property
+    def code(self) -> str:
+        """The Python that opens it."""
+        found = self.checkpoint
+        return (
+            f"attnres.load({found.name!r})" if found.kind != "plain" else f"attnres.convert({found.name!r}, 'standard')"
+        )
+
     @cached_property
     def details(self) -> str:
         """What the model is, in a few words."""
@@ -225,6 +233,10 @@ class Given(Opened):
     @property
     def residual_name(self) -> str:
         return self.residual.name
+
+    @property
+    def code(self) -> str:
+        return f"...  # {self.name}, as it was given to attnres.explore"
 
     def forget(self) -> None:
         with self.cache.lock:
