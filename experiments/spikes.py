@@ -33,13 +33,13 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from attnres.data.build import Prepared
-from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.head import next_token_losses
 from attnres.inspect.edits import Ablate, intervene
 from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
 from attnres.inspect.recording import record
 from attnres.models.open import open_checkpoint
+from attnres.ops.dispatch import pick_device
 from attnres.report.runs import Run, load_study
 from attnres.stats import plain, standard_error
 from attnres.training.config import DataConfig

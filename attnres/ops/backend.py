@@ -250,8 +250,7 @@ class ConnectGradInputs(NamedTuple):
 
 
 class Backend(Protocol):
-    """A module that makes depth reads, and with kernels those of parallel streams. It computes in at least fp32, under
-    autocast too.
+    """A module that makes depth reads. It computes in at least fp32, under autocast too.
 
     Vectors have any shape (..., d), one for all of a call, where the records say (T, d), and so have its results.
     """
@@ -265,6 +264,10 @@ class Backend(Protocol):
     def merge_backward(self, m: MergeGradInputs) -> MergeGrads: ...
 
     def mix(self, sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+
+class ConnectingBackend(Backend, Protocol):
+    """A backend that connects parallel streams too; where it does not, plain torch does."""
 
     def connect(self, c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]: ...
 

@@ -9,7 +9,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from attnres.ops.backend import (
     Backend,
     Call,
     Connect,
+    ConnectingBackend,
     Connection,
     Kernels,
     in_two_phases,
@@ -154,7 +155,7 @@ _CHOSEN: dict[Any, Backend] = {}
 plain torch is slower than it need be, it is asked each time, for that is said."""
 
 
-def connection_backend(c: Connect) -> Backend | None:
+def connection_backend(c: Connect) -> ConnectingBackend | None:
     """Return the backend whose kernel connects these parallel streams, None for plain torch.
 
     Raises:
@@ -172,7 +173,7 @@ def connection_backend(c: Connect) -> Backend | None:
         streams=c.streams.shape[-2],
         form=c.form,
     )
-    return None if backend is eager else backend
+    return cast(ConnectingBackend, backend) if hasattr(backend, "connect") else None
 
 
 def explain_connection(stream: Tensor, form: Connection, streams: int) -> Plan:

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnres.ops import plain
-from attnres.ops.backend import Backend, Connect, ConnectGradInputs, Connection
+from attnres.ops.backend import Connect, ConnectGradInputs, ConnectingBackend, Connection
 from attnres.ops.dispatch import connection_backend
 from attnres.ops.norms import Norm, normed_product
 from attnres.ops.precision import compute_dtype, full_precision
@@ -135,7 +135,7 @@ class _Connect(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        backend: Backend,
+        backend: ConnectingBackend,
         form: Connection,
         norm: Norm | None,
         streams: Tensor,

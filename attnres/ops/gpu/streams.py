@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attnres.ops.backend import Connect, ConnectGradInputs
-from attnres.ops.gpu.launch import Empty, Launch, cdiv, new_empty, planned, power_of_two, rows
+from attnres.ops.gpu.launch import Launch, cdiv, power_of_two, rows
+from attnres.ops.gpu.replay import Empty, new_empty, planned
 from attnres.ops.gpu.streams_kernels import connect_sums, connect_tokens, connect_tokens_backward
 from attnres.ops.norms import norm_kind
 from attnres.ops.sharded import settled

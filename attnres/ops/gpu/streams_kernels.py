@@ -257,7 +257,7 @@ def connect_tokens(
                 _put(kept, t * kept_stride + j * kept_apart, columns, live, new, D)
         tl.debug_barrier()
     at = tl.arange(0, MP)
-    G: tl.constexpr = N if KIND == TANH else 1
+    G: tl.constexpr = N if KIND == TANH else 1  # ty: ignore[invalid-assignment]
     if M > 0:
         scales = tl.load(table + G * M + at, mask=at < M, other=0.0)
         for g in tl.static_range(G):
@@ -364,7 +364,7 @@ def connect_tokens_backward(
     """
     t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     live = t < tokens
-    G: tl.constexpr = N if KIND == TANH else 1
+    G: tl.constexpr = N if KIND == TANH else 1  # ty: ignore[invalid-assignment]
     mine = shares + tl.program_id(0).to(tl.int64) * ((G + 1) * M + 2 * D)
     i = tl.arange(0, NP)
     at = tl.arange(0, MP)
@@ -608,7 +608,7 @@ def connect_sums(
     BLOCK: tl.constexpr,
 ):
     """Sums over tokens: BLOCK rows of the weights' gradient, or, of the last programs, BLOCK columns of the shares."""
-    K: tl.constexpr = N * D // G if M > 0 else 0
+    K: tl.constexpr = N * D // G if M > 0 else 0  # ty: ignore[invalid-assignment]
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     if program < blocks:
