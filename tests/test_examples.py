@@ -110,10 +110,10 @@ def test_look_inside(tmp_path: Path) -> None:
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     install, start, *tasks = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     names: dict[str, Any] = {}
-    assert install.startswith("%pip install") and "runs/demo/block-seed0" in start
+    assert install.startswith("%pip install") and 'open_checkpoint("example")' in start
     outputs = [bool(cell["outputs"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert outputs == [False, False] + [True] * 7  # docs/run_notebook.py writes them
-    shown(start.replace("runs/demo/block-seed0", str(tmp_path)), names)
+    shown(start.replace('"example"', repr(str(tmp_path))), names)
     for task in tasks:
         assert len([line for line in task.splitlines() if line]) <= 3
         value: Any = shown(task, names)
