@@ -90,11 +90,13 @@ VARIANTS: Variants = {
     "block (6 blocks)": ("block", {"num_blocks": 6}),
     "block (4 blocks)": ("block", {"num_blocks": 4}),
     "full": ("full", {}),
+    "mhc": ("mhc", {}),
+    "hyper_connections": ("hyper_connections", {}),
     "naive block (8 blocks)": ("naive_block", {"num_blocks": 8}),
     "naive full": ("naive_full", {}),
 }
 BASES = ("plain", "standard")
-ON_SMALL = tuple(label for label in VARIANTS if label != "block (4 blocks)")
+ON_SMALL = tuple(label for label in VARIANTS if label not in ("block (4 blocks)", "mhc", "hyper_connections"))
 ON_LARGE = ("plain", "standard", "block (8 blocks)", "full", "naive block (8 blocks)")
 """Of these, for the first size and for all others."""
 

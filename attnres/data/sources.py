@@ -59,6 +59,9 @@ class Document(str):
         document.name = name
         return document
 
+    def __getnewargs__(self) -> tuple[str, str]:
+        return str(self), self.name  # for processes that tokenise
+
 
 @dataclass(frozen=True)
 class TextSource:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from attnres.errors import UserError, unknown
 from attnres.files import user_path
-from attnres.ops.dispatch import KERNELS
 from attnres.text import run_name
 from attnres.training.config import (
     DataConfig,
@@ -268,6 +267,8 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     mechanism = residual_class(config.model.residual, config.model.residual_file)
     check_settings(mechanism.name, merged_settings(config.model))
     optim, finetune = config.optim, config.finetune
+    from attnres.ops.dispatch import KERNELS
+
     if config.device.split(":")[0] not in ("auto", *KERNELS):
         raise unknown("device", config.device, ("auto", *KERNELS))
     _check_bounds(dict(leaves(to_dict(config))))

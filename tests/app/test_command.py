@@ -50,14 +50,12 @@ def test_addresses_that_cannot_be(refused, folders, port):
     assert "--host of this machine" in refused(folders["block"], "--port", port, "--host", "192.0.2.1")
 
 
-def test_models_that_cannot_be_shown(refused, folders, tmp_path, port, monkeypatch):
+def test_models_that_cannot_be_shown(refused, folders, tmp_path, port):
     assert "holds no model" in refused(tmp_path, "--port", port)
     assert "does not exist" in refused(tmp_path / "none", "--port", port)
     assert "one, or two" in refused("a", "b", "c", "--port", port)
     assert "does not exist" in refused(folders["block"], "--corpus", tmp_path / "none", "--port", port)
     assert "deepnorm" in refused(folders["deepnorm"], "--port", port)
-    monkeypatch.chdir(tmp_path)
-    assert "make demo" in refused("--port", port)
 
 
 def test_no_server(refused, folders, port, monkeypatch):

@@ -19,7 +19,7 @@ SPILLED = {
     "4 sources, 7 reads, fp32, held, backward": 84,
     "4 sources, 7 reads, fp32, held, forward": 8,
 }
-"""Bytes a thread, as docs/explanation/kernels.md has them."""
+"""Bytes a thread, as docs/explanation/kernels_checked.md has them."""
 
 # Each kernel at the widest width that must not spill; benchmarks/sm90.py compiles the others.
 SCRIPT = """

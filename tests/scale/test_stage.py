@@ -166,7 +166,7 @@ def test_planted_faults_are_seen(monkeypatch, place, name, fault, said):
 
         monkeypatch.setattr(StageModule, "_take_apart", take_apart)
     monkeypatch.setattr(place, name, fault)
-    with pytest.raises((AssertionError, TypeError), match=said):
+    with pytest.raises((AssertionError, TypeError, UserError), match=said):
         missing, error = cut_and_whole("block", (0, 2, 2, 1), block_size=3)
         assert not missing and error < 1e-10
 

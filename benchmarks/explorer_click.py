@@ -1,6 +1,6 @@
 """What the explorer's server does for a click on a token of a deep model, now and at an earlier commit, interleaved.
 
-    python benchmarks/click.py 06aad10                 # of before numbers were drawn in the browser
+    python benchmarks/explorer_click.py 06aad10                 # of before numbers were drawn in the browser
 
 The model is a Qwen2 of 28 layers of width 128 with random weights, converted to Full: 57 reads, 1,653 edges. Both pages
 read the same text; rounds alternate, each a click on a token whose figures were not kept. Times are the processes' own,
@@ -130,7 +130,7 @@ def main() -> None:
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", old], check=True)
     result = {
-        "command": shlex.join(["python", "benchmarks/click.py", *sys.argv[1:]]),
+        "command": shlex.join(["python", "benchmarks/explorer_click.py", *sys.argv[1:]]),
         "environment": describe(torch.device("cpu"), "fp32"),
         "model": f"Qwen2 of random weights converted to full: {LAYERS} layers of width {WIDTH}, {TOKENS} tokens",
         "click_s": {name: median(row[name]["s"] for row in clicks) for name in servers},
