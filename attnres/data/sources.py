@@ -59,8 +59,8 @@ class Document(str):
         document.name = name
         return document
 
-    def __getnewargs__(self) -> tuple[str, str]:
-        return str(self), self.name  # for processes that tokenise
+    def __reduce__(self) -> tuple[type["Document"], tuple[str, str]]:
+        return Document, (str(self), self.name)  # for processes that tokenise
 
 
 @dataclass(frozen=True)

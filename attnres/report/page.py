@@ -82,11 +82,14 @@ def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: 
 
 def _linked(sections: list[str]) -> list[str]:
     """Return sections with a list of links to their headings above them, where there are several."""
-    names = [unescape(re.search(r"<h2>(.*?)</h2>", text)[1]) for text in sections]  # ty: ignore[not-subscriptable]
-    if len(sections) < 3:
+    names = [unescape(found[1]) for text in sections if (found := re.search(r"<h2>(.*?)</h2>", text))]
+    if len(names) < 3:
         return sections
     links = "".join(f'<li><a href="#{anchor(name)}">{escape(name)}</a></li>' for name in names)
-    parts = [text.replace("<h2>", f'<h2 id="{anchor(name)}">', 1) for name, text in zip(names, sections, strict=True)]
+    parts = [
+        re.sub(r"<h2>(.*?)</h2>", lambda found: f'<h2 id="{anchor(unescape(found[1]))}">{found[1]}</h2>', text, count=1)
+        for text in sections
+    ]
     return [f'<nav aria-label="Contents"><ol>{links}</ol></nav>', *parts]
 
 

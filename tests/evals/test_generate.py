@@ -267,7 +267,7 @@ def test_two_models_are_timed_in_turn(speakers):
     assert speeds.tokens == 6
     assert speeds.quartiles[0] <= speeds.ratio <= speeds.quartiles[1]
     assert speeds.medians[0] > 0
-    assert "3 rounds of 6 tokens in turn, CPU" in speeds.line()
+    assert f"3 rounds of 6 tokens in turn, {speeds.device}" in speeds.line()
     with pytest.raises(UserError, match="timing needs two tokens or more"):
         beside(watched, PROMPT, 1)
 

@@ -21,6 +21,7 @@ from attnres.comparison.plan import CompareConfig, make_plan
 from attnres.errors import Interrupted, UserError
 from attnres.files import write_json
 from attnres.flags import config_file
+from attnres.ops.dispatch import KERNELS
 from attnres.reading import read_json
 from attnres.stats import Recipe, plain
 from attnres.training import from_dict, train
@@ -689,7 +690,8 @@ def test_flops_are_six_for_each_weight_and_attention():
 
 @pytest.mark.parametrize("there", [True, False])
 def test_an_estimate_is_of_the_device_that_the_runs_will_have(there, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    row = KERNELS["cuda"]._replace(devices=lambda: [torch.device("cuda", 0)] if there else [])
+    monkeypatch.setitem(KERNELS, "cuda", row)
     asked = {name: from_dict({**PRESETS["micro"].train, "device": name}) for name in ("auto", "cpu", "cuda:1")}
     assert {name: on_gpu(config) for name, config in asked.items()} == {"auto": there, "cpu": False, "cuda:1": True}
 
