@@ -61,7 +61,7 @@ setup: .venv/ready
 	@touch $@
 
 demo: .venv/demo
-	$(BIN)/attnres compare --steps 60 --val-every 20 --depth-every 20 --out runs/demo
+	$(BIN)/attnres compare --steps 40 --val-every 10 --depth-every 20 --val-windows 32 --timing-s 0 --out runs/demo
 	@echo "open runs/demo/report.html in a browser"
 
 ARGS ?= --list
@@ -90,7 +90,7 @@ test-all: .venv/ready build/integrations/ready
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "open build/site/index.html in a browser"
+	@echo "open build/site/index.html in a browser; to search it: python3 -m http.server --directory build/site"
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/step.py

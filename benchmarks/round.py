@@ -260,7 +260,7 @@ class Training:
             yield about | {"passed_over": str(error)}
             return
         batch, length = (2, 16) if place.tiny else (64, 512)
-        size = qwen3(*((16, 2, 2, 32) if place.tiny else self.size))
+        size = qwen3(*((64, 4, 2, 32) if place.tiny else self.size))
         tokens = len(open_tokens(text))
         steps = self.epochs * tokens / (batch * length)
         if self.tokens_a_parameter is not None:
@@ -334,7 +334,7 @@ LADDER = {
 TABLE = (
     *("standard", "block:num_blocks=8", "full", "static_mix", "full:weights=sigmoid", "full:key_norm=false"),
     *("block:num_blocks=8,heads=4", "full:window=8", "full:query=input", "mhc", "denseformer", "muddformer"),
-    *("muddformer:prepost_norm=false", "dca", "inkling2", "block:num_blocks=8,block_sum=rms", "full:keys=sliced"),
+    *("muddformer:prepost_norm=false", "dca", "inkling2", "block:num_blocks=8,block_sum=rms", "full:keys=sliced:64"),
 )
 """Table 4 and the rivals. A rule that is not there yet, or not under this name, is passed over with a row."""
 

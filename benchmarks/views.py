@@ -32,7 +32,7 @@ def views(page: Page) -> Iterator[Image.Image]:
     page.wait_for_selector("#tray .chip")
     yield picture(page)
     page.click("[data-undo=all]")
-    page.click("[data-tab=patch]")
+    page.click("[role=tab][data-tab=patch]")
     page.wait_for_selector("#other")
     page.fill("#other", page.evaluate("view.text.replace('count', 'total')"))
     page.click("[data-patch]")

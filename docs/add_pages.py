@@ -13,6 +13,7 @@ from html import unescape
 from pathlib import Path
 from unittest import mock
 
+import griffe
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from attnres.cli import COMMANDS, main  # noqa: E402
 
-PAGES = {"contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
+PAGES = {"contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md", "security.md": "SECURITY.md"}
 PACKAGES = ["", "ops", "residuals", "models", "data", "training", "evals", "inspect", "figures", "report"]
 PACKAGES += ["comparison"]
 NOTEBOOK = Path("tutorials/look_inside.ipynb")
@@ -43,6 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages; links of README's neighbours to docs/ become links within the site."""
     for page, source in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8").replace("](docs/", "](")
+        for neighbour, file in PAGES.items():
+            text = text.replace(f"]({file}", f"]({neighbour}")
         files.append(File.generated(config, page, content=text))
     for name in PACKAGES:
         package = f"attnres.{name}" if name else "attnres"
@@ -65,6 +68,21 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     formula = r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
     display = {"span": "inline", "div": "block"}
     return re.sub(formula, lambda m: convert(unescape(m[2]), display=display[m[1]]), html, flags=re.DOTALL)
+
+
+class Examples(griffe.Extension):
+    """Make a block of code of the examples in docstrings, which Markdown would take for quotations (mkdocs.yml)."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
+        """Fence each paragraph of a docstring that begins with >>>."""
+        if obj.docstring is not None:
+            example = re.compile(r"^( *)(>>> (?:.+\n?)+)", flags=re.MULTILINE)
+            obj.docstring.value = example.sub(_fenced, obj.docstring.value)
+
+
+def _fenced(example: re.Match[str]) -> str:
+    lines = re.sub(r" +# doctest: \+\w+$", "", example[0].rstrip(), flags=re.MULTILINE)
+    return f"{example[1]}```pycon\n{lines}\n{example[1]}```\n"
 
 
 def api(package: str) -> str:

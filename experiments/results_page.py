@@ -4,6 +4,7 @@ python experiments/results_page.py
 """
 
 import json
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +22,12 @@ BENCHMARKS = ROOT / "benchmarks" / "results"
 PUBLISHED = -0.020, -0.026
 """Block at the end of training, 194 to 528 M parameters (arXiv 2603.15031, Table 2)."""
 BANDS = (6e6, 14e6), (14e6, 24e6), (24e6, 34e6), (34e6, 42e6)
-"""Tokens of the 42 M runs, of which the factor is averaged: after warm-up, until the end that "
-"standard never reaches."""
+"""Tokens of the 42 M runs, of which the factor is averaged: after warm-up, until the loss that the standard model never
+reaches."""
+AT_42M = 41.9e6
+"""Parameters of the trained model of 12 layers of width 512, with 8,192 words."""
+STEP_GPU = "12 layers of width 512, 32,768 words, 16 x 1,024 tokens"
+"""The model and batch whose steps were timed on a GPU: 54 M parameters with its embedding."""
 PAGES = {
     "early": "early",
     "budgets": "how long it lasts",
@@ -60,11 +65,12 @@ def cell(effect: Effect) -> str:
 
 
 def words(effect: Effect, published: tuple[float, ...] = ()) -> str:
-    """What the interval excludes."""
-    said = "excludes 0" if effect.excludes() else "includes 0"
+    """What the interval excludes: 0, and the published gains."""
+    said = ("lower" if effect.difference < 0 else "higher") + ": excludes 0" if effect.excludes() else "includes 0"
     if published:
         apart = all(effect.excludes(one) for one in published)
-        said += f", {'excludes' if apart else 'includes'} the published effect"
+        than = "larger than" if effect.difference < min(published) else "smaller than"
+        said += f"; {than if apart else 'includes'} the paper's gain"
     return said
 
 
@@ -142,6 +148,11 @@ def timed(name: str, size: str, dtype: str) -> dict:
     return sizes[size][dtype]["variants"]["block (8 blocks)"]
 
 
+def compiled() -> dict:
+    """Block's compiled step on a GPU, as the last timing has it."""
+    return json.loads((BENCHMARKS / "busy_100m_compiled_cuda.json").read_text("utf-8"))["variants"]["block (8 blocks)"]
+
+
 def ratio(timed: dict) -> str:
     """A ratio to the plain model's time with its quartiles."""
     low, high = timed["ratio_quartiles"]
@@ -151,24 +162,32 @@ def ratio(timed: dict) -> str:
 def evidence() -> list[str]:
     """README's table of evidence: differences in loss, and tokens saved where whole schedules or curves give them."""
     nano = [*finals("lasting_seeds"), *finals("lasting_runs")]
-    (*_, first), (*_, last) = saved_at_42m()[0], saved_at_42m()[-1]
-    budgets = {size: [saved for _, saved, far, _ in saved_by_budget(size) if not far] for size in PARAMETERS}
     tuned = Recipe(fine_tuned()).effect("block-num_blocks4", "standard")
-    saved = {size: f"{min(found):.2f} to {max(found):.2f}, growing with the budget" for size, found in budgets.items()}
+    bands, saved = saved_at_42m(), dict[str, str]()
+    for size in PARAMETERS:
+        found = [(per, fewer) for per, fewer, far, _ in saved_by_budget(size) if not far]
+        lowest, highest = min(found), max(found)
+        saved[size] = (
+            f"{lowest[1]:.2f} to {highest[1]:.2f} (1 pair; {lowest[0]:.1f} to {highest[0]:.1f} tokens a parameter)"
+        )
+    at42 = (
+        f"{min(x for *_, x in bands):.2f} to {max(x for *_, x in bands):.2f} (2 pairs; "
+        f"{bands[0][0] * 1e6 / AT_42M:.1f} to {bands[-1][1] * 1e6 / AT_42M:.1f} tokens a parameter)"
+    )
     rows = [
         (
             "194 M to 528 M ([paper](https://arxiv.org/abs/2603.15031))",
             "39 B to 119 B",
             "1 each",
             "−0.020 to −0.026",
-            "1.25",
+            "1.25 (by a fit; about 200 tokens a parameter)",
         ),
         (
             "42 M",
             "49 M",
             "2",
             cell(Recipe(finals("one_gpu")).effect("block", "standard")),
-            f"{first:.2f} to {last:.2f}",
+            at42,
         ),
         ("2.9 M", "10 M", "3", cell(Recipe(nano).effect("block", "standard")), saved["nano"]),
         ("0.9 M", "4 M", "6", cell(Recipe(micro()).effect("block", "standard")), saved["micro"]),
@@ -185,16 +204,20 @@ def cost() -> list[str]:
         return json.loads((BENCHMARKS / name).read_text("utf-8"))
 
     cpu, small, graphs = read("step_cpu_plain.json"), read("step_cpu_nano.json"), read("decode_graphs_cuda.json")
-    gpu, compiled = (read(f"step_100m{name}_cuda.json")["sizes"]["100m"]["bf16"] for name in ("", "_compiled"))
+    gpu = read("step_100m_cuda.json")["sizes"]["100m"]["bf16"]
     block = "block (8 blocks)"
     rows = [
         ("training step, 12 layers of width 256", cpu["fp32"]["device"], cpu["fp32"]["variants"][block]),
-        ("training step, 2.9 M parameters", "the same", small["sizes"]["nano"]["fp32"]["variants"][block]),
-        ("**training step, 42 M parameters**", f"one {gpu['device']}", gpu["variants"][block]),
-        ("the same, compiled", "the same", compiled["variants"][block]),
-        ("prefill of 8,192 tokens, 0.6 B", "the same", graphs["prefill"]["8192"]["block"]),
-        ("decoding, 0.6 B, CUDA graphs", "the same", graphs["decode"]["1"]["block"]),
-        ("decoding, 2.9 M parameters", cpu["fp32"]["device"], read("decode_nano_fp32.json")["decode"]["1"]["block"]),
+        (
+            "training step, 12 layers of width 128, 4 x 128 tokens",
+            "the same",
+            small["sizes"]["nano"]["fp32"]["variants"][block],
+        ),
+        (f"**training step, {STEP_GPU}**", f"one {gpu['device']}", gpu["variants"][block]),
+        ("the same, compiled", "the same", compiled()),
+        ("prefill of 8,192 tokens, 0.6 B parameters", "the same", graphs["prefill"]["8192"]["block"]),
+        ("decoding one text, 0.6 B, CUDA graphs", "the same", graphs["decode"]["1"]["block"]),
+        ("decoding one text, 2.9 M", cpu["fp32"]["device"], read("decode_nano_fp32.json")["decode"]["1"]["block"]),
     ]
     head = ["| what | on | time |", "|---|---|---|"]
     return head + [f"| {what} | {device} | {ratio(timed)} |" for what, device, timed in rows]
@@ -203,7 +226,7 @@ def cost() -> list[str]:
 def marked(path: Path) -> str:
     """README or the guide with today's tables between its marks."""
     bands, text = saved_at_42m(), path.read_text("utf-8")
-    today = who([factor for *_, factor in bands], bands, saved_by_budget("nano")[-2])
+    today = who(bands, saved_by_budget("nano")[-2])
     for name, lines in (("who", today), ("evidence", evidence()), ("settings", settings()), ("cost", cost())):
         if f"<!-- {name}: " not in text:
             continue
@@ -246,23 +269,34 @@ def settings() -> list[str]:
     asked += [(f"`{name}`, beside the standard residual", name, "standard") for name in rules]
     effects = judged([recipe.effect(name, other) for _, name, other in asked], [False] * len(asked))
     lines = [f"| {row[0]} | {cell(effect)} | {words(effect)} |" for row, effect in zip(asked, effects, strict=True)]
-    return ["| beside | difference | the interval |", "|---|---|---|", *lines]
+    return ["| rule or setting, beside | difference | the interval |", "|---|---|---|", *lines]
 
 
-def who(factors: list[float], bands: list[tuple[float, float, float]], last: tuple) -> list[str]:
+def who(bands: list[tuple[float, float, float]], last: tuple) -> list[str]:
     """Who should use it, and who should not, today: the lines above everything, of the guide as well."""
     tuned = Recipe(fine_tuned()).effect("block-num_blocks4", "standard")
-    cpu, gpu = timed("step_cpu_nano.json", "nano", "fp32"), timed("step_100m_cuda.json", "100m", "bf16")
-    return [
-        "**Use it today** if you train from scratch and tokens are what you lack: `block` with its defaults needed",
-        f"{min(factors):.2f} to {max(factors):.2f} times fewer from {bands[0][0]:.0f} to {bands[-1][1]:.0f} M tokens "
-        f"at 42 M parameters, and {last[1]:.2f} times fewer at {last[0]:.0f} tokens",
-        f"a parameter at 2.9 M (one pair); if you train on a CPU (a step costs {ratio(cpu)} times); or if you study "
-        "what layers read.",
-        f"**Do not use it today** if time on a GPU is what you lack (a step costs {ratio(gpu)} times at 42 M,",
-        f"more than the tokens saved); to improve a finished model ({cell(tuned)} nats); or on the word of",
-        "this page above 42 M parameters, where nothing was trained here.",
-    ]
+    cpu, gpu = (
+        timed("step_cpu_nano.json", "nano", "fp32")["ratio"],
+        timed("step_100m_cuda.json", "100m", "bf16")["ratio"],
+    )
+    factors = [factor for *_, factor in bands]
+    reached = bands[-1][1] * 1e6 / AT_42M
+    return paragraphs(
+        "**Use it today** if you train from scratch and data, not time, is scarce. At 42 M parameters `block` with its "
+        f"defaults reached the same loss with {min(factors):.2f} to {max(factors):.2f} times fewer "
+        f"tokens (two pairs of "
+        f"runs, up to {reached:.1f} tokens a parameter, Muon), at 2.9 M with {last[1]:.2f} times fewer (one pair, "
+        f"{last[0]:.0f} tokens a parameter). Or if you train on a CPU, where a step takes at most {cpu:.2f} times as "
+        "long; or to study what layers read.",
+        f"**Do not use it today** if time on a GPU is scarce: a step took {gpu:.2f} times as long "
+        f"on one H200, more than "
+        f"{max(factors):.2f} saves; nor to improve a finished model ({cell(tuned)} nats a token).",
+    )
+
+
+def paragraphs(*texts: str) -> list[str]:
+    """Return the lines of paragraphs, broken between words."""
+    return [line for text in texts for line in textwrap.wrap(text, 200, break_long_words=False, break_on_hyphens=False)]
 
 
 def page() -> str:
@@ -270,106 +304,123 @@ def page() -> str:
     small, runs42 = micro(), finals("one_gpu")
     recipe = Recipe(small)
     bands, budgets = saved_at_42m(), {size: saved_by_budget(size) for size in PARAMETERS}
-    factors = [factor for *_, factor in bands]
     nano = [*finals("lasting_seeds"), *finals("lasting_runs")]
     studies = "docs/data/studies/micro/{rivals,ablations,noise}/runs.csv, docs/data/processors_micro.csv"
     file42 = "docs/data/one_gpu/curves.csv"
+    nanos = "docs/data/lasting_{seeds,runs}/curves.csv"
     first = [
-        question("Is the loss lower at the end? 0.9 M", small, studies, ("block", "standard"), PUBLISHED),
-        question(
-            "the same, 2.9 M", nano, "docs/data/lasting_{seeds,runs}/curves.csv", ("block", "standard"), PUBLISHED
-        ),
-        question("the same, 42 M, rates untuned", runs42, file42, ("block", "standard"), PUBLISHED),
+        question("Block, 0.9 M parameters, 4.5 tokens each", small, studies, ("block", "standard"), PUBLISHED),
+        question("Block, 2.9 M, 3.5 tokens each", nano, nanos, ("block", "standard"), PUBLISHED),
+        question("Block, 42 M, 1.2 tokens each, rates untuned", runs42, file42, ("block", "standard"), PUBLISHED),
         question("Full beside Block, 0.9 M", small, studies, ("full", "block")),
-        question("Full beside weights that no token changes (static mix)", small, studies, ("full", "static_mix")),
-        question("Block beside mHC (18 % more parameters)", small, studies, ("block", "mhc")),
-        question("the control beside the standard residual", small, studies, ("rescaled", "standard")),
+        question(
+            "Full beside weights that no token changes (`static_mix`), 0.9 M", small, studies, ("full", "static_mix")
+        ),
+        question("Block beside mHC, which has 18 % more parameters, 0.9 M", small, studies, ("block", "mhc")),
+        question("`rescaled`, the placebo control, 0.9 M", small, studies, ("rescaled", "standard")),
     ]
-    at42 = ", ".join(f"{x:.2f}" for *_, x in bands)
-    steps = {
-        "42 M": timed("step_100m_cuda.json", "100m", "bf16")["ratio"],
-        "2.9 M": timed("step_cpu_nano.json", "nano", "fp32")["ratio"],
-    }
+    of_flops, of_time = more_flops_at_42m(), timed("step_100m_cuda.json", "100m", "bf16")["ratio"]
     cells = [
         "42 M",
-        f"{bands[0][0]:.0f} to {bands[-1][1]:.0f} M tokens",
-        at42,
-        ", ".join(f"{x / more_flops_at_42m():.2f}" for *_, x in bands),
-        ", ".join(f"{x / steps['42 M']:.2f}" for *_, x in bands) + " (H200)",
+        ", ".join(f"{(low + high) / 2 * 1e6 / AT_42M:.1f}" for low, high, _ in bands),
+        "2",
+        ", ".join(f"{x:.2f}" for *_, x in bands),
+        ", ".join(f"{x / of_flops:.2f}" for *_, x in bands),
+        ", ".join(f"{x / of_time:.2f}" for *_, x in bands),
         f"`{file42}`",
     ]
     tokens = [f"| {' | '.join(cells)} |"]
-    for size, found in budgets.items():
-        budget = ", ".join(f"{per:.1f}" for per, *_ in found)
-        fewer = ", ".join(f"{x:.2f}{' (by a fit)' * far}" for _, x, far, _ in found)
-        less = ", ".join(f"{work:.2f}" for *_, work in found)
-        file = f"docs/data/studies/{size}/budgets/runs.csv"
-        of_time = steps.get(PARAMETERS[size], float("nan"))
-        clock = ", ".join(f"{x / of_time:.2f}" for _, x, *_ in found) + " (CPU)" if of_time > 0 else "–"
-        cells = [PARAMETERS[size], f"{budget} tokens a parameter", fewer, less, clock, f"`{file}`"]
+    for size, found in reversed(budgets.items()):
+        cells = [
+            PARAMETERS[size],
+            ", ".join(f"{per:.1f}" for per, *_ in found),
+            "1",
+            ", ".join(f"{x:.2f}{' (by a fit)' * far}" for _, x, far, _ in found),
+            ", ".join(f"{work:.2f}" for *_, work in found),
+            "–",
+            f"`docs/data/studies/{size}/budgets/runs.csv`",
+        ]
         tokens.append(f"| {' | '.join(cells)} |")
     tuned = Recipe(fine_tuned())
-    retrofit = [
-        (what, tuned.effect(name, "standard"))
-        for what, name in (
-            ("exact conversion (block), 500 steps", "block-num_blocks4"),
-            ("the cumulative layout, 500 steps and still falling", "cumulative-block_size1"),
-        )
-    ]
+    exact, other = (tuned.effect(name, "standard") for name in ("block-num_blocks4", "cumulative-block_size1"))
     newest_a, newest_m, first_a, first_m = inside()
-    last = budgets["nano"][-2]
-    gpu, compiled = (step(f"step_100m{name}_cuda.json", "100m", "bf16") for name in ("", "_compiled"))
     power = json.loads((DATA / "power_micro.json").read_text("utf-8"))["results"]["own standard deviations"]
     wrong = list(power["false positives"].values())
     lines = [
         "# Should I use Attention Residuals?",
         "",
-        *who(factors, bands, last),
+        *who(bands, budgets["nano"][-2]),
+        *paragraphs(
+            "**Settings**: `block` with its defaults: 8 blocks, queries at zero, queries and key "
+            "gains at 0.1 times the "
+            "model's learning rate and without weight decay ([why](../explanation/query_rate.md)). "
+            "Everything else as in "
+            "the plain model.",
+            "**Not measured here**: anything above 42 M parameters; above 3 M, more than 1.2 tokens "
+            "a parameter; the time "
+            "of a step at 0.6 B or on several GPUs; the best rates at 42 M. Others report at 20 "
+            "tokens a parameter Block "
+            "−0.021 to −0.034 at 0.5 B, Full −0.013 to −0.041 at 38 to 304 M, steps of 1.09 to 1.14 times; the paper "
+            "−0.020 to −0.026 at 194 to 528 M; one run each ([others](others.md)).",
+        ),
         "",
-        "Written by `python experiments/results_page.py` from the files named; losses in nats per "
-        "held-out token, 95 % intervals.",
+        *paragraphs(
+            "**Is the held-out loss lower at the end?** The rule minus the standard residual, "
+            "unless another is named, in "
+            "nats a token: lower is better. 95 % intervals. `python experiments/results_page.py` "
+            "writes this page from the "
+            "files named; the [glossary](../reference/glossary.md) has the words."
+        ),
         "",
-        "| question | difference | from | the interval | file |",
+        "| what | difference | runs | the interval | file |",
         "|---|---|---|---|---|",
         *first,
         "",
-        "**Tokens saved at equal loss** (does it fade? in nats at 42 M yes, in tokens no). At 42 M read "
-        "inside one schedule, a lower",
-        "bound, two pairs; below it one pair a size of whole schedules. Compute: the extra FLOPs paid; time: by the "
-        "ratio of a step below.",
+        *paragraphs(
+            "**How many times fewer tokens does Block need for the same loss?** Intervals are not "
+            "known. At 42 M from two "
+            "pairs of training curves, where the standard model is read later in the same schedule, "
+            "at a lower rate: the "
+            "true factor is probably larger. Below from one pair of models a size, each budget with "
+            "its own decay. Compute "
+            "counts Block's extra FLOPs, time the ratio of a step: under 1, Block takes longer."
+        ),
         "",
-        "| size | at | tokens, times fewer | compute, times less | time, times less | file |",
-        "|---|---|---|---|---|---|",
+        "| size | tokens a parameter | pairs | tokens, times fewer | compute | time, H200 | file |",
+        "|---|---|---|---|---|---|---|",
         *tokens,
         "",
-        "**What a step costs**, beside the plain model, quartiles in brackets: "
-        f"{step('step_cpu_nano.json', 'nano', 'fp32')} in fp32; {gpu}; compiled {compiled}",
-        "(`benchmarks/results/step_{cpu_nano,100m_cuda,100m_compiled_cuda}.json`). Where that exceeds "
-        "the tokens saved, the clock loses.",
+        *paragraphs(
+            "**What does it cost?** A training step takes, with the plain Transformers model's as 1 and quartiles in "
+            f"brackets, {ratio(timed('step_cpu_nano.json', 'nano', 'fp32'))} on a CPU (12 layers of width 128, 4 x 128 "
+            f"tokens, fp32) and {ratio(timed('step_100m_cuda.json', '100m', 'bf16'))} on an H200 ({STEP_GPU}, bf16), "
+            f"{ratio(compiled())} compiled. Memory, prefill, decoding: [cost](cost.md)."
+        ),
         "",
-        "**What to set, other rules** (0.9 M; looked at together, by Holm; files as in the first table)",
+        "**Other settings and rules** at 0.9 M, 2 or 3 runs each, judged together (Holm); files as in the first table.",
         "",
         *settings(),
         "",
-        "**Retrofit** of a trained 2.9 M model (`docs/data/finetune_layouts/curves.csv`): "
-        + "; ".join(f"{what} {cell(effect)}" for what, effect in retrofit)
-        + ".",
-        f"**Inside** (42 M, `docs/data/one_gpu/reads.csv`): the newest source has {newest_a:.1f} "
-        f"(attention) and {newest_m:.1f} (MLP) "
-        f"times an even share of the weight, the embedding {first_a:.2f} and {first_m:.2f}.",
+        *paragraphs(
+            f"**A finished model** of 2.9 M, converted and trained on for 1 M tokens, 3 runs: Block {cell(exact)}; the "
+            f"cumulative layout, another function at the start, {cell(other)} and still falling "
+            "(`docs/data/finetune_layouts/curves.csv`).",
+            f"**Inside** (42 M, `docs/data/one_gpu/reads.csv`): the newest source has {newest_a:.1f} (attention) and "
+            f"{newest_m:.1f} (MLP) times the weight that equal weights would give it, the embedding {first_a:.2f} and "
+            f"{first_m:.2f}.",
+        ),
         "",
         f"**Studies**: {' · '.join(f'[{text}]({name}.md)' for name, text in PAGES.items())} · [all claims](claims.md).",
-        "**What nobody knows**: a step's cost at 0.6 B; tokens saved above 42 M, or above 3 M at more "
-        "than 1.2 tokens a parameter; the best",
-        "rates at 42 M; published gains at 194 to 528 M (−0.020 to −0.026) are of one run each.",
-        f"**The rule**: loss = mechanism + seed over all runs of a recipe (0.9 M: {len(small)} runs, "
-        f"sigma {recipe.sigma:.4f}, "
-        f"{recipe.degrees} degrees), Student's t,",
-        "Welch where variances differ, small ones drawn up to the others'. The first table was asked beforehand, at "
-        "5 % each: of simulated studies without "
-        f"a difference {min(wrong):.2f} to {max(wrong):.2f} exclude 0; Holm's",
-        f"list errs somewhere in {power['any false positive of the others, by Holm']:.2f}: read it as a hint "
-        "(`docs/data/power_micro.json`).",
+        *paragraphs(
+            "**The rule**: least squares of loss = rule + seed over all runs of a recipe; Student's t, Welch where "
+            f"variances differ. 0.9 M: {len(small)} runs, residual deviation {recipe.sigma:.4f} with {recipe.degrees} "
+            f"degrees of freedom; 42 M: {len(runs42)} runs, {Recipe(runs42).degrees} degree. In "
+            f"simulated studies without "
+            f"a difference questions of the first table exclude 0 in {min(wrong):.2f} to "
+            f"{max(wrong):.2f} of cases, any "
+            f"row of the second in {power['any false positive of the others, by Holm']:.2f} ([method](noise.md), "
+            "`docs/data/power_micro.json`)."
+        ),
     ]
     return "\n".join(lines) + "\n"
 

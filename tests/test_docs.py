@@ -1,5 +1,6 @@
 """README and docs: their Python runs, their links lead somewhere, the files they name exist."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,18 @@ def test_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     named = set(re.findall(rf"(?<![\w./-])((?:{PLACES})/[\w./-]*\w/?)(?![*{{\[]|\w)", text))
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
+def test_torchrun_starts_as_many_processes_as_the_layout_has() -> None:
+    """README's line is for two, which any machine has; tests/scale runs such layouts."""
+    processes = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.finditer(r"torchrun --nproc-per-node (\d+) -m attnres (train [^`#\n]*)", text):
+            sizes = re.findall(r"--(?:dp|shard|pp|tp|cp) (\d+)", line[2])
+            processes.append(int(line[1]))
+            assert math.prod(map(int, sizes)) == processes[-1], f"{page.name}: {line[0]}"
+    assert processes[0] == 2 and len(processes) > 4
 
 
 def test_the_version_is_one() -> None:

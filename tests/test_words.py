@@ -56,7 +56,7 @@ def test_docstrings_comments_and_strings_do_too():
 
 def test_a_long_command_says_at_once_what_it_does(monkeypatch, capsys):
     """Before it imports what takes seconds, and only to somebody who waits at a terminal."""
-    assert set(LONG) < set(COMMANDS)
+    assert set(LONG) <= set(COMMANDS)
     for command in set(LONG) & set(OWN_FILE):
         tree = ast.parse((PACKAGE / "commands" / f"{command}.py").read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]

@@ -72,7 +72,7 @@ def serve(
     browser: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
-    """Serve the explorer of one or two models until Ctrl-C; without any, of the demo's.
+    """Serve the explorer of one or two models until Ctrl-C; without any, of the demo's or the package's own.
 
     Args:
         corpus: what can be searched: stdlib, a file or folder, hub:NAME; its `column` where it has several.

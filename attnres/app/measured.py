@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from attnres.app.reading import Cache, Encoder, Reading, Report
 from attnres.app.state import Cut
 from attnres.inspect.attention import TokenAttention, token_attention
-from attnres.inspect.attribution import Attribution, Patching, attribute, patch
+from attnres.inspect.attribution import Attribution, attribute
+from attnres.inspect.circuits import Circuit, circuit
 from attnres.inspect.corpus import Search, search
 from attnres.inspect.edits import Ablate, intervene
 from attnres.inspect.effects import predict
 from attnres.inspect.inspection import By
 from attnres.inspect.lens import Lens, logit_lens
+from attnres.inspect.patching import Patching, patch
 from attnres.inspect.recording import record
 from attnres.models.encoding import characters
 
@@ -21,6 +23,8 @@ CANDIDATES = 7
 """Next tokens that are shown."""
 MEASURED = 200
 """Edges that are measured: those of the largest gradient estimates."""
+LINKS = 2000
+"""Links of an attribution graph."""
 SCORED = 4096
 """Tokens in one pass, where many texts go through the model."""
 WINDOW = 256
@@ -68,6 +72,16 @@ class Measured:
                 return token_attention(self.model, ids)
 
         return self.cache.make(("attention", text, frozenset(cuts)), attend)
+
+    def heads(self, text: str, token: int, cuts: Sequence[Cut] = ()) -> TokenAttention:
+        """Return what each head attends to at a token of a text; kept. Raises UserError as `attend`."""
+        ids = self.encoder.encode(text)[0][: token + 1]
+
+        def attend() -> TokenAttention:
+            with self.edited(cuts, len(ids)):
+                return token_attention(self.model, ids, position=token)
+
+        return self.cache.make(("heads", text, token, frozenset(cuts)), attend)
 
     def lens(self, text: str, token: int, target: int, cuts: Sequence[Cut] = ()) -> Lens:
         """Return what each read of a token says, by the logit lens; kept.
@@ -123,33 +137,82 @@ class Measured:
 
         return self.cache.work(key, measure, edges, report)
 
-    def patch(self, text: str, other: str, target: int | None, against: int | None, report: Report) -> Patching:
-        """Patch every edge of `text` with the vector of `other`; kept. `report` as for `score`.
+    def circuit(
+        self,
+        text: str,
+        token: int,
+        target: int,
+        against: int | None,
+        cuts: Sequence[Cut],
+        most: int,
+        report: Report = lambda done, whole: None,
+    ) -> Circuit:
+        """Return the attribution graph of a prediction, its `most` largest links measured; kept. `report` as for
+        `score`. Raises UserError as `attnres.inspect.circuit`."""
+        ids = self.encoder.encode(text)[0][: token + 1]
+        options: dict[str, Any] = {"target": target, "against": against, "edits": self.edits(cuts, len(ids))}
+        return self.cache.work(
+            ("circuit", text, token, target, against, frozenset(cuts), most),
+            lambda progress: circuit(
+                self.model,
+                ids,
+                most=most,
+                limit=LINKS,
+                batch_size=max(1, SCORED // len(ids)),
+                progress=progress,
+                **options,
+            ),
+            max(1, most),
+            report,
+        )
+
+    def patch(
+        self,
+        text: str,
+        other: str,
+        token: int,
+        target: int | None,
+        against: int | None,
+        cuts: Sequence[Cut],
+        report: Report,
+    ) -> Patching:
+        """Patch every edge of `text` with the vectors of `other`, to predict what follows `token`; kept. `report` as
+        for `score`; cuts are in place in both texts.
 
         Raises:
-            UserError: texts of different numbers of tokens, or as `attnres.inspect.patch`.
+            UserError: as `attnres.inspect.patch`.
         """
         ids, clean = (self.encoder.encode(one)[0] for one in (text, other))
-        edges, size = sum(map(len, self.sources)), max(1, SCORED // len(ids))
+        edges, size = sum(map(len, self.sources)), max(1, SCORED // (token + 1))
         options: dict[str, Any] = {"target": target, "against": against, "batch_size": size}
+        edits = self.edits(cuts, len(ids))
         return self.cache.work(
-            ("patch", text, other, target, against),
-            lambda progress: patch(self.model, clean, ids, progress=progress, **options),
+            ("patch", text, other, token, target, against, frozenset(cuts)),
+            lambda progress: patch(self.model, clean, ids, position=token, edits=edits, progress=progress, **options),
             edges,
             report,
         )
 
     def search(
-        self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
+        self,
+        documents: Iterable[str],
+        read: int,
+        source: str,
+        by: By,
+        least: bool,
+        limit: int,
+        cuts: Sequence[Cut],
+        report: Report,
     ) -> Search:
-        """Find the tokens of documents at which `source` is most, or least, of a read. `report` as for `score`.
+        """Find the tokens of documents at which `source` is most, or least, of a read, with cuts in place. `report` as
+        for `score`.
 
         Raises:
             UserError: no such edge, or no text.
         """
         context, on_tokens = min(self.context, WINDOW), self.cache.progress(report, limit)
         options: dict[str, Any] = {"by": by, "least": least, "limit": limit, "batch_size": max(1, SCORED // context)}
-        with self.cache.lock:
+        with self.cache.lock, self.edited(cuts, context):
             return search(
                 self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
             )

@@ -26,7 +26,7 @@ from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import TextModel, as_model, as_tokenizer, prompt_ids, tokenizer_of, vocab_size
 from attnres.models.convert import convert
 from attnres.models.encoding import piece, stated_context
-from attnres.models.model_files import residual_at, snapshots
+from attnres.models.model_files import EXAMPLE, residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.ops.dispatch import pick_device
 from attnres.residuals import Read, Residual
@@ -159,6 +159,14 @@ class Opened(Measured):
         """Return the bytes that differ between two models."""
         return json.dumps(self.checkpoint.fields, sort_keys=True).encode() + self.checkpoint.weights.digest()
 
+    @property
+    def code(self) -> str:
+        """The Python that opens it."""
+        found = self.checkpoint
+        return (
+            f"attnres.load({found.name!r})" if found.kind != "plain" else f"attnres.convert({found.name!r}, 'standard')"
+        )
+
     @cached_property
     def details(self) -> str:
         """What the model is, in a few words."""
@@ -225,6 +233,10 @@ class Given(Opened):
     @property
     def residual_name(self) -> str:
         return self.residual.name
+
+    @property
+    def code(self) -> str:
+        return f"...  # {self.name}, as it was given to attnres.explore"
 
     def forget(self) -> None:
         with self.cache.lock:
@@ -312,18 +324,9 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
 
 
 def find_demo(folder: Path) -> list[Path]:
-    """Find the finished runs of `make demo` with depth reads: Block's and Full's.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Find the finished runs of `make demo` with depth reads, Block's and Full's, or else the package's own model."""
     runs = [run for label in ("block", "full") for run in sorted(folder.glob(f"{label}-seed*"))[:1]]
-    finished = [run for run in runs if (run / "summary.json").is_file()]
-    if not finished:
-        raise UserError(
-            f"no model was given, and the demo has left none in {folder}: run `make demo`, or give attnres app MODEL"
-        )
-    return finished
+    return [run for run in runs if (run / "summary.json").is_file()] or [EXAMPLE]
 
 
 def _titles(checkpoints: Sequence[Checkpoint]) -> list[str]:

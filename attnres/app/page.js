@@ -6,7 +6,7 @@ const $ = (selector) => document.querySelector(selector);
 const begin = JSON.parse(document.body.dataset.begin);
 const saved = $("#saved") ? JSON.parse($("#saved").textContent) : null;
 const counted = {asks: 0, draws: 0, scores: 0};
-let view = null, shown = null, found = null, patched = null, busy = false, again = false, unfolded = new Set(), numbers = false;
+let view = null, shown = null, found = null, patched = null, graphed = null, compared = "values", busy = false, again = false, unfolded = new Set(), numbers = false;
 
 const escape = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
 // Half of a character, which an editor may leave for a moment, is none.
@@ -98,6 +98,7 @@ const ask = async (link) => {
       shown = answer;
       if (before && before.view.text !== answer.view.text) unfolded = new Set();
       if (patched && patched.of !== patchOf()) patched = null;
+      if (graphed && graphed.of !== scoreOf(answer.panes[0])) graphed = null;
       draw();
     }
   } catch (error) {
@@ -262,12 +263,14 @@ const depth = (pane) => {
   const across = columnsOf(pane), all = ranked(pane), most = end(all.map((one) => one.value));
   const template = `grid-template-columns:repeat(${across.some.length + (across.rest.length ? 1 : 0)},minmax(0,1fr))`;
   const top = pane.scores ? (leading(pane)[0] || {}).r : undefined;
+  const likely = pane.lens ? Math.max(...pane.lens.map((one) => one.target), 1e-9) : 1;
   const row = (r, first) => {
     const read = pane.reads[r], lens = pane.lens && pane.lens[r], attends = pane.attends && pane.attends[r];
-    return `<tr class="${first ? "first" : ""}"><th class="layer" scope="row">${escape(read.label)}</th><td>${stack(pane, r)}</td>`
+    return `<tr class="${first ? "first" : ""}"><th class="layer" scope="row"><button type="button" class="plain" data-layer="${r}" aria-pressed="${view.layer === r
+    }" data-tip="over all tokens">${escape(read.label)}</button></th><td>${stack(pane, r)}</td>`
       + (pane.next ? `<td><span class="cells" style="${template}">${cells(pane, r, across, most)}</span></td>` : "")
       + (pane.lens ? `<td class="wide"><span class="mono">${escape(lens.word)}</span> <span class="note">${number(lens.p, 2)}</span> <span class="goal" style="width:${
-        Math.min(54, 54 * lens.target)}px" data-tip="${escape(`the target's p is ${number(lens.target)} if ${read.label} were the last; KL ${number(lens.kl)} nats`)}"></span></td>` : "")
+        (40 * lens.target / likely).toFixed(1)}px" data-tip="${escape(`the target's p is ${number(lens.target)} if ${read.label} were the last; KL ${number(lens.kl)} nats`)}"></span></td>` : "")
       + (pane.attends ? `<td class="mono note wide">${(attends || []).map(([t, w]) =>
         `<span data-tip="${escape(`token ${t}: ${number(w)} of the attention, mean over heads`)}">${escape(pane.names[t])}</span>`).join(" ")}</td>` : "") + "</tr>";
   };
@@ -286,7 +289,7 @@ const depth = (pane) => {
   return `<table class="depth"><thead><tr><th class="layer">Layer</th><th style="width:${pane.next ? 34 : 80}%">What its input is made of<br><span>${
     view.by}; click to cut</span></th>` + (pane.next ? `<th style="width:${Math.min(30, 10 + 1.5 * across.some.length)}%">Change of ${pane.against === null ? "ln p (target)" : "the difference"
     } when that source is cut<span class="cells" style="${template}">${heads}</span></th>` : "")
-    + (pane.lens ? '<th class="wide">Says (logit lens)<br><span>top token, p</span></th>' : "")
+    + (pane.lens ? '<th class="wide">Says (logit lens)<br><span>top token, p; bar: target</span></th>' : "")
     + (pane.attends ? '<th class="wide">Attends to</th>' : "") + `</tr></thead><tbody>${groups(pane).map(folded).join("")}</tbody></table>`
     + (pane.next ? `<p class="legend"><span>−${most}</span><b class="ramp" style="background:linear-gradient(90deg,var(--less),var(--tint),var(--more))"></b><span>+${most
     } nats, root scale</span><span><i style="background:var(--less)"></i> falls when it is cut</span><span><i style="background:var(--more)"></i> rises</span>`
@@ -298,7 +301,7 @@ const rank = (pane) => {
   const all = leading(pane), most = end(all.map((one) => one.value)), {edges, measured} = pane.scores || {};
   const done = measured ? measured.flat().filter((one) => one !== null).length : 0;
   const bar = (value) => `<div class="middle"><i style="${value < 0 ? "right" : "left"}:50%;width:${
-    40 * Math.min(1, Math.abs(value) / most)}px;background:var(--${value < 0 ? "less" : "more"})"></i></div>`;
+    38 * Math.min(1, Math.abs(value) / most)}px;background:var(--${value < 0 ? "less" : "more"})"></i></div>`;
   const line = (one) => `<tr data-e="${one.r},${one.s}" data-m="${pane.model}" tabindex="0" data-tip="${escape(tipOf(pane, one.r, one.s))}"><td>${escape(shortName(pane, [one.r, one.s]))}</td><td>${
     bar(one.value)}</td><td class="num">${signed(one.value, 2)}</td></tr>`;
   const how = !edges ? "scoring …" : done === 0 ? `${edges} edges, estimated by gradient; measuring …`
@@ -308,6 +311,7 @@ const rank = (pane) => {
     signed(one.value)}</td><td>${one.measured ? "measured" : "estimate"}</td></tr>`).join("");
   return `<h2>Depends most on <small>each source cut alone</small></h2><table class="rank">${all.slice(0, 10).map(line).join("")}</table>`
     + `<p class="note">${how} Cutting two together may do more or less.</p>`
+    + (pane === shown.panes[0] ? `<p class="live"><button type="button" data-graph="">Graph of tokens and layers</button> <progress max="1" value="0" hidden></progress></p>` : "")
     + `<details id="all-${pane.model}" ${unfolded.has(`all-${pane.model}`) ? "open" : ""}><summary>all as a table</summary>${unfolded.has(`all-${pane.model}`)
       ? `<div class="scroll"><table class="list"><thead><tr><th>edge</th><th>contribution</th><th>ln p</th><th></th></tr></thead><tbody>${list()}</tbody></table></div>` : ""}</details>`
     + '<p class="note">A layer’s input is a weighted sum of earlier outputs, its <b>sources</b>. A <b>contribution</b> is a source’s part of that sum; a <b>cut</b> takes it out and the others’ weights fill its place. A large contribution need not be needed.</p>';
@@ -321,7 +325,7 @@ const next = (pane) => {
     : `<span class="bar cut" style="width:${100 * chance(one.after) / most}%"></span>`}</td><td class="num">${prob(one.before)}${
     one.after === null ? "" : " → " + prob(one.after)}</td></tr>`;
   const others = pane.next.filter((one) => one.id !== pane.target);
-  return `<h2>${shown.panes.length > 1 ? escape(pane.title) + ": p" : "P"}rediction after <span class="mono">“${escape(pane.names[pane.token])}”</span> <small>click a row to explain it</small></h2>`
+  return `<h2>${shown.panes.length > 1 ? escape(pane.title) + ": p" : "P"}rediction after <span class="mono">“${escape(pane.names[pane.token])}”</span> <small>click to explain</small></h2>`
     + `<table class="next"><tbody>${pane.next.map(line).join("")}</tbody></table>`
     + `<p class="legend">${pane.next[0].after === null ? "" : '<span><i style="background:var(--muted)"></i> as it is</span><span><i style="background:var(--acc)"></i> with your cuts</span>'
     }<span>● the text’s next token</span></p>`
@@ -338,7 +342,7 @@ const numbersButton = () => `<button type="button" data-numbers="" aria-pressed=
 
 // By single outputs, which models of every mechanism share: the second less the first.
 const difference = () => {
-  const [a, b] = shown.panes.map((pane) => pane.outputs);
+  const [a, b] = shown.panes.map((pane) => pane.outputs && {...pane.outputs, values: pane.outputs[compared]});
   if (!a || !b) return null;
   const rows = a.reads.filter((name) => b.reads.includes(name)), columns = a.columns.filter((name) => b.columns.includes(name));
   const of = (one) => rows.map((row) => columns.map((column) => {
@@ -351,43 +355,105 @@ const difference = () => {
 const compare = () => {
   const both = difference();
   if (!both) return '<p class="note">One of these models makes inputs that are no sums of single outputs: there is no difference to show.</p>';
-  const {rows, columns, left, right, change} = both, most = end([...left, ...right].flat(), 1), apart = end(change.flat());
+  const effects = compared === "effects", {rows, columns, left, right, change} = both;
+  const most = end([...left, ...right].flat(), effects ? 0.02 : 1), apart = end(change.flat());
   const grid = (title, values, options) => `<div><h2>${title}</h2>${heat(rows, columns, values, {...options,
     tip: (r, c) => `${rows[r]} ← ${columns[c]}: ${number(left[r][c])} in A, ${number(right[r][c])} in B, ${signed(change[r][c])}`})}</div>`;
   const [a, b] = shown.panes.map((pane) => escape(pane.title));
-  return `<div class="sheet"><h2>Average contribution of every sublayer’s output to every layer’s input <small>blocks taken apart, so that all mechanisms share columns</small> ${numbersButton()}</h2><div class="columns">`
-    + grid(`A: ${a}`, left, {most, colour: content}) + grid(`B: ${b}`, right, {most, colour: content})
+  const colour = effects ? tint : content;
+  return `<div class="sheet"><h2>${effects ? "Change of ln p when what an output adds to a layer’s input is taken out, estimated by gradient"
+    : "Average contribution of every sublayer’s output to every layer’s input"} <small>blocks taken apart, so that all mechanisms share columns</small> <button type="button" data-compared="">show ${
+    effects ? "contributions" : "effects"}</button> ${numbersButton()}</h2><div class="columns">`
+    + grid(`A: ${a}`, left, {most, colour}) + grid(`B: ${b}`, right, {most, colour})
     + grid(`B minus A <small>orange: less in B, blue: more; to ±${apart}</small>`, change, {most: apart}) + "</div></div>";
 };
 
-const explain = (pane) => pane.error ? `<p class="error">${escape(pane.error)}</p>`
-  : `${sentence(pane)}<div class="cards"><div>${depth(pane)}</div><div>${pane.next ? rank(pane) : ""}</div></div>`;
+// One layer's input over the text, and an attention's heads at the chosen token.
+const overTokens = (pane) => {
+  if (!pane.over) return "";
+  const {read, values, heads} = pane.over, one = pane.reads[read], names = pane.names.map((name, t) => `${t} ${name}`);
+  const words = one.sources.map((c) => pane.columns[c].label), sources = `<h2>${escape(one.label)} at every token <small>${view.by} of each source</small> ${numbersButton()} <button type="button" data-csv="over">CSV</button></h2>`
+    + heat(words, names, values, {most: end(values.flat(), 1), colour: content, tip: (r, c) => `${words[r]} at token ${c} “${pane.names[c]}”: ${number(values[r][c])}`});
+  const some = heads ? heads[0].map((_, t) => names[t]) : [];
+  return `<div class="sheet">${sources}${heads ? `<h2>What each head of ${escape(one.label)} attends to at “${escape(pane.names[pane.token])}”</h2>`
+    + heat(heads.map((_, h) => `head ${h}`), some, heads, {most: 1, colour: content, tip: (r, c) => `head ${r} to token ${c} “${pane.names[c]}”: ${number(heads[r][c])}`}) : ""}</div>`;
+};
 
-const patchOf = () => JSON.stringify([view.text, view.other, view.models[0], view.target, view.against]);
+// The graph: what leads to the output along links of at least the threshold.
+const pruned = ({links, places, position}, threshold) => {
+  const into = new Map(), key = (t, p) => `${t},${p}`, root = key(position, places.length - 1), reached = new Set([root]), open = [root];
+  const some = links.filter((one) => Math.abs(one[4]) >= threshold);
+  for (const one of some) into.set(key(one[2], one[3]), [...(into.get(key(one[2], one[3])) || []), one]);
+  while (open.length) for (const [t, p] of into.get(open.pop()) || []) if (!reached.has(key(t, p))) { reached.add(key(t, p)); open.push(key(t, p)); }
+  return {nodes: [...reached].map((one) => one.split(",").map(Number)), links: some.filter((one) => reached.has(key(one[2], one[3])))};
+};
+const BEGIN = 40, ROW = 20, LEFT = 96;
+const graph = (pane) => `<div class="sheet" id="graph"><h2>How the prediction is made <small>inputs of layers at tokens; lines: what an earlier output adds, or what an attention takes from a token</small></h2>`
+  + `<label class="note">fewer or more links <input type="range" id="threshold" min="0" max="1" step="any"></label><div id="drawn">${drawing(pane)}</div></div>`;
+// What the slider changes, drawn anew while the slider itself stays where it is.
+const drawing = (pane) => {
+  const {result} = graphed, most = Math.max(...result.links.map((one) => Math.abs(one[4])), 1e-9);
+  if (graphed.at === undefined) graphed.at = Math.sqrt(Math.abs((result.links[BEGIN] || result.links.at(-1) || [0, 0, 0, 0, 0])[4]) / most);
+  const threshold = most * graphed.at ** 2, {nodes, links} = pruned(result, threshold);
+  const tokens = [...new Set(nodes.map(([t]) => t))].sort((a, b) => a - b), levels = [...new Set(nodes.map(([, p]) => p))].sort((a, b) => b - a);
+  const wide = Math.max(74, Math.min(260, 860 / tokens.length));
+  const x = (t) => LEFT + wide * (tokens.indexOf(t) + 0.5), y = (p) => ROW * (levels.indexOf(p) + 1), foot = ROW * (levels.length + 1);
+  const name = ([t, p]) => `${result.places[p]} at token ${t} “${pane.names[t]}”`;
+  const line = ([t, p, u, q, value, measured]) => {
+    const bend = t === u ? wide * (0.1 + 0.55 * (levels.indexOf(p) - levels.indexOf(q)) / levels.length) : 0;
+    const path = t === u ? `M${x(t)} ${y(p)}C${x(t) + bend} ${y(p)} ${x(u) + bend} ${y(q)} ${x(u)} ${y(q)}` : `M${x(t)} ${y(p)}Q${(x(t) + x(u)) / 2} ${y(p) + 9} ${x(u)} ${y(q)}`;
+    return `<path d="${path}" fill="none" stroke="var(--${value < 0 ? "less" : "more"})" stroke-width="${(0.6 + 4 * Math.sqrt(Math.abs(value) / most)).toFixed(2)}" stroke-opacity=".75" data-tip="${
+      escape(`${name([t, p])} → ${name([u, q])}: ln p ${signed(value)} without it (${measured ? "measured" : "estimate"})`)}"/>`;
+  };
+  const dot = ([t, p]) => `<circle cx="${x(t)}" cy="${y(p)}" r="5" data-t="${t}" fill="var(--${p === result.places.length - 1 ? "acc" : "ink"})" data-tip="${escape(name([t, p]))}"/>`;
+  const rows = links.slice(0, 200).map((one) => `<tr><td>${escape(name(one))}</td><td>${escape(name(one.slice(2)))}</td><td class="num">${signed(one[4])}</td><td>${one[5] ? "measured" : "estimate"}</td></tr>`).join("");
+  return `<p class="note">Links of at least <b>${number(threshold, 4)} nats</b>: ${links.length} links, ${nodes.length} nodes that lead to the output. Orange: ln p falls without it, blue: rises; the largest of depth are measured, others estimated by gradient.${
+      result.attends ? "" : " This model shows no weights of its attention: links between tokens are missing."} <button type="button" class="live" data-neuronpedia="${threshold}">Save for Neuronpedia</button> <button type="button" data-csv="graph">CSV</button></p>`
+    + `<div class="scroll"><svg class="graph" width="${LEFT + wide * tokens.length}" height="${foot + 16}" role="img" aria-label="${links.length} links, as in the table below">`
+    + levels.map((p) => `<text x="0" y="${y(p) + 4}" fill="var(--muted)">${escape(result.places[p])}</text><line x1="${LEFT}" x2="${LEFT + wide * tokens.length}" y1="${y(p)}" y2="${y(p)}" stroke="var(--grid)"/>`).join("")
+    + links.map(line).join("") + nodes.map(dot).join("")
+    + tokens.map((t) => `<text class="mono" x="${x(t)}" y="${foot + 6}" text-anchor="middle" fill="var(--ink)">${escape(pane.names[t].slice(0, 9))}</text>`).join("")
+    + `</svg></div><details id="all-graph" ${unfolded.has("all-graph") ? "open" : ""}><summary>all as a table</summary>${unfolded.has("all-graph")
+      ? `<div class="scroll"><table class="list"><thead><tr><th>from</th><th>to</th><th>ln p</th><th></th></tr></thead><tbody>${rows}</tbody></table></div>` : ""}</details>`;
+};
+const slide = () => {
+  const slider = $("#threshold");
+  if (!slider) return;
+  slider.value = 1 - graphed.at;
+  slider.setAttribute("aria-valuetext", $("#drawn b").textContent);
+};
+
+const explain = (pane) => pane.error ? `<p class="error">${escape(pane.error)}</p>`
+  : `${sentence(pane)}<div class="cards"><div>${depth(pane)}</div><div>${pane.next ? rank(pane) : ""}</div></div>${overTokens(pane)}${graphed && pane === shown.panes[0] ? graph(pane) : ""}`;
+
+const patchOf = () => JSON.stringify([view.text, view.other, view.models[0], shown.panes[0].token, view.target, view.against, view.edited && view.cuts]);
 const patching = (pane) => {
   const goal = candidate(pane, pane.target), rows = pane.reads.map((one) => one.label), columns = pane.columns.map((one) => one.label);
   let result = "";
   if (patched && patched.result) {
-    const {restored, clean, corrupted, target, against} = patched.result;
+    const {restored, clean, corrupted, target, against, tokens, alone} = patched.result;
     const values = pane.reads.map((read, r) => columns.map((_, c) => read.sources.includes(c) ? restored[r][read.sources.indexOf(c)] : null));
     const all = pane.reads.flatMap((read, r) => read.sources.map((_, s) => ({r, s, value: restored[r][s]}))).sort((a, b) => Math.abs(b.value) - Math.abs(a.value));
     const margins = against === null ? `ln p of “${target}”` : `ln p of “${target}” less that of “${against}”`;
     result = `<p class="say">Taking <b>${escape(edgeName(pane, [all[0].r, all[0].s]))}</b> from the other text restores <b>${number(100 * all[0].value, 0)} %</b> of what it predicts.</p>`
-      + `<p class="sub">${escape(margins)} is ${number(clean)} after the other text and ${number(corrupted)} after this one; 0 % changes nothing, 100 % restores the other text’s.</p>`
-      + `<div class="cards"><div><h2>Part restored by each edge’s vector ${numbersButton()}</h2>${heat(rows, columns, values, {most: end(values.flat(), 0.1), tip: (r, c) => `${rows[r]} ← ${columns[c]}: ${number(values[r][c])} restored`})}</div>`
+      + `<p class="sub">${escape(margins)} is ${number(clean)} after the other text and ${number(corrupted)} after this one; 0 % changes nothing, 100 % restores the other text’s. ${
+      alone ? `${alone} of the ${tokens} tokens up to there have no partner in the other text and keep their own vectors.` : "Every token has a partner in the other text."}${
+      Math.abs(clean - corrupted) < 0.05 ? " The two numbers hardly differ, so the parts are large." : ""}</p>`
+      + `<div class="columns"><div class="fit"><h2>Part restored by each edge’s vector ${numbersButton()}</h2>${heat(rows, columns, values, {most: end(values.flat(), 0.1), tip: (r, c) => `${rows[r]} ← ${columns[c]}: ${number(values[r][c])} restored`})}</div>`
       + `<div><h2>Restore most</h2><table class="list">${all.slice(0, 12).map((one) => `<tr><td>${escape(edgeName(pane, [one.r, one.s]))}</td><td class="num">${signed(one.value, 2)}</td></tr>`).join("")}</table></div></div>`;
   }
-  return `<h2>Patch from another text <small>of as many tokens: each edge’s vector is taken from it, one edge at a time</small></h2>`
+  return `<h2>Patch from another text <small>each edge’s vectors are taken from it, one edge at a time</small></h2>`
     + `<textarea class="text" id="other" style="height:110px" aria-label="text that patches come from">${escape(view.other)}</textarea>`
-    + `<p class="note">Measured is ${view.target === null ? "the other text’s likeliest token" : `“${escape(goal.word)}”`} after the last token${
-      pane.against === null ? "" : ` rather than “${escape(candidate(pane, pane.against).word)}”`}. <button type="button" data-patch="">Patch every edge</button> <progress max="1" value="0" hidden></progress></p>${result}`;
+    + `<p class="note">Measured is ${view.target === null ? "the other text’s likeliest token" : `“${escape(goal.word)}”`} after “${escape(pane.names[pane.token])}”, the chosen token, and its partner in the other text${
+      pane.against === null ? "" : ` rather than “${escape(candidate(pane, pane.against).word)}”`}. Texts of as many tokens are aligned token by token, others by what both have, from the last token on.${
+      view.edited && view.cuts.length ? " Cuts at all tokens are in place in both texts, those at one token are not." : ""} <button type="button" data-patch="">Patch every edge</button> <progress max="1" value="0" hidden></progress></p>${result}`;
 };
 
 const searching = (pane) => {
   if (begin.corpus === null) return '<p class="note">No corpus is open: start the app with --corpus (stdlib, a file or folder, hub:NAME) to search for the tokens at which a source is most of a layer’s input.</p>';
   const pick = (name, words, value) => `<select data-pick="${name}" aria-label="${name}">${words.map((one, i) => `<option value="${i}" ${i === value ? "selected" : ""}>${escape(one)}</option>`).join("")}</select>`;
   const read = Math.min(view.read, pane.reads.length - 1), sources = pane.reads[read].sources.map((c) => pane.columns[c].label);
-  const hits = found ? `<p class="note">${found.tokens.toLocaleString("en")} tokens of ${found.documents.toLocaleString("en")} documents, mean ${number(found.mean)}. Click a token to look at its text.</p><table class="list"><tbody>${
+  const hits = found ? `<p class="note">${found.tokens.toLocaleString("en")} tokens of ${found.documents.toLocaleString("en")} documents, mean ${number(found.mean)}${found.cuts ? ", with your cuts at all tokens" : ""}. Click a token to look at its text.</p><table class="list"><tbody>${
     found.hits.map((hit, i) => `<tr><td class="num">${number(hit.value)}</td><td class="mono before">${escape(hit.before)}</td><td><button type="button" class="mono" data-hit="${i}">${escape(hit.token)}</button></td><td class="mono after">${escape(hit.after)}</td><td class="note">${escape(hit.document)}</td></tr>`).join("")}</tbody></table>` : "";
   return `<h2>Tokens of ${escape(begin.corpus)} at which a source is most of a layer’s input</h2><p>${pick("source", sources, Math.min(view.source, sources.length - 1))} of ${pick("read", pane.reads.map((one) => one.label), read)}
     <button type="button" data-search="most">Top tokens</button> <button type="button" data-search="least">Bottom tokens</button> <progress max="1" value="0" hidden></progress></p>${hits}`;
@@ -399,7 +465,7 @@ const training = (pane) => {
   const since = one.first === null ? "" : `<th>at step ${one.first}</th><th>query turned (cosine)</th>`;
   const rows = one.sharpness ? one.reads.map((name, r) => `<tr><td>${escape(name)}</td><td class="num">${number(one.sharpness[r])}</td>${one.first === null ? "" : `<td class="num">${number(one.before[r])}</td><td class="num">${number(one.turned[r])}</td>`}</tr>`).join("") : "";
   const similar = one.similar ? `<div><h2>Similarity of the layers’ queries <small>cosine: layers that look for the same thing</small> ${numbersButton()}</h2>${heat(one.similar.reads, one.similar.reads, one.similar.cosine, {most: 1, tip: (r, c) => `${one.similar.reads[r]} and ${one.similar.reads[c]}: ${number(one.similar.cosine[r][c])}`})}</div>` : "";
-  const table = rows ? `<div><h2>How sharply layers choose <small>largest logit</small></h2><table class="list"><thead><tr><th>layer</th><th>now</th>${since}</tr></thead><tbody>${rows}</tbody></table></div>` : '<p class="note">This residual has no queries: it learns no choice of sources.</p>';
+  const table = rows ? `<div class="fit"><h2>How sharply layers choose <small>largest logit</small></h2><table class="list"><thead><tr><th>layer</th><th>now</th>${since}</tr></thead><tbody>${rows}</tbody></table></div>` : '<p class="note">This residual has no queries: it learns no choice of sources.</p>';
   return `<h2>${escape(pane.title)} <small>${escape(pane.details)}</small></h2><div class="columns">${table}${similar}</div>`;
 };
 
@@ -424,7 +490,7 @@ const tray = (pane) => {
   };
   const after = pane.loss_cut === null || pane.loss_cut === undefined ? "" : `text loss ${number(pane.loss)} → <b>${number(pane.loss_cut)}</b> nats per token; KL ${number(pane.divergence)}`;
   const choice = (name, pairs) => `<select data-choose="${name}" aria-label="${name}">${pairs.map(([value, words]) => `<option value="${value}" ${String(view[name]) === value ? "selected" : ""}>${words}</option>`).join("")}</select>`;
-  return `<b>What if</b> ${view.cuts.length ? view.cuts.map(chip).join(" ") : '<span class="note">No cuts yet: click a bar, a cell or a row.</span>'}<span class="gap"></span><span class="num">${after}</span>`
+  return `<b>What if</b> ${view.cuts.length ? view.cuts.map(chip).join(" ") : '<span class="note">No cuts yet: click a bar, a cell or a row.</span>'}<button type="button" data-tab="patch">or patch from another text</button><span class="gap"></span><span class="num">${after}</span>`
     + choice("span", [["all", "cut at all tokens"], ["one", "cut at this token"]]) + choice("edited", [["true", "figures with my cuts"], ["false", "figures as it is"]])
     + `<button type="button" data-undo="last" ${view.cuts.length ? "" : "disabled"}>Undo</button><button type="button" data-undo="all" ${view.cuts.length ? "" : "disabled"}>Restore all</button>`;
 };
@@ -451,14 +517,14 @@ const draw = () => {
     const here = begin.choices[view.models[0]], readable = begin.choices.map((one, i) => [i, one]).filter(([, one]) => one.reads);
     const last = readable.filter(([i, one]) => !readable.some(([j, other]) => other.run === one.run && j > i));
     const steps = readable.filter(([, one]) => one.run === here.run);
-    options($("#model"), last.map(([i, one]) => [i, one.label]), last.find(([, one]) => one.run === here.run)[0]);
+    options($("#model"), last.map(([i, one]) => [i, steps.length > 1 ? one.label.replace(/, step [0-9,]+/, "") : one.label]), last.find(([, one]) => one.run === here.run)[0]);
     options($("#beside"), [["", "nothing"], ...readable.filter(([i]) => i !== view.models[0]).map(([i, one]) => [i, one.label])], view.models.length > 1 ? view.models[1] : "");
     $("#beside").parentElement.hidden = readable.length < 2;
     $("#steps").hidden = steps.length < 2;
     $("#steps input").max = steps.length - 1;
     $("#steps input").value = steps.findIndex(([i]) => i === view.models[0]);
     $("#steps output").textContent = here.step ?? "";
-    for (const tab of document.querySelectorAll("[data-tab]")) tab.setAttribute("aria-selected", tab.dataset.tab === view.tab);
+    for (const tab of document.querySelectorAll("[role=tab]")) tab.setAttribute("aria-selected", tab.dataset.tab === view.tab);
     $("#tray").innerHTML = tray(pane);
   }
   $("#side").hidden = !pane.error && !pane.tokens.length;
@@ -469,6 +535,7 @@ const draw = () => {
     .slice(0, 12).map((c) => `<span><i style="background:${pane.columns[c].colour}"></i> ${escape(pane.columns[c].label)}</span>`).join("");
   $("#next").innerHTML = shown.panes.filter((one) => !one.error).map(next).join("");
   $("#answer").innerHTML = main();
+  slide();
   const stop = document.querySelector(".depth .cell, .depth .stack button");
   if (stop) stop.tabIndex = 0;
   $("#live").textContent = [...document.querySelectorAll(".say")].map((one) => one.textContent).join(" ");
@@ -476,7 +543,7 @@ const draw = () => {
     $("#other").value = typed[0];
     $("#other").focus();
     $("#other").selectionStart = typed[1];
-  } else if (focus && !$(focus)?.matches("textarea,input,select")) {
+  } else if (focus && !$(focus)?.matches("textarea,select,input:not([type=range])")) {
     const one = $(focus);
     if (one) {
       if (inside) one.tabIndex = 0;
@@ -496,8 +563,13 @@ const download = (words, name, type) => {
 };
 
 // What the part of the page shows, as rows.
-const sheet = () => {
-  const [pane] = shown.panes;
+const sheet = (part = view.tab) => {
+  const [pane] = shown.panes, {over} = pane, node = (t, p) => [t, pane.names[t], graphed.result.places[p]];
+  if (part === "graph") return [["from token", "word", "from", "to token", "word", "to", "ln p without it", "how"], ...graphed.result.links.map(([t, p, u, q, value, measured]) =>
+    [...node(t, p), ...node(u, q), value, measured ? "measured" : "estimate"])];
+  if (part === "over") return [["layer", "source", "token", "word", view.by], ...over.values.flatMap((row, s) => row.map((one, t) =>
+    [pane.reads[over.read].label, pane.columns[pane.reads[over.read].sources[s]].label, t, pane.names[t], one])),
+  ...(over.heads || []).flatMap((row, h) => row.map((one, t) => [pane.reads[over.read].label, `head ${h} attends to`, t, pane.names[t], one]))];
   if (view.tab === "search" && found) return [["value", "before", "token", "after"], ...found.hits.map((one) => [one.value, one.before, one.token, one.after])];
   if (view.tab === "training" && pane.training) return [["layer", "sharpness", "before", "turned"], ...pane.training.reads.map((name, r) =>
     [name, ...["sharpness", "before", "turned"].map((key) => (pane.training[key] || [])[r])])];
@@ -523,28 +595,33 @@ const picture = () => {
     if (words && look.fontSize !== "0px" && !one.closest("td .note, h2 small")) parts.push(`<text x="${(x + 2).toFixed(1)}" y="${(y + parseFloat(look.fontSize)).toFixed(1)}" font-size="${
       look.fontSize}" font-family="${one.matches(".mono,.mono *") ? "monospace" : "sans-serif"}" fill="${look.color}">${escape(words)}</text>`);
   }
+  for (const one of area.querySelectorAll("svg")) {
+    const at = one.getBoundingClientRect(), drawn = one.innerHTML.replace(/var\((--[a-z]+)\)/g, (_, name) => style.getPropertyValue(name).trim());
+    parts.push(`<g transform="translate(${(at.x - box.x).toFixed(1)} ${(at.y - box.y).toFixed(1)})" font-size="11" font-family="sans-serif">${drawn}</g>`);
+  }
   return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${box.width.toFixed(0)} ${box.height.toFixed(0)}" width="${box.width.toFixed(0)}"><rect width="100%" height="100%" fill="${paper}"/>${parts.join("")}</svg>`;
 };
 
+// The Python that makes what the part of the page shows.
 const code = () => {
-  const [pane] = shown.panes, name = JSON.stringify(begin.choices ? begin.choices[view.models[0]].name : "MODEL");
-  const word = (id) => JSON.stringify((candidate(pane, id) || {}).word).replaceAll("␣", " ").replaceAll("↵", "\\n");
-  const cuts = view.cuts.filter((cut) => cut.model === pane.model).map((cut) => `Ablate(${JSON.stringify(pane.columns[pane.reads[cut.read].sources[cut.source]].name)}, reads=${
-    JSON.stringify(pane.reads[cut.read].name)}${cut.token === null ? "" : `, tokens=${cut.token}`})`);
-  return `import attnres
-from attnres.inspect import Ablate, attribute, intervene, logit_lens, predict
-
-model = attnres.load(${name})
-text = ${JSON.stringify(view.text)}
-cuts = [${cuts.join(", ")}]
-with intervene(model, *cuts), attnres.record(model, tokens=True) as trace:
-    after = predict(model, text)
-trace.token_contributions  # of each layer's input, (1, tokens, sources)
-with intervene(model, *cuts):
-    lens = logit_lens(model, text, position=${pane.token})
-scores = attribute(model, text, position=${pane.token}, target=${word(pane.target)}${pane.against === null ? "" : `, against=${word(pane.against)}`}, edits=cuts, most=200)
-scores.top(10)
-`;
+  const [pane] = shown.panes, string = JSON.stringify, edge = (r, s) => [pane.columns[pane.reads[r].sources[s]].name, pane.reads[r].name].map((one) => string(one));
+  const cuts = view.cuts.filter((cut) => cut.model === pane.model).map((cut) => {
+    const [source, read] = edge(cut.read, cut.source);
+    return `Ablate(${source}, reads=${read}${cut.token === null ? "" : `, tokens=${cut.token}`})`;
+  });
+  const of = `position=${pane.token}, target=${pane.target}${pane.against === null ? "" : `, against=${pane.against}`}`, goal = candidate(pane, pane.target);
+  const lines = ["import attnres", "from attnres.inspect import Ablate, TextModel, attribute, circuit, intervene, logit_lens, patch, predict, search", "",
+    `model = ${begin.choices ? begin.choices[view.models[0]].code : "..."}`, `text = ${string(view.text)}`, `cuts = [${view.edited ? cuts.join(", ") : ""}]`];
+  if (goal) lines.push(`# the target is ${string(goal.word)}`);
+  if (view.tab === "patch") lines.push(`other = ${string(view.other)}`, `patch(model, other, text, ${view.target === null ? of.replace(/ target=[0-9]+,?/, "").replace(/,$/, "") : of}, edits=cuts).top(10)`);
+  else if (view.tab === "search") {
+    const [source, read] = edge(view.read, view.source);
+    lines.push("documents = [text]  # yours", "with intervene(model, *cuts):", `    search(model, tokenizer, documents, ${source}, ${read}, context=256)  # the model's tokenizer`);
+  } else if (view.tab === "training") lines.push("attnres.inspect.from_trace(model).sharpness");
+  else lines.push("with intervene(model, *cuts), attnres.record(model, tokens=True) as trace:", "    predict(model, text)", "trace.token_contributions  # of each layer's input, (1, tokens, sources)",
+    "with intervene(model, *cuts):", `    lens = logit_lens(model, text, position=${pane.token}, target=${pane.target})`, `scores = attribute(model, text, ${of}, edits=cuts, most=200)`, "scores.top(10)",
+    ...(graphed ? [`graph = circuit(model, text, ${of}, edits=cuts)`, "graph.neuronpedia(0.01)"] : []));
+  return lines.join("\n") + "\n";
 };
 
 // ---------------------------------------------------------------- clicks and keys
@@ -567,8 +644,14 @@ const work = async (path, button, body, take) => {
   draw();
 };
 
+const exported = async (threshold) => {
+  try { download(await (await post("neuronpedia", {view, threshold})).text(), "attnres-graph.json", "application/json"); } catch (error) { complain(error); }
+};
+
 const press = (target) => {
-  const {t, fold, hit, by, undo, target: goal, search, patch, tab, columns, numbers: cells} = target.dataset;
+  const {t, fold, hit, by, undo, target: goal, search, patch, tab, columns, numbers: cells, layer} = target.dataset;
+  if (target.dataset.compared !== undefined) { compared = compared === "values" ? "effects" : "values"; return draw(); }
+  if (target.dataset.csv !== undefined) return download(csv(sheet(target.dataset.csv)), `attnres-${target.dataset.csv}.csv`, "text/csv");
   if (cells !== undefined) { numbers = !numbers; return draw(); }
   if (columns !== undefined) { unfolded[unfolded.has("columns") ? "delete" : "add"]("columns"); return draw(); }
   if (fold !== undefined) {
@@ -578,16 +661,31 @@ const press = (target) => {
     return draw();
   }
   if (saved) {
-    const every = shown.panes[0].every;
+    const every = shown.panes[0].every, pane = shown.panes[0];
+    if (layer !== undefined && every) {
+      view.layer = view.layer === +layer ? null : +layer;
+      const rows = every[view.by === "weight" ? "weights" : "contributions"][+layer];
+      pane.over = view.layer === null ? null : {read: +layer, values: rows[0].map((_, s) => rows.map((row) => row[s])), heads: null};
+      return draw();
+    }
     if (t === undefined || !every) return;
     Object.assign(shown.panes[0], {token: +t, contributions: every.contributions.map((row) => row[t]), weights: every.weights.map((row) => row[t])});
     return draw();
   }
+  if (layer !== undefined) return change({layer: view.layer === +layer ? null : +layer});
+  if (target.dataset.graph !== undefined) {
+    const of = scoreOf(shown.panes[0]);
+    return work("circuit", target, {view}, (result) => { graphed = {result, of}; });
+  }
+  if (target.dataset.neuronpedia !== undefined) return exported(+target.dataset.neuronpedia);
   if (t !== undefined) return change({token: +t, target: null, against: null});
   if (target.dataset.e !== undefined) return toggle(target);
   if (goal !== undefined) return change({target: +goal === shown.panes[0].follows ? null : +goal, against: +goal === view.against ? null : view.against});
   if (by !== undefined) return change({by});
-  if (tab !== undefined) return change({tab});
+  if (tab !== undefined) {
+    const [most] = tab === "search" && !view.read && !view.source ? leading(shown.panes[0]) : [];
+    return change(most ? {tab, read: most.r, source: most.s} : {tab});
+  }
   if (undo !== undefined) return change({cuts: undo === "all" ? [] : view.cuts.filter((_, i) => i !== (undo === "last" ? view.cuts.length - 1 : +undo))});
   if (hit !== undefined) return change({text: found.hits[hit].text, token: found.hits[hit].at, target: null, against: null, tab: "explain"});
   if (target.dataset.example !== undefined) return change({text: begin.examples[target.dataset.example], token: null, target: null, against: null});
@@ -599,7 +697,7 @@ const press = (target) => {
   }
 };
 
-const CLICKED = "[data-t],[data-e],[data-fold],[data-hit],[data-by],[data-undo],[data-target],[data-search],[data-patch],[data-tab],[data-columns],[data-numbers],[data-example]";
+const CLICKED = "[data-t],[data-e],[data-fold],[data-hit],[data-by],[data-undo],[data-target],[data-search],[data-patch],[data-tab],[data-columns],[data-numbers],[data-example],[data-layer],[data-graph],[data-neuronpedia],[data-compared],[data-csv]";
 document.addEventListener("click", (event) => {
   const target = event.target.closest(CLICKED);
   if (target && shown && !target.disabled) { tip(""); press(target); }
@@ -609,6 +707,12 @@ document.addEventListener("change", (event) => {
   if (choose) change({[choose]: choose === "edited" ? value === "true" : value});
   if (against !== undefined) change({against: value === "" ? null : +value});
   if (pick) { found = null; change(pick === "read" ? {read: +value, source: 0} : {source: +value}); }
+});
+document.addEventListener("input", (event) => {
+  if (event.target.id !== "threshold") return;
+  graphed.at = 1 - event.target.value;
+  $("#drawn").innerHTML = drawing(shown.panes[0]);
+  slide();
 });
 document.addEventListener("toggle", (event) => {
   const {id, open} = event.target;
@@ -677,8 +781,12 @@ $("#codes button").addEventListener("click", () => $("#codes").close());
 
 if (saved) {
   document.body.classList.add("saved");
+  document.body.classList.toggle("fixed", !saved.panes[0].every);
   shown = saved;
   view = saved.view;
+  found = saved.found ?? null;
+  patched = saved.patched ?? null;
+  graphed = saved.graphed ?? null;
   $("#code").hidden = !shown.panes[0].next;
   draw();
 } else {
@@ -704,7 +812,7 @@ if (saved) {
     try { await navigator.clipboard.writeText(location.href); tip("copied", box.left, box.bottom - 14); } catch { tip(location.href, box.left, box.bottom - 14); }
   });
   $("#save").addEventListener("click", async () => {
-    const page = await (await fetch("alone")).text(), data = JSON.stringify({...shown, view}).replace(/</g, "\\u003c");
+    const page = await (await fetch("alone")).text(), data = JSON.stringify({...shown, view, found, patched, graphed}).replace(/</g, "\\u003c");
     download(page.replace('"{{saved}}"', () => data), "attnres-explorer.html", "text/html");
   });
   addEventListener("popstate", (event) => {

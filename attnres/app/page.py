@@ -1,5 +1,7 @@
 """The page without its server: a view in, the numbers of everything that it shows out."""
 
+import contextlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
@@ -9,11 +11,13 @@ from urllib.parse import parse_qsl
 import numpy as np
 from torch import nn
 
+from attnres.app.measured import MEASURED
 from attnres.app.opened import Learned, Opened
 from attnres.app.reading import Reading, Report
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
 from attnres.inspect.attribution import Attribution
+from attnres.inspect.circuits import Circuit
 from attnres.inspect.geometry import sharpness
 from attnres.inspect.notebook import sheet
 from attnres.inspect.steps import step_change
@@ -83,7 +87,7 @@ class Page:
         return [
             {
                 "label": model.label,
-                "name": model.name,
+                "code": model.code,
                 "run": runs[id(model.whole)],
                 "step": model.step,
                 "reads": not isinstance(model, Learned),
@@ -184,7 +188,8 @@ class Page:
             "attends": self._attends(model, reading, view, token, used),
             "scores": None if scores is None else score_rows(scores),
             "training": self._training(model) if view.tab == "training" else None,
-            "outputs": _single_outputs(reading) if len(view.models) > 1 else None,
+            "outputs": self._outputs(model, reading, view, token, target, against, used),
+            "over": self._over_tokens(model, reading, view, token, used),
         }
 
     def score(self, view: View, number: int, report: Report) -> dict[str, Any]:
@@ -197,12 +202,39 @@ class Page:
         scores = self.models[number].scored(*self._scoring(view, number))
         return None if scores is None else score_rows(scores)
 
+    def circuit(self, view: View, report: Report) -> dict[str, Any]:
+        """Return the attribution graph of the first model's prediction. Raises UserError."""
+        graph = self._circuit(view, report)
+        return plain(
+            {
+                "places": graph.places,
+                "position": graph.position,
+                "attends": graph.attends,
+                "links": [[*one.source, *one.target, one.effect, one.measured is not None] for one in graph.links],
+            },
+            DIGITS,
+        )
+
+    def neuronpedia(self, view: View, threshold: float) -> dict[str, Any]:
+        """Return the same graph, pruned, as Neuronpedia reads it. Raises UserError."""
+        model = self.models[view.models[0]]
+        slug = re.sub("[^a-z0-9]+", "-", model.name.lower()).strip("-") or "attnres"
+        return self._circuit(view).neuronpedia(threshold, model=model.name, slug=slug)
+
+    def _circuit(self, view: View, report: Report = lambda done, whole: None) -> Circuit:
+        number = view.models[0]
+        return self.models[number].circuit(*self._scoring(view, number), MEASURED, report)
+
     def patch(self, view: View, report: Report) -> dict[str, Any]:
         """Patch every edge of the text with the other text's vector, in the first model. Raises UserError."""
         model = self.models[view.models[0]]
-        patching = model.patch(view.text, view.other, view.target, view.against, report)
+        text, token, _, against, _ = self._scoring(view, view.models[0])
+        patching = model.patch(text, view.other, token, view.target, against, self._everywhere(view), report)
+        alone = sum(one is None for one in patching.aligned)
         return plain(
             {
+                "tokens": len(patching.aligned),
+                "alone": alone,
                 "restored": patching.restored,
                 "patched": patching.patched,
                 "clean": patching.clean,
@@ -226,7 +258,8 @@ class Page:
             raise UserError("there is no such edge: choose a layer's input and one of its sources")
         model = self.models[number]
         name = model.sources[view.read][view.source]
-        result = model.search(self.corpus.read(), view.read, name, view.by, least, SEARCHED, report)
+        cuts = self._everywhere(view)
+        result = model.search(self.corpus.read(), view.read, name, view.by, least, SEARCHED, cuts, report)
         hits = [
             {
                 "value": getattr(hit, view.by),
@@ -240,7 +273,14 @@ class Page:
             for hit in result.hits
         ]
         return plain(
-            {"hits": hits, "mean": result.mean, "tokens": result.tokens, "documents": result.documents}, DIGITS
+            {
+                "hits": hits,
+                "cuts": len(cuts),
+                "mean": result.mean,
+                "tokens": result.tokens,
+                "documents": result.documents,
+            },
+            DIGITS,
         )
 
     # ------------------------------------------------------------------ parts of a pane
@@ -286,6 +326,12 @@ class Page:
         _, token, target, against, cuts = self._asked(view, number)
         return view.text, token, target, against, cuts if view.edited else ()
 
+    def _everywhere(self, view: View) -> tuple[Cut, ...]:
+        """Return the first model's cuts at all tokens, which hold in other texts too; none where figures are as it
+        is."""
+        cuts = view.cuts_of(view.models[0]) if view.edited else ()
+        return tuple(cut for cut in cuts if cut.token is None)
+
     def _candidate(
         self, model: Opened, token_id: int, before: Reading, after: Reading | None, token: int
     ) -> dict[str, Any]:
@@ -325,6 +371,47 @@ class Page:
 
         return [most(read) for read in reading.layout]
 
+    def _over_tokens(
+        self, model: Opened, reading: Reading, view: View, token: int, cuts: Sequence[Cut]
+    ) -> dict[str, Any] | None:
+        """Return of the read that is looked at what each source is of it at each token, and of an attention's what each
+        head attends to at the chosen token; None where none is looked at."""
+        if view.layer is None or view.layer >= len(reading.layout):
+            return None
+        read, heads = reading.layout[view.layer], None
+        values = reading.weights if view.by == "weight" else reading.contributions
+        if read.kind == "attention":
+            with contextlib.suppress(UserError):
+                shown = model.heads(view.text, token, cuts)
+                place = shown.layers.index(read.number) if read.number in shown.layers else None
+                heads = None if place is None else shown.heads[place].numpy()
+        return {"read": view.layer, "values": values[view.layer].T, "heads": heads}
+
+    def _outputs(
+        self,
+        model: Opened,
+        reading: Reading,
+        view: View,
+        token: int,
+        target: int,
+        against: int | None,
+        cuts: Sequence[Cut],
+    ) -> dict[str, Any] | None:
+        """Return the mean contribution of every sublayer's output to every read, and what taking it out does to first
+        order, which all mechanisms share; None of one model alone, or where reads are no such sums."""
+        if reading.outputs is None or len(view.models) < 2:
+            return None
+        kinds = tuple(dict.fromkeys(read.kind for read in reading.layout[:-1]))
+        written = outputs(max(depths(reading.layout)) + 1, kinds)
+        words = labels([*reading.layout, Read("", None, written)])
+        effects = model.circuit(view.text, token, target, against, cuts, 0).effects
+        return {
+            "reads": [words[read] for read in reading.layout],
+            "columns": [words[source] for source in written],
+            "values": reading.outputs,
+            "effects": [row + [0.0] * (len(written) - len(row)) for row in effects],
+        }
+
     def _training(self, model: Opened) -> dict[str, Any]:
         """Return how sharply a model's reads choose, how alike their queries are, and how far these turned since the
         first step of its run that was kept, but for the start, where queries are zero."""
@@ -334,10 +421,7 @@ class Page:
             (
                 one
                 for one in self.models
-                if one.whole is model.whole
-                and one.step is not None
-                and model.step is not None
-                and one.step < model.step
+                if one.whole is model.whole and model.step is not None and 0 < (one.step or 0) < model.step
             ),
             None,
         )
@@ -380,18 +464,3 @@ def _divergence(before: Reading, after: Reading | None, token: int) -> float | N
         return None
     p, q = before.log_probs[token].double(), after.log_probs[token].double()
     return float(nn.functional.kl_div(q, p, reduction="sum", log_target=True).clamp_min(0.0))
-
-
-def _single_outputs(reading: Reading) -> dict[str, Any] | None:
-    """Return the mean contribution of every sublayer's output to every read, which all mechanisms share; None where
-    reads are no such sums."""
-    if reading.outputs is None:
-        return None
-    kinds = tuple(dict.fromkeys(read.kind for read in reading.layout[:-1]))
-    written = outputs(max(depths(reading.layout)) + 1, kinds)
-    words = labels([*reading.layout, Read("", None, written)])
-    return {
-        "reads": [words[read] for read in reading.layout],
-        "columns": [words[source] for source in written],
-        "values": reading.outputs,
-    }

@@ -144,7 +144,8 @@ class Asked(TypedDict, total=False):
     """The body of a question.
 
     view: what the browser shows; None asks for what `link`, a query string, says.
-    place: of the model that is scored, among those shown. least: which end of a search.
+    place: of the model that is scored, among those shown. least: which end of a search. threshold: nats of an effect
+        below which a graph's links are left out.
     models: the keys of the models that the browser's page was made for, by whose numbers its view speaks.
     """
 
@@ -152,6 +153,7 @@ class Asked(TypedDict, total=False):
     link: str
     place: Count
     least: bool
+    threshold: float
     models: list[str]
 
 
@@ -174,6 +176,12 @@ def application(page: Page, *, local: bool, names: Collection[str] = (), framed:
     def patch(question: Asked, report: Report) -> dict[str, Any]:
         return page.patch(_view(page, question)[0], report)
 
+    def circuit(question: Asked, report: Report) -> dict[str, Any]:
+        return page.circuit(_view(page, question)[0], report)
+
+    def neuronpedia(question: Asked) -> dict[str, Any]:
+        return page.neuronpedia(_view(page, question)[0], question.get("threshold", 0.0))
+
     begin = {
         "examples": {name: page.example(name) for name in EXAMPLES},
         "characters": MAX_CHARACTERS,
@@ -195,6 +203,8 @@ def application(page: Page, *, local: bool, names: Collection[str] = (), framed:
         Route("/score", _stream(score), methods=["POST"]),
         Route("/search", _stream(search), methods=["POST"]),
         Route("/patch", _stream(patch), methods=["POST"]),
+        Route("/circuit", _stream(circuit), methods=["POST"]),
+        Route("/neuronpedia", _answer(neuronpedia), methods=["POST"]),
     ]
     return Starlette(
         routes=routes,

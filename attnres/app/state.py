@@ -62,6 +62,7 @@ class View:
             one. edited: figures are those with the cuts in place.
         tab: the part of the page. other: the text that patches come from.
         read, source: the numbers of the edge that is searched for.
+        layer: the number of the read that is shown over all tokens; None is none.
     """
 
     text: str = ""
@@ -77,6 +78,7 @@ class View:
     other: str = ""
     read: Count = 0
     source: Count = 0
+    layer: Count | None = None
 
     def cuts_of(self, model: int) -> tuple[Cut, ...]:
         """Return what is knocked out in one model."""
@@ -169,11 +171,12 @@ def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
 
 
 def _checked(view: View, models: int) -> View:
+    numbers = (view.token or 0, view.target or 0, view.against or 0, view.read, view.source, view.layer or 0)
     if (
         not 1 <= len(view.models) <= 2
         or len(set(view.models)) < len(view.models)
         or len(view.cuts) > MAX_CUTS
-        or max(view.token or 0, view.target or 0, view.against or 0, view.read, view.source) > LARGEST_NUMBER
+        or max(numbers) > LARGEST_NUMBER
     ):
         raise UserError(DAMAGED)
     if max(view.models) >= models:

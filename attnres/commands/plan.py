@@ -140,10 +140,12 @@ def run(arguments: list[str]) -> None:
             f"Measured here, forward: a layer {min(layers) * 1e3:.3g} to {max(layers) * 1e3:.3g} ms, the head with the "
             f"loss {head * 1e3:.3g} ms."
         )
-    for row in shown:
-        if row.pp > 1:
-            stages = f"--pp {row.pp} --pp-schedule {row.schedule}" + f" --pp-virtual {row.virtual}" * (row.virtual > 1)
-            print(f"{stages}: --pp-layers {' '.join(map(str, row.layers))}")
+    staged = [row for row in shown if row.pp > 1]
+    for pp, schedule, virtual, layers in dict.fromkeys(
+        (row.pp, row.schedule, row.virtual, row.layers) for row in staged
+    ):
+        stages = f"--pp {pp} --pp-schedule {schedule}" + f" --pp-virtual {virtual}" * (virtual > 1)
+        print(f"{stages}: --pp-layers {' '.join(map(str, layers))}")
     if standard is not None:
         slower = shown[0].seconds / standard.seconds - 1
         print(f"The last row has the first layout; with {model.config.residual} a step takes {slower:.1%} longer.")
@@ -165,32 +167,31 @@ def _microbatches(options: PlanOptions) -> int:
 
 
 def _print_table(rows: "list[Planned]", residual: str, standard: "Planned | None", title: str) -> None:
-    """Print a line a layout, and the first of them with the standard residual."""
+    """Print a line a layout, and the first with the standard residual; then their memory and traffic by part."""
     from rich.table import Table
 
     from attnres.progress import wide
     from attnres.text import duration, memory
 
-    heads = ("residual", "dp x shard x pp x tp", "schedule", "memory", "sharded states", "gathered", "activations")
-    heads += (
-        "stage buffers",
-        "fits",
-        "vectors sent (uncached)",
-        "pp bytes",
-        "dp, shard bytes",
-        "tp bytes",
-        "read bytes",
+    answers = Table(
+        "residual", "dp x shard x pp x tp", "schedule", "memory", "fits", "bubble", "step", "tokens/s", title=title
     )
-    table = Table(*heads, "read bytes", "bubble", "step", "tokens/s", title=title)
+    parts = Table("residual", "sharded states", "gathered", "activations", "stage buffers", "vectors sent (uncached)")
+    for head in ("pp bytes", "dp, shard bytes", "tp bytes", "read bytes"):
+        parts.add_column(head)
     for name, row in [*((residual, row) for row in rows), *([("standard", standard)] if standard else [])]:
         stages = f"{row.schedule}{f' V={row.virtual}' if row.virtual > 1 else ''}" if row.pp > 1 else "-"
-        table.add_row(
-            *(name, f"{row.dp} x {row.shard} x {row.pp} x {row.tp}", stages),
-            *map(memory, (row.memory, row.states, row.whole, row.activations, row.sources + row.buffers)),
-            "yes" if row.fits else "no",
+        answers.add_row(
+            *(name, f"{row.dp} x {row.shard} x {row.pp} x {row.tp}", stages, memory(row.memory)),
+            *("yes" if row.fits else "no", f"{row.bubble:.0%}", duration(row.seconds), f"{row.tokens_per_s:,.0f}"),
+        )
+        parts.add_row(
+            name,
+            *map(memory, (row.states, row.whole, row.activations, row.sources + row.buffers)),
             f"{row.vectors} ({row.vectors_naive})" if row.pp > 1 else "-",
             *map(memory, (row.stage_bytes, row.share_bytes, row.slice_bytes)),
             "not counted" if row.read_bytes is None else memory(row.read_bytes),
-            *(f"{row.bubble:.0%}", duration(row.seconds), f"{row.tokens_per_s:,.0f}"),
         )
-    wide().print(table)
+    wide().print(answers)
+    print("The same rows by part:")
+    wide().print(parts)

@@ -99,8 +99,9 @@ class App(CorpusConfig):
     """
 
     models: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL [MODEL2]]")] = ()
-    """Run folders, model folders or hub names, at most two; none opens the demo's Block and Full in runs/demo. The
-    checkpoints that a run kept (--keep-at) can be chosen too."""
+    """Run folders, model folders or hub names, at most two; none opens the demo's Block and Full in runs/demo, or,
+    without these, `example`, the small model that comes with the package. The checkpoints that a run kept (--keep-at)
+    can be chosen too."""
     host: str = "127.0.0.1"
     """Address to serve on; 127.0.0.1 is this machine alone. Anyone who can reach another address can use the models."""
     port: int = 7860

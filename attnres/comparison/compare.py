@@ -30,6 +30,7 @@ from attnres.progress import say as print_line
 from attnres.reading import read_json
 from attnres.report.page import show, write_report
 from attnres.report.runs import Study, load_study
+from attnres.report.table import ROUNDS
 from attnres.text import duration
 from attnres.training.config import size_or_default, to_dict
 from attnres.training.data import data_record, held_out, prepare_from
@@ -136,6 +137,8 @@ def opened(
 def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     """Train what is not trained yet, time it, and make table and report from what is then on disk.
 
+    >>> compare(CompareConfig(["standard", "block"], seeds=[0, 1], base=TrainConfig(steps=200)))  # doctest: +SKIP
+
     Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html, this
     as soon as a held-out loss can be compared with the baseline's. Progress goes to stderr, the table to stdout.
 
@@ -158,17 +161,18 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
         def early() -> None:
             late = time.monotonic() - began > EARLY_S
             if late and not (work.out / "report.html").exists() and status.measured():
-                report("the first held-out losses: look at it now, it is written again whenever a run ends")
+                report("the first held-out losses: look at it now, it is written again as runs end")
 
         def ended(child: Child) -> None:
             finished = len(status.finished())
-            if finished < len(work.plan.runs) and status.comparable():
+            others_begin = finished + work.jobs <= len(work.plan.runs)  # else the last report is soon written anyway
+            if others_begin and status.comparable():
                 report(f"the {finished} runs that are finished")
 
         done = [Ended(name, 1.0, wall) for name, wall in work.walls.items()]
         train_all(work.children, done, jobs=work.jobs, say=say, status=status.table, on_end=ended, on_poll=early)
         if config.timing_s > 0 and config.base.finetune.init_from is not None:
-            say.print("no timing in turn for a pretrained model: the table has each run's own step time")
+            say.print("no interleaved timing for a pretrained model: the table has each run's own step time")
         elif config.timing_s > 0:
             time_steps(work, config.timing_s, say)
         return show(work.out, out=work.out)
@@ -292,7 +296,7 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         say.print("the models do not fit in memory together: no interleaved timing", highlight=False)
         return
     say.print(
-        f"timing {len(labels)} variants and the plain model in turn, about {duration(seconds)}",
+        f"timing {len(labels)} variants and the plain model, interleaved, about {duration(seconds)}",
         style="bold",
         highlight=False,
     )
@@ -313,6 +317,7 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         gradient_checkpointing=run.gradient_checkpointing,
         baseline=PLAIN,
         seconds=seconds,
+        least=ROUNDS,  # fewer are not shown
     )
     times = speed.pop("variants")
     speed["variants"] = {label: times[kinds[label]] for label in plan.variants}

@@ -81,6 +81,9 @@ class Batches:
 def held_out_windows(tokens: Ids, seq_len: int, count: int) -> torch.Tensor:
     """Return the windows that do not overlap, evenly spread: int64 (n, seq_len + 1), n = min(count, those that fit).
 
+    >>> held_out_windows(np.arange(100), seq_len=4, count=3).shape
+    torch.Size([3, 5])
+
     Inputs are `[:, :-1]`, targets `[:, 1:]`. The same for every variant, seed and step.
 
     Raises:

@@ -70,6 +70,8 @@ def prepare(
 ) -> Prepared:
     """Tokenise a source once; the same call again returns what is there.
 
+    >>> prepare("my_text/", "bpe:4096").tokens("train")  # doctest: +SKIP
+
     A document is held out when the hash of its text falls below `held_out`, so a document is on the same side in
     every corpus and copies of it never stand on both; in a corpus so small that none falls below, the one with the
     lowest hash is. Several processes may call this at once: one works, the others wait.

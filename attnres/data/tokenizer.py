@@ -48,7 +48,11 @@ def holds_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Return the tokenizer of `load_with_end`."""
+    """Return the tokenizer of `load_with_end`.
+
+    >>> load_tokenizer("gpt2").encode("Once upon").tokens  # doctest: +SKIP
+    ['Once', 'Ġupon']
+    """
     return load_with_end(spec)[0]
 
 

@@ -178,7 +178,7 @@ class Differences:
         if bars != ends:
             caption += " Bars to the edge go on."
         if any(row.is_chance for row in rows):
-            caption += " Square: the baseline's own function, which shows what chance does to a run."
+            caption += " Square: the placebo control, mathematically the baseline: its difference is noise."
         if any(math.isnan(row.margin) for row in rows):
             caption += " No bar: the error is not known."
         if any(len(row.per_seed) > 1 for row in rows):

@@ -18,7 +18,8 @@ from attnres.inspect.notebook import FLOOR, end_of_scale
 from attnres.residuals import Read, Source, depths, outputs
 
 if TYPE_CHECKING:
-    from attnres.inspect.attribution import Attribution, Patching
+    from attnres.inspect.attribution import Attribution
+    from attnres.inspect.patching import Patching
 
 DRAWN = 24
 """Edges of a graph."""

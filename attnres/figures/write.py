@@ -155,7 +155,10 @@ def names_of_figures() -> list[str]:
 
 def draw_model(inspection: "Inspection", by: By = "contribution", only: Collection[str] = ()) -> Drawn:
     """Draw every figure of one model alone, or `only` those of these names; `by` says which numbers of sources are
-    shown."""
+    shown.
+
+    >>> plots = draw_model(inspection).plots  # doctest: +SKIP
+    """
     drawn = Drawn()
     for figure in FIGURES:
         if figure.paper and not figure.needs and (not only or figure.name in only):

@@ -6,7 +6,8 @@ from attnres.imports import lazy_names
 
 if TYPE_CHECKING:
     from attnres.inspect.attention import TokenAttention, token_attention
-    from attnres.inspect.attribution import Attribution, Patching, attribute, patch
+    from attnres.inspect.attribution import Attribution, attribute
+    from attnres.inspect.circuits import Circuit, circuit
     from attnres.inspect.corpus import Search, search
     from attnres.inspect.doctor import Finding, examine
     from attnres.inspect.edits import Ablate, Patch, Reweigh, Steer, intervene, source_names
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
     from attnres.inspect.inspector import from_trace, inspect_model
     from attnres.inspect.lens import Direct, Lens, direct, logit_lens
+    from attnres.inspect.patching import Patching, patch
     from attnres.inspect.prune import PruneReport, prune_report
     from attnres.inspect.recording import Trace, find_residual, record
     from attnres.inspect.subject import TextModel
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "attention": "TokenAttention token_attention",
-    "attribution": "Attribution Patching attribute patch",
+    "attribution": "Attribution attribute",
+    "circuits": "Circuit circuit",
     "corpus": "Search search",
     "doctor": "Finding examine",
     "edits": "Ablate Patch Reweigh Steer intervene source_names",
@@ -29,6 +32,7 @@ _HOMES = {
     "inspection": "Inspection",
     "inspector": "from_trace inspect_model",
     "lens": "Direct Lens direct logit_lens",
+    "patching": "Patching patch",
     "prune": "PruneReport prune_report",
     "recording": "Trace find_residual record",
     "subject": "TextModel",
@@ -54,6 +58,7 @@ __getattr__, __dir__ = lazy_names(
 __all__ = [
     "Ablate",
     "Attribution",
+    "Circuit",
     "CorpusEffect",
     "Direct",
     "Effect",
@@ -71,6 +76,7 @@ __all__ = [
     "Trace",
     "Vectors",
     "attribute",
+    "circuit",
     "corpus_effect",
     "direct",
     "effect",

@@ -31,6 +31,7 @@ class TokenAttention(notebook.Result):
         layers: numbers of the layers that attend with weights; others (linear attention) are left out.
         tokens: ids (T).
         mean, largest: (layers, T, T) over a layer's heads: row t is what token t attends to, zero after t.
+        heads: of each layer (H, T), what each head of it attends to at the position that was asked for; else none.
     """
 
     layers: list[int]
@@ -38,6 +39,7 @@ class TokenAttention(notebook.Result):
     mean: Tensor
     largest: Tensor
     words: Speller = field(default_factory=Speller, repr=False)
+    heads: list[Tensor] = field(default_factory=list)
 
     def _about(self) -> str:
         return f"{len(self.layers)} layers, {len(self.tokens)} tokens"
@@ -72,8 +74,16 @@ class TokenAttention(notebook.Result):
         return notebook.table(f"{self!r}: what the last token attends to most", head, rows)
 
 
-def token_attention(model: Any, text: Text) -> TokenAttention:
+def token_attention(model: Any, text: Text, *, position: int | None = None) -> TokenAttention:
     """Run a text through the model's own attention, in plain arithmetic instead of fused kernels, and keep its weights.
+
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> token_attention(model, range(9)).mean.shape
+    torch.Size([12, 9, 9])
+
+    Args:
+        position: of the token of which the heads' weights are kept apart; None is none.
 
     Raises:
         UserError: as `predict`; a model whose attention has no weights to show, or does not say of which layers they
@@ -83,19 +93,28 @@ def token_attention(model: Any, text: Text) -> TokenAttention:
     if isinstance(model, TextModel):
         raise UserError(f"{model.name} is no model of Transformers, which alone shows the weights of its attention")
     ids = prompt_ids(model, text)
-    with evaluating(model), torch.no_grad(), _weights_shown(model), _summed_up(model) as summaries:
+    at = None if position is None else position_of(position, ids.shape[1])
+    with evaluating(model), torch.no_grad(), weights_shown(model), _summed_up(model, at) as (summaries, heads):
         out = model(input_ids=ids, use_cache=False, output_attentions=True)
     given = out.attentions or ()
     if all(one is None for one in given):
         raise UserError(f"{type(model).__name__} shows no weights of its attention over tokens")
-    layers = _layers(model.config, len(given))
-    shown = {
-        layer: (one if _is_among(one, summaries) else _summary(one))[0]
-        for layer, one in zip(layers, given, strict=True)
-        if one is not None
-    }
+    layers = attending_layers(model.config, len(given))
+    shown, apart = {}, []
+    for layer, one in zip(layers, given, strict=True):
+        if one is None:
+            continue
+        place = next((i for i, summary in enumerate(summaries) if one is summary), None)
+        shown[layer] = (_summary(one) if place is None else one)[0]
+        if at is not None:
+            apart.append(_heads(one, at) if place is None else heads[place])
     mean, largest = torch.stack(list(shown.values()), 1)
-    return TokenAttention(list(shown), ids[0].tolist(), mean, largest, Speller(model))
+    return TokenAttention(list(shown), ids[0].tolist(), mean, largest, Speller(model), apart)
+
+
+def _heads(weights: Tensor, position: int) -> Tensor:
+    """Return (H, T): each head's weights (1, H, T, T) at a position."""
+    return weights[0, :, position].float().cpu()
 
 
 def _summary(weights: Tensor) -> Tensor:
@@ -108,29 +127,32 @@ def _is_among(one: Tensor, others: list[Tensor]) -> bool:
 
 
 @contextmanager
-def _summed_up(model: Any) -> Generator[list[Tensor]]:
+def _summed_up(model: Any, position: int | None) -> Generator[tuple[list[Tensor], list[Tensor]]]:
     """Attentions give a summary in the place of their heads' weights, which of all layers would fill the memory; yields
-    these summaries."""
+    these summaries, and beside each the heads' weights at `position`."""
     summaries: list[Tensor] = []
+    heads: list[Tensor] = []
 
     def sum_up(module: Any, args: Any, output: Any) -> Any:
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
         if not isinstance(weights, Tensor) or weights.ndim != 4 or _is_among(weights, summaries):
             return None
         summaries.append(_summary(weights))
+        if position is not None:
+            heads.append(_heads(weights, position))
         return (output[0], summaries[-1], *output[2:])
 
     attentions = [one for one in model.modules() if type(one).__name__.lower().endswith(("attention", "attn"))]
     # In front of Transformers' own hooks, which keep what comes out of them.
     handles = [one.register_forward_hook(sum_up, prepend=True) for one in attentions]
     try:
-        yield summaries
+        yield summaries, heads
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _layers(config: Any, count: int) -> list[int]:
+def attending_layers(config: Any, count: int) -> list[int]:
     """Return the numbers of the layers that `count` attention weights are of: Transformers leaves out those without
     any.
 
@@ -152,7 +174,7 @@ def _layers(config: Any, count: int) -> list[int]:
 
 
 @contextmanager
-def _weights_shown(model: Any) -> Generator[None]:
+def weights_shown(model: Any) -> Generator[None]:
     """The model attends in plain arithmetic for a while: fused kernels make no weights."""
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")

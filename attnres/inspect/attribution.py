@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.head import evaluating
 from attnres.inspect import notebook
-from attnres.inspect.edits import Ablate, Edit, Edits, Patch, intervene, position_of
-from attnres.inspect.effects import read_vectors
+from attnres.inspect.edits import Ablate, Edit, Edits, intervene, position_of
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, Token, as_model, last_log_probs, prompt_ids, token_id
 from attnres.models.replay import Replay
@@ -60,7 +60,8 @@ class Attribution(notebook.Named, notebook.Result):
     Attributes:
         position, target: p is that of token `target` after tokens 0 .. position. log_probability: ln p, with no edge
             removed.
-        against: with it all changes are those of ln p(target) - ln p(against).
+        against: with it all changes are those of ln p(target) - ln p(against). before: what the changes are of, with
+            no edge removed.
         everywhere: edges were removed at all tokens, else at `position` alone.
         layout: the reads and their sources; reads, sources: their names.
         knockout: measured changes, rows parallel to `sources`; NaN of those that were not measured.
@@ -79,6 +80,7 @@ class Attribution(notebook.Named, notebook.Result):
     gradient: list[list[float]]
     agreement: Agreement
     against: int | None = None
+    before: float = math.nan
 
     def top(self, k: int = TOP, *, by: str = "knockout") -> list[Edge]:
         """Return the k edges with the largest changes, `by` "knockout" or "gradient". Reads with one source are left
@@ -121,6 +123,11 @@ def attribute(
     """Measure how ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l,
     i).
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> attribute(model, range(9), most=8).top(1)
+    [Edge(read='output', source='embedding', knockout=-0.2..., gradient=-0.1...)]
+
     Removing is `Ablate`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
     with its own edge removed, from the layer on that makes the read (`Replay`). *Gradient* is the first-order estimate
     of the same,
@@ -150,30 +157,15 @@ def attribute(
         UserError: as `effect`; a position or a target that is not there; a residual that mixes by no weights.
     """
     model = as_model(model)
-    ids = prompt_ids(model, input_ids)
-    length = ids.shape[1]
-    position = position_of(position, length)
-    if target is not None:
-        target_id: int | None = token_id(model, target)
-    else:
-        target_id = int(ids[0, position + 1]) if position + 1 < length else None
-    rival = None if against is None else token_id(model, against)
-    ids = ids[:, : position + 1]
-    if batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}: expected at least 1")
+    ids, position, target_id, rival = prediction_of(model, input_ids, position, target, against)
     residual = find_residual(model)
-
-    def passes() -> Tensor:
-        with intervene(model, *edits):
-            return last_log_probs(model, ids)
-
     with evaluating(model):
         probe, known, row = _backward(model, residual, ids, target_id, rival, edits)
         edges = [(index, source) for index, names in enumerate(probe.sources) for source in names]
         gradient = [probe.estimate(index, source, everywhere) for index, source in edges]
         knockout = [math.nan] * len(edges)
         choice = [len(probe.sources[index]) > 1 for index, _ in edges]
-        before = _margin(row, known, rival).item()
+        before = margin(row, known, rival).item()
 
         def made() -> Attribution:
             there = np.array(choice) & ~np.isnan(knockout)
@@ -187,20 +179,18 @@ def attribute(
                 gradient=as_rows(gradient, probe.sources),
                 agreement=agreement(np.array(knockout)[there], np.array(gradient)[there]),
                 against=rival,
+                before=before,
             )
 
         if so_far is not None:
             so_far(made())
         order = sorted(range(len(edges)), key=lambda i: (-choice[i], -abs(gradient[i])))[:most]
-        order.sort(reverse=True)
-        replay = Replay(model, residual, passes)
-        for start in range(0, len(order), batch_size):
-            part = order[start : start + batch_size]
-            removed = [edges[i] for i in part]
-            with replay.begun(removed[-1][0], len(part)):
-                after = _removed(model, ids, removed, everywhere, edits)
-            for i, value in zip(part, _margin(after, known, rival).tolist(), strict=True):
-                knockout[i] = value - before
+        anywhere = torch.zeros(ids.shape[1], dtype=torch.bool)
+        anywhere[0 if everywhere else -1 :] = True
+        changes = [Change(edges[i][0], anywhere, partial(Ablate, edges[i][1], edges[i][0])) for i in order]
+        for part, after in each_alone(model, ids, edits, changes, batch_size):
+            for i, value in zip(part, margin(after, known, rival).tolist(), strict=True):
+                knockout[order[i]] = value - before
             if progress is not None:
                 progress(len(part))
             if so_far is not None:
@@ -208,7 +198,60 @@ def attribute(
         return made()
 
 
-def _margin(log_probs: Tensor, target: int, against: int | None) -> Tensor:
+def prediction_of(
+    model: Any, text: Text, position: int, target: Token | None, against: Token | None
+) -> tuple[Tensor, int, int | None, int | None]:
+    """Return a text's ids (1, position + 1), the number of the position, the id of the target, None for the likeliest
+    of what follows the last token, and that of the token it is compared with. Raises UserError."""
+    ids = prompt_ids(model, text)
+    position = position_of(position, ids.shape[1])
+    if target is not None:
+        target_id: int | None = token_id(model, target)
+    else:
+        target_id = int(ids[0, position + 1]) if position + 1 < ids.shape[1] else None
+    return ids[:, : position + 1], position, target_id, None if against is None else token_id(model, against)
+
+
+class Change(NamedTuple):
+    """An edit of one read: its number, at which tokens (T,), and what makes it of these; None changes nothing."""
+
+    read: int
+    tokens: Tensor
+    make: Callable[..., Edit] | None
+
+
+def each_alone(
+    model: Any, ids: Tensor, edits: Sequence[Edit], changes: Sequence[Change], batch_size: int
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Make each change in a copy of its own of a text (1, T), besides `edits`; yield pass by pass the numbers of the
+    changes and log-probabilities (changes, V) of what follows the text, of the last reads first.
+
+    A pass begins at the first layer that is changed (`Replay`). Raises UserError.
+    """
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}: expected at least 1")
+
+    def passed(copies: Tensor, *more: Edit) -> Tensor:
+        with torch.no_grad(), intervene(model, *edits, *more):
+            return last_log_probs(model, copies)
+
+    order = sorted(range(len(changes)), key=lambda i: -changes[i].read)
+    replay = Replay(model, find_residual(model), lambda: passed(ids))
+    for start in range(0, len(order), batch_size):
+        part = order[start : start + batch_size]
+        shape = (len(part), ids.shape[1])
+        made = []
+        for row, change in enumerate(changes[i] for i in part):
+            mask = torch.zeros(shape, dtype=torch.bool)
+            mask[row] = change.tokens
+            if change.make is not None:
+                made.append(change.make(tokens=mask))
+        with replay.begun(changes[part[-1]].read, len(part)):
+            after = passed(ids.expand(shape), *made)
+        yield part, after
+
+
+def margin(log_probs: Tensor, target: int, against: int | None) -> Tensor:
     """Return ln p(target), less ln p(against) where that is given, of (..., V)."""
     return log_probs[..., target] - (0.0 if against is None else log_probs[..., against])
 
@@ -307,23 +350,9 @@ def _backward(
         row = last_log_probs(model, ids)[0]
         if target is None:
             target = int(row.argmax())
-        value = _margin(row, target, against)
+        value = margin(row, target, against)
         probe.grads = torch.autograd.grad(value, probe.zeros, allow_unused=True, materialize_grads=True)
     return probe, target, row.detach()
-
-
-def _removed(
-    model: nn.Module, ids: Tensor, edges: Sequence[tuple[int, str]], everywhere: bool, edits: Sequence[Edit]
-) -> Tensor:
-    """Return log-probabilities (edges, V) with each of the edges removed from a copy of the text of its own."""
-    shape = (len(edges), ids.shape[1])
-    removals = []
-    for row, (index, source) in enumerate(edges):
-        mask = torch.zeros(shape, dtype=torch.bool)
-        mask[row, 0 if everywhere else -1 :] = True
-        removals.append(Ablate(source, reads=index, tokens=mask))
-    with torch.no_grad(), intervene(model, *edits, *removals):
-        return last_log_probs(model, ids.expand(shape))
 
 
 def by_size(
@@ -334,114 +363,3 @@ def by_size(
         (read, *edge) for read, names, row in zip(reads, sources, rows) if len(names) > 1 for edge in zip(names, row)
     ]
     return sorted(edges, key=lambda edge: -abs(edge[2]))
-
-
-@dataclass(frozen=True, repr=False)
-class Patching(notebook.Named, notebook.Result):
-    """What the corrupted prompt's prediction becomes when one edge's vector is the clean prompt's.
-
-    Attributes:
-        target, against: the token ids whose m = ln p(target) - ln p(against) after the prompt is measured; without
-            `against` m = ln p(target).
-        clean, corrupted: m of the two prompts.
-        layout: the reads and their sources; reads, sources: their names.
-        patched: m with each edge patched, rows parallel to `sources`.
-
-    The data frame has a row an edge: read, source, patched, restored.
-    """
-
-    target: int
-    against: int | None
-    clean: float
-    corrupted: float
-    layout: Sequence[Read]
-    patched: list[list[float]]
-
-    @property
-    def restored(self) -> list[list[float]]:
-        """(m - m_corrupted) / (m_clean - m_corrupted) of each edge: 0 changes nothing, 1 restores the clean
-        prompt's."""
-        gap = self.clean - self.corrupted
-        return [[(value - self.corrupted) / gap for value in row] for row in self.patched]
-
-    def top(self, k: int = TOP) -> list[tuple[str, str, float]]:
-        """Return the k (read, source, restored) that change most."""
-        return by_size(self.reads, self.sources, self.restored)[:k]
-
-    def to_dict(self) -> dict[str, Any]:
-        return super().to_dict() | {"restored": self.restored}
-
-    def _about(self) -> str:
-        return f"clean {self.clean:.3f}, corrupted {self.corrupted:.3f}, {sum(map(len, self.patched))} edges"
-
-    def _records(self) -> Iterator[dict[str, Any]]:
-        return notebook.edges(self.reads, self.sources, patched=self.patched, restored=self.restored)
-
-    def _repr_html_(self) -> str:
-        title = f"{self!r}: restored with the clean prompt's vector, 0 nothing, 1 all"
-        return notebook.heat(title, self.layout, self.restored)
-
-
-def patch(
-    model: Model,
-    clean: Text,
-    corrupted: Text,
-    *,
-    target: Token | None = None,
-    against: Token | None = None,
-    batch_size: int = 32,
-    progress: Callable[[int], None] | None = None,
-) -> Patching:
-    """Patch every (read, source) edge of the corrupted prompt with the clean prompt's vector, one at a time, at all
-    tokens.
-
-    The weights of the read stay the corrupted prompt's (`Patch`), other reads of the source see it unpatched.
-
-    Args:
-        clean, corrupted: prompts of as many tokens.
-        target: the token whose ln p is measured; None is the clean prompt's likeliest.
-        against: measure ln p(target) - ln p(against), the difference of logits.
-        batch_size: copies in one forward pass. progress: called with the number of edges after each pass.
-
-    Raises:
-        UserError: prompts of different lengths, or with the same prediction; tokens that are not there; as `predict`.
-    """
-    model = as_model(model)
-    ids, other = prompt_ids(model, clean), prompt_ids(model, corrupted)
-    if ids.shape != other.shape:
-        raise UserError(
-            f"the clean prompt has {ids.shape[1]} tokens and the corrupted one {other.shape[1]}: give two of as many"
-        )
-    if batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}: expected at least 1")
-    vectors = read_vectors(model, ids)
-    target_id = int(vectors.log_probs.argmax()) if target is None else token_id(model, target)
-    rival = None if against is None else token_id(model, against)
-
-    def measure(log_probs: Tensor) -> Tensor:
-        return log_probs[:, target_id] - (0.0 if rival is None else log_probs[:, rival])
-
-    edges = [(i, s) for i, read in enumerate(vectors.layout) for s, one in enumerate(read.sources)]
-    patched: list[float] = []
-    with evaluating(model), torch.no_grad():
-        before, after = (measure(last_log_probs(model, one)).item() for one in (ids, other))
-        if abs(before - after) < 1e-6:
-            raise UserError("both prompts give the same prediction: there is nothing to restore")
-        replay = Replay(model, find_residual(model), lambda: last_log_probs(model, other))
-        for start in range(0, len(edges), batch_size):
-            part = edges[start : start + batch_size]
-            shape = (len(part), other.shape[1])
-            edits = []
-            for row, (index, place) in enumerate(part):
-                mask = torch.zeros(shape, dtype=torch.bool)
-                mask[row] = True
-                read = vectors.layout[index]
-                if read.sources[place].kind != "null":  # zeros are not mixed
-                    vector = vectors.sources[index][place]
-                    edits.append(Patch(read.sources[place].name, vector, reads=index, tokens=mask))
-            with replay.begun(part[0][0], len(part)), intervene(model, *edits):
-                patched += measure(last_log_probs(model, other.expand(shape))).tolist()
-            if progress is not None:
-                progress(len(part))
-    rows = as_rows(patched, [read.sources for read in vectors.layout])
-    return Patching(target_id, rival, before, after, vectors.layout, rows)

@@ -71,8 +71,22 @@ class InspectConfig(OneModelConfig):
     it is ablated, each on its own."""
     attribute: bool = False
     """Of a text: which connections (source to read) the next prediction depends on, by ablation and by gradient."""
+    patch: str | None = None
+    """Of a text: another text from which each connection's vectors are taken, one connection at a time, and how much of
+    that text's prediction this restores. Texts of other lengths are aligned by the tokens that both have."""
+    lens: bool = False
+    """Of a text: what each read says if it goes through the final norm and the head (logit lens)."""
+    position: int = -1
+    """With --attribute, --patch, --lens or --knock-out: the prediction after this token of the text, from 0 on;
+    negative ones count from the end."""
+    target: str | None = None
+    """With --attribute, --patch or --lens: the token whose probability is explained, in letters; none is the text's
+    next token, after the last the likeliest (with --patch the other text's likeliest)."""
+    against: str | None = None
+    """With --attribute or --patch: explain the target rather than this token: ln p of one less that of the other."""
     graph: bool = False
-    """With --attribute and --out: also draw it, in graph.svg and edges.svg."""
+    """With --attribute and --out: also draw it, in graph.svg and edges.svg, and write its graph of tokens and layers,
+    graph.json, as Neuronpedia reads it."""
     since: int | None = None
     """Of a run: also the changes since that step of its training, one of its validations: how far queries turned and,
     if that step's checkpoint was kept (train --keep-at), the contributions then."""

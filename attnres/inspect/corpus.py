@@ -147,6 +147,11 @@ def search(
     """Look at every token of documents, in windows of `context` tokens that are seen alone, and keep the `top` at which
     `source` is most of `read`, one of those that stand close together or in the same words.
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> search(model, None, [range(50)], "embedding", "mlp 0", context=32, top=3)
+    Search(...)
+
     Args:
         tokenizer: None where documents are token ids, which then stand for what tokens say.
         source, read: one of each, as `source_names` has them; a read may be its number.

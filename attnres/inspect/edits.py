@@ -323,6 +323,11 @@ class Steer(_Vectors):
 def source_names(model: Any) -> list[list[str]]:
     """Return the names of what each read mixes.
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> source_names(model)[1]
+    ['embedding', 'partial']
+
     Raises:
         UserError: the residual mixes by no weights (DeepNorm).
     """

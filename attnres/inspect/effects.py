@@ -89,6 +89,11 @@ class Effect(notebook.Result):
 def predict(model: Model, input_ids: Text) -> Prediction:
     """Return the model's predictions for one text (T,) or (1, T).
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> predict(model, range(9)).losses.shape
+    torch.Size([8])
+
     Raises:
         UserError: an empty text, several at once, one longer than the model's context, or ids outside its vocabulary.
     """
@@ -108,6 +113,11 @@ def effect(
     before: Prediction | None = None,
 ) -> Effect:
     """Return what `edits` do to the predictions for one text.
+
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> effect(model, range(9), attnres.inspect.Ablate("embedding", reads="output"))
+    Effect(... nats per token over 8 predictions)
 
     Args:
         input_ids: the text, in letters or as ids.
@@ -212,6 +222,11 @@ class _Keep:
 
 def read_vectors(model: Model, text: Text) -> Vectors:
     """Run the model on one text and keep all that is read: in memory as much as the text's activations.
+
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> read_vectors(model, range(9))
+    Vectors(...)
 
     Raises:
         UserError: as `predict`; a residual that mixes by no weights; a model that is being recorded.

@@ -51,6 +51,11 @@ def inspect_model(
 ) -> Inspection:
     """Run documents through a model of this package and measure all that this package can.
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> inspect_model(model, None, [list(range(50))], context=32)
+    Inspection(AttnResQwen3ForCausalLM: block, 25 reads, 50 tokens, loss 3.9...)
+
     Args:
         tokenizer: of Transformers or `tokenizers`; None where texts are token ids, which have no kinds.
         documents: texts; each is cut into windows of `context` tokens, which are seen alone.
@@ -110,6 +115,13 @@ def from_survey(
 
 def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str = "inputs") -> Inspection:
     """Return an inspection of what was recorded, of a model of anything: text, pictures, sound.
+
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> with attnres.record(model) as trace:
+    ...     _ = model(input_ids=torch.arange(9)[None])
+    >>> from_trace(model, trace)
+    Inspection(AttnResQwen3ForCausalLM: block, 25 reads, 9 tokens)
 
     Args:
         model: it has a residual of this package, of Transformers or by `attnres.attach`.

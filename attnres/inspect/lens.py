@@ -29,6 +29,9 @@ from attnres.streams.known_norms import describe_norm
 from attnres.streams.passes import FINISHED, note_progress
 from attnres.text import short
 
+ROWS = 256
+"""Vectors that go through the head at once."""
+
 
 @dataclass(frozen=True, repr=False)
 class Lens(notebook.Result):
@@ -83,6 +86,11 @@ def logit_lens(
 ) -> Lens:
     """Put every read of a text through the final norm and the head, whatever the head does besides (scales, caps).
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> logit_lens(model, range(9))
+    Lens(25 reads, 9 tokens)
+
     Args:
         top: tokens of each read.
         position: of the one token whose reads are wanted; T is then 1. None is all.
@@ -104,12 +112,14 @@ def logit_lens(
         if target is not None:
             following = torch.full_like(following, token_id(model, target))
         rows: list[tuple[Any, ...]] = []
-        for h in vectors.reads:
-            read = predictions(with_norm(h[at], norm))
-            best = read.topk(top)
-            apart = nn.functional.kl_div(read, last, reduction="none", log_target=True).sum(-1)
-            goal = read.gather(1, following[:, None])[:, 0]
-            rows.append((best.indices.tolist(), best.values.exp().tolist(), goal.tolist(), apart.tolist()))
+        size = max(1, ROWS // len(last))
+        for start in range(0, len(vectors.reads), size):
+            normed = [with_norm(h[at], norm) for h in vectors.reads[start : start + size]]
+            for read in predictions(torch.cat(normed)).split(len(last)):
+                best = read.topk(top)
+                apart = nn.functional.kl_div(read, last, reduction="none", log_target=True).sum(-1)
+                goal = read.gather(1, following[:, None])[:, 0]
+                rows.append((best.indices.tolist(), best.values.exp().tolist(), goal.tolist(), apart.tolist()))
     ids, chances, targets, divergence = (list(column) for column in zip(*rows, strict=True))
     names = [read.name for read in vectors.layout]
     return Lens(names, vectors.ids[at].tolist(), ids, chances, targets, divergence, Speller(model))
@@ -159,6 +169,11 @@ def direct(
 ) -> Direct:
     """Return what each source of the output's read adds to a token's logit after `position`; None is the likeliest
     token.
+
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> direct(model, range(9))
+    Direct(logit of “...” after position 8: ...)
 
     Raises:
         UserError: as `predict`; a position or token that is not there; a final norm whose arithmetic is not known.

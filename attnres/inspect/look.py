@@ -17,23 +17,25 @@ from attnres.inspect.config import InspectConfig
 from attnres.inspect.edits import Ablate, find_ablation, intervene, source_and_read
 from attnres.inspect.inspection import Inspection, dynamics
 from attnres.inspect.inspector import inspect_model
+from attnres.inspect.prediction import (
+    Prediction,
+    attribution_table,
+    lens_table,
+    neuronpedia_graph,
+    next_tokens,
+    patching_table,
+)
 from attnres.inspect.prune import check_prunable, prune_report
 from attnres.inspect.steps import change_since, since_table
 from attnres.inspect.survey import Survey, encode, survey
-from attnres.inspect.tables import (
-    attribution_table,
-    knock_out_table,
-    last_window,
-    next_token_table,
-    prune_table,
-    show,
-)
+from attnres.inspect.tables import knock_out_table, prune_table, show
 from attnres.inspect.texts import LookText, batch_size_of, context_of, open_residual, text_of
-from attnres.models.encoding import token_in_front
+from attnres.models.encoding import check_text, token_in_front
 from attnres.models.open import Checkpoint
 from attnres.ops.dispatch import pick_device
 from attnres.progress import counting, say, wide
 from attnres.residuals import traits_of
+from attnres.text import listed
 from attnres.training.records import read_metrics
 
 
@@ -68,6 +70,10 @@ class _Subject:
             context=self.context,
             batch_size=self.batch_size,
         )
+
+    def prediction(self, text: str) -> Prediction:
+        """Return the prediction of a text that the options name. Raises UserError."""
+        return Prediction.of(self.checkpoint, self.model, text, self.context, self.config, self.console)
 
     def survey(self, tokens: int, what: str, *edits: Ablate) -> Survey:
         """Measure losses on the text with edits of the reads; a bar that is full after `tokens` says `what` is
@@ -129,8 +135,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         record = since_table(change, checkpoint, inspection, then, subject.inspect, config.by, console)
         out.write_record("since.json", record)
     _remove(subject, inspection, knock_outs, out)
-    if config.attribute:
-        _attribute(subject, out)
+    _explain(subject, out)
     _draw(subject, inspection, out)
     return inspection
 
@@ -142,8 +147,20 @@ def _load(config: InspectConfig, checkpoint: Checkpoint) -> Any:
 
 def _check_options(config: InspectConfig, text: LookText, residual: str) -> None:
     """Refuse with a UserError options of which one needs another, and --prune of a `residual` that it cannot prune."""
-    if config.attribute and text.alone is None:
-        raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
+    asked = {"--attribute": config.attribute, "--patch": config.patch is not None, "--lens": config.lens}
+    named = [option for option, given in asked.items() if given]
+    if named and text.alone is None:
+        raise UserError(f"{named[0]} looks at a prediction of one text: give it with --text or --file")
+    for option, given, used in (
+        ("position", config.position != InspectConfig.position, [*asked, "--knock-out"]),
+        ("target", config.target is not None, list(asked)),
+        ("against", config.against is not None, ["--attribute", "--patch"]),
+    ):
+        there = [*named, *(["--knock-out"] if config.knock_out and text.alone is not None else [])]
+        if given and not set(used) & set(there):
+            raise UserError(f"{option} is given, which is of {listed(used)} on one text: give one of these too")
+    if config.patch is not None:
+        check_text(config.patch, "the text of --patch")
     if config.graph and (config.out is None or not config.attribute):
         raise UserError("--graph draws what --attribute measured into the folder --out: give both")
     if config.prune:
@@ -178,22 +195,27 @@ def _remove(subject: _Subject, inspection: Inspection, knock_outs: list[tuple[st
     if knock_outs:
         rows = knock_out_table(knock_outs, plain, survey_again, subject.console)
         if text.alone is not None:
-            following = next_token_table(
-                subject.checkpoint, subject.model, text.alone, subject.context, knock_outs, subject.console
-            )
+            following = next_tokens(subject.prediction(text.alone), knock_outs)
             rows = [row | {"next_tokens": tokens} for row, tokens in zip(rows, following, strict=True)]
         out.write_record("knock_out.json", rows)
 
 
-def _attribute(subject: _Subject, out: _Out) -> None:
-    """Print and write what the prediction after the text depends on, and draw it with --graph."""
-    config, checkpoint = subject.config, subject.checkpoint
-    assert subject.text.alone is not None  # checked with the options
-    ids = last_window(checkpoint, subject.text.alone, subject.context)
-    attribution = attribution_table(checkpoint, subject.model, ids, config, subject.console)
-    out.write("attribution.json", attribution.save)
-    if config.graph and out.folder is not None:
-        out.files += _pictures(attribution, checkpoint.title(), out.folder)
+def _explain(subject: _Subject, out: _Out) -> None:
+    """Print and write what one prediction of the text depends on, and draw it with --graph."""
+    config, text = subject.config, subject.text.alone
+    if text is None or not (config.attribute or config.lens or config.patch is not None):
+        return
+    prediction = subject.prediction(text)
+    if config.attribute:
+        attribution = attribution_table(prediction)
+        out.write("attribution.json", attribution.save)
+        if config.graph and out.folder is not None:
+            out.files += _pictures(attribution, subject.checkpoint.title(), out.folder)
+            out.write_record("graph.json", neuronpedia_graph(prediction))
+    if config.patch is not None:
+        out.write("patching.json", patching_table(prediction, config.patch).save)
+    if config.lens:
+        out.write("lens.json", lens_table(prediction).save)
 
 
 def _draw(subject: _Subject, inspection: Inspection, out: _Out) -> None:
@@ -204,7 +226,9 @@ def _draw(subject: _Subject, inspection: Inspection, out: _Out) -> None:
 
     figures = write_figures(inspection, out.folder, by=subject.config.by)
     say(subject.console, f"\n{out.folder}: {', '.join(file.name for file in out.files)}; figures: {len(figures)}")
-    earlier = [out.folder / f"{name}.json" for name in ("prune", "knock_out", "attribution", "since")]
+    earlier = [
+        out.folder / f"{name}.json" for name in ("prune", "knock_out", "attribution", "patching", "lens", "since")
+    ]
     if left := [file.name for file in earlier if file.exists() and file not in out.files]:
         say(subject.console, f"from an earlier inspection: {', '.join(left)}")
 

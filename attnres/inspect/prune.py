@@ -116,6 +116,11 @@ class PruneReport(notebook.Result):
 def prune_report(inspection: Inspection, threshold: float = 0.01) -> PruneReport:
     """Look for sources below a threshold, in the weights that an inspection saw.
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> prune_report(attnres.inspect_model(model, None, [range(50)], context=32))
+    PruneReport(...)
+
     These are weights on the inspected text: another text may read what this one hardly does.
 
     Raises:

@@ -20,6 +20,11 @@ from attnres.stats import plain
 def find_residual(model: Any) -> Residual:
     """Return the residual of a model: of this package, or a module with one of `make_residual` or `attach`.
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> find_residual(model).name
+    'block'
+
     Args:
         model: a module, or a method of one.
 

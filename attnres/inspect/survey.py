@@ -203,6 +203,11 @@ def corpus_effect(
 ) -> CorpusEffect:
     """Survey documents (T,) of token ids with and without `edits`.
 
+    >>> import attnres
+    >>> model = attnres.build("pico", "block", vocab_size=50)
+    >>> corpus_effect(model, [torch.arange(9)], attnres.inspect.Ablate("embedding", reads="output"))
+    CorpusEffect(... nats per token)
+
     Args:
         labels: a function of a document's ids (T,) that gives each token a label: an index of `label_names`, or -1 for
             none. The loss of token t + 1 counts for the label of token t.

@@ -7,16 +7,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from attnres.inspect.attribution import Attribution, attribute
-from attnres.inspect.config import InspectConfig
-from attnres.inspect.edits import Ablate, source_names
-from attnres.inspect.effects import effect
+from attnres.inspect.edits import Ablate
 from attnres.inspect.inspection import FIELD, By, ByLabel, Example, Inspection, Weights, by_in, source_spike
 from attnres.inspect.prune import PruneReport
-from attnres.inspect.survey import Survey, encode, loss_change
-from attnres.models.encoding import piece, spelled, token_in_front
-from attnres.models.open import Checkpoint
-from attnres.progress import counting, grid, say, wide
+from attnres.inspect.survey import Survey, loss_change
+from attnres.models.encoding import spelled
+from attnres.progress import grid, say, wide
 from attnres.residuals import Read, depths
 from attnres.stats import or_none
 from attnres.text import counted, short, with_error, with_settings
@@ -187,7 +183,7 @@ def _labels(title: str, part: ByLabel, routing: Weights, by: By) -> Table:
 
 def _example(example: Example, layout: Sequence[Read], width: int, by: By) -> Table:
     """For each token its kind, how badly the next was predicted, and where its reads came from."""
-    table = grid()
+    table = grid(right=("",))
     rows = example["contribution"] if by == "contribution" else example["weights"]
     table.add_column("token")
     table.add_column("kind", no_wrap=True)
@@ -201,7 +197,7 @@ def _example(example: Example, layout: Sequence[Read], width: int, by: By) -> Ta
         for kind in ("attention", "mlp")
     }
     for t in range(min(count, TOKENS)):
-        cells = [spelled(example["tokens"][t]), example["kinds"][t] if example["kinds"] else "–"]
+        cells = [str(t), spelled(example["tokens"][t]), example["kinds"][t] if example["kinds"] else "–"]
         cells.append(short(example["losses"][t]))
         for where in of_kind.values():
             weights = [
@@ -213,12 +209,12 @@ def _example(example: Example, layout: Sequence[Read], width: int, by: By) -> Ta
         cells.append(top(example["sources"][-1], rows[-1][t], most))
         table.add_row(*cells)
     if count > TOKENS:
-        table.add_row(f"… {count - TOKENS} more")
+        table.add_row("…", f"{count - TOKENS} more")
     return table
 
 
 EDGES = 12
-"""Edges that an attribution names."""
+"""Edges that are named."""
 
 
 def knock_out_table(
@@ -251,67 +247,6 @@ def _change(plain: Survey, after: Survey) -> tuple[dict[str, Any], str]:
         "tokens": int(change.total),
     }
     return record, with_error(change.mean, error, signed=True, form=short, digits=4)
-
-
-def next_token_table(
-    checkpoint: Checkpoint,
-    model: Any,
-    text: str,
-    context: int,
-    knock_outs: list[tuple[str, Ablate]],
-    console: Console,
-) -> list[list[dict[str, Any]]]:
-    """Print what comes next after the text, with and without each source."""
-    ids = last_window(checkpoint, text, context)
-    table = grid("without", "likeliest after the text", right=("p before", "p after"))
-    before, records = None, []
-    for request, edit in knock_outs:
-        change = effect(model, ids, edit, top=5, before=before)
-        before = change.before
-        records.append([{"token": piece(checkpoint.tokenizer, part["id"]), **part} for part in change.top])
-        for place, part in enumerate(change.top):
-            cells = (_word(checkpoint, part["id"]), short(part["before"], 3), short(part["after"], 3))
-            table.add_row("" if place else request, *cells)
-    console.print()
-    console.print(table)
-    return records
-
-
-def attribution_table(
-    checkpoint: Checkpoint, model: Any, ids: list[int], config: InspectConfig, console: Console
-) -> Attribution:
-    """Print the edges that the prediction after a text depends on most, and all of them as they were
-    found."""
-    edges = sum(map(len, source_names(model)))
-    with counting("without each edge", edges, "edges", shown=config.progress) as on_edges:
-        attribution = attribute(model, ids, batch_size=max(1, config.batch_tokens // len(ids)), progress=on_edges)
-    table = grid("edge", right=("without it", "by gradient"))
-    for edge in attribution.top(EDGES):
-        cells = [short(edge.knockout, 3, signed=True), short(edge.gradient, 3, signed=True)]
-        table.add_row(f"{edge.read} ← {edge.source}", *cells)
-    console.print()
-    say(
-        console,
-        f"after the text: {_word(checkpoint, attribution.target)}, ln p = {short(attribution.log_probability, 3)}",
-    )
-    console.print(table)
-    agreement = attribution.agreement
-    say(
-        console,
-        f"change of ln p in nats, of {agreement.edges} edges; the two ways agree: rank correlation "
-        f"{short(agreement.spearman)}, {agreement.overlap:.0%} of the {agreement.top} largest in common",
-    )
-    return attribution
-
-
-def last_window(checkpoint: Checkpoint, text: str, context: int) -> list[int]:
-    """Return the ids of the text's end, as many as the model takes."""
-    before = token_in_front(checkpoint.tokenizer)
-    return [*before, *encode(checkpoint.tokenizer, text).ids[-(context - len(before)) :].tolist()]
-
-
-def _word(checkpoint: Checkpoint, token: int) -> str:
-    return f"'{spelled(piece(checkpoint.tokenizer, token))}'"
 
 
 def prune_table(

@@ -104,6 +104,10 @@ def build(
 ) -> DepthMixin:
     """Return a causal language model with freshly drawn weights.
 
+    >>> model = build("pico", "block", vocab_size=50)
+    >>> model(input_ids=torch.arange(9)[None]).logits.shape
+    torch.Size([1, 9, 50])
+
     Two models of one size, vocabulary and seed have identical shared weights, whatever their residuals: the weights are
     drawn before the residual's parameters are made.
 
@@ -164,6 +168,9 @@ def build_plain(
 ) -> PreTrainedModel:
     """Return the family's own model, which has no depth stream, with the weights that `build` draws for the standard
     residual.
+
+    >>> type(build_plain("pico", vocab_size=50)).__name__
+    'Qwen3ForCausalLM'
 
     Raises:
         UserError: as for `build`.

@@ -174,7 +174,11 @@ class FamilyRow(NamedTuple):
 
 
 def families_table() -> list[FamilyRow]:
-    """Return a row for each family: whether it converts, how exactly, or why it is refused."""
+    """Return a row for each family: whether it converts, how exactly, or why it is refused.
+
+    >>> [row.kind for row in families_table() if row.family == "GPT2"]
+    ['mean and sum']
+    """
     rows = []
     for key, family in FAMILIES.items():
         note = "" if family.normed else "attention and MLP take the stream with no norm before them"

@@ -31,6 +31,8 @@ from attnres.reading import read_json
 from attnres.residuals import Residual
 from attnres.typed import checked
 
+EXAMPLE = Path(__file__).parents[1] / "example"
+"""The trained model that comes with the package."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "fetch or copy it again"
 
@@ -189,7 +191,7 @@ def place_of(name: str, *, code: bool) -> tuple[Path, Path | None]:
     Raises:
         UserError: nothing there, an unfinished run, or no config.json of a model.
     """
-    path = user_path(name)
+    path = _path(name)
     if _is_remote(name, path):
         return _fetched(name, code=code), None
     folder, run = _on_disk(name, path)
@@ -199,11 +201,18 @@ def place_of(name: str, *, code: bool) -> tuple[Path, Path | None]:
 
 def config_place(name: str) -> Path:
     """Folder of a model of which no more than config.json need be there or is fetched. Raises UserError."""
-    path = user_path(name)
+    path = _path(name)
     if _is_remote(name, path):
         return _described(name, ["config.json"])
     inner = path / "model"
     return inner if (inner / "config.json").is_file() else _on_disk(name, path)[0]
+
+
+def _path(name: str) -> Path:
+    """Return where a model would lie on the disk: the package's own for "example", unless the user has a folder of that
+    name."""
+    path = user_path(name)
+    return EXAMPLE if name == "example" and not path.exists() else path
 
 
 def _is_remote(name: str, path: Path) -> bool:

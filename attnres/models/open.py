@@ -6,6 +6,7 @@ A name is one of
     RUN/checkpoint     a checkpoint of a run: the model as it was then, with the finished run's tokenizer
     FOLDER             config.json, safetensors and, mostly, a tokenizer
     OWNER/NAME         a model on the hub, which is fetched
+    example            the small trained model that comes with the package
 
 and what lies there is a plain Hugging Face model, one of attnres, or another project's checkpoint with depth reads.
 Looking reads no weight and runs no code. Weights are safetensors; code that comes with a model runs only where it is
@@ -249,6 +250,9 @@ class Checkpoint:
 
 def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Checkpoint:
     """Find a model by its name (see above); no weight is read and no code is run.
+
+    >>> open_checkpoint("runs/demo/block-seed0").residual  # doctest: +SKIP
+    'block'
 
     Args:
         trust_remote_code: code that comes with the model may run when it is loaded.

@@ -28,6 +28,9 @@ def depth_read(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """One Attention Residuals read, for people with a model of their own.
 
+    >>> depth_read([torch.ones(2, 4), 3 * torch.ones(2, 4)], query=torch.zeros(4))[0]
+    tensor([2., 2., 2., 2.])
+
         h = sum_i a_i v_i,    a = softmax_i( w . (g * v_i / sqrt(mean(v_i^2) + eps)) )
 
     Args:

@@ -20,6 +20,10 @@ def depth_read_reference(
 ) -> tuple[Tensor, Tensor]:
     """One depth read: a softmax over sources, computed token by token.
 
+    >>> h, weights = depth_read_reference([torch.ones(2, 4), 3 * torch.ones(2, 4)], torch.zeros(4))
+    >>> h[0], weights[:, 0]
+    (tensor([2., 2., 2., 2.]), tensor([0.5000, 0.5000]))
+
         h = sum_i a_i v_i,    a = softmax_i( w . (g * v_i / rms(v_i)) ),    rms(v) = sqrt(mean(v^2) + eps)
 
     Args:

@@ -114,7 +114,10 @@ class Study:
 
 
 def load_run(folder: Path | str) -> Run:
-    """Read one run folder. Raises `UserError` if it is not one, or if a file in it is damaged."""
+    """Read one run folder. Raises `UserError` if it is not one, or if a file in it is damaged.
+
+    >>> load_run("runs/demo/block-seed0").windows  # doctest: +SKIP
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give a run folder, or a folder of runs as `attnres compare` makes")
@@ -153,6 +156,9 @@ def load_run(folder: Path | str) -> Run:
 
 def load_study(*folders: Path | str) -> Study:
     """Read run folders, folders of runs, or several of either, as one study.
+
+    >>> load_study("runs/demo").labels  # doctest: +SKIP
+    ['standard', 'block', 'full', 'rescaled']
 
     The same label and seed in two of the folders is told apart by the folder's name: `first/block`, `second/block`.
 

@@ -24,7 +24,7 @@ from attnres.stats import perplexity
 from attnres.text import listed, number
 
 ROUNDS = 5
-"""Of a timing in turn, from which its medians are shown."""
+"""Of an interleaved timing, from which its medians are shown."""
 SPREAD = 1.5
 """The upper quartile of a step's ratio over the lower, beyond which nothing is shown."""
 
@@ -249,17 +249,19 @@ def _notes(study: Study, rows: list[VariantRow], baseline: str | None, interleav
         elif interleaved:
             device = str((study.speed or {}).get("device") or "")
             if (study.speed or {}).get("plain"):
-                notes.append("Step time is held against the plain model: Transformers' own around the same weights.")
+                notes.append(
+                    "Step time is relative to the plain model: the unmodified Transformers model of the same size."
+                )
             notes.append(
-                "Tokens/s and step time: whole training steps of the variants taken in turn in one process, medians"
+                "Tokens/s and step time: whole training steps of the variants, interleaved in one process, medians"
                 + (f" ({device})" if device else "")
                 + "; in brackets the quartiles of the rounds' ratios." * any(r.step_quartiles[0] > 0 for r in rows)
                 + "." * (not any(r.step_quartiles[0] > 0 for r in rows))
             )
         else:
             notes.append(
-                "Nothing was timed in turn: tokens/s and step time are medians of each run's own steps, of runs that "
-                "had the machine at other times or shared it, so that small differences say nothing."
+                "The variants' steps were not interleaved: tokens/s and step time are medians of each run's own steps. "
+                "Runs had the machine at other times or shared it, so that small differences say nothing."
             )
     started = [f"{row.label} {number(row.start_loss)}" for row in rows if not math.isnan(row.start_loss)]
     if started:

@@ -45,7 +45,7 @@ def verdict(study: Study, table: ComparisonTable) -> str:
     for row in unpaired:
         reasons.setdefault(why_unpaired(study, row.label, base), []).append(row.label)
     for reason, labels in reasons.items():
-        sentences.append(f"{listed(labels)} stand{'s' * (len(labels) == 1)} beside {base} without a verdict: {reason}.")
+        sentences.append(f"No verdict on {listed(labels)} against {base}: {reason}.")
     sentences += equal_rates
     sentences += _against_control(study, tested, controls)
     sentences += _among_best(study, compared)

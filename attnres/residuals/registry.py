@@ -90,6 +90,9 @@ def register(mechanism: type[Residual]) -> type[Residual]:
 def residual_class(name: str, file: str | None = None) -> type[Residual]:
     """Return the mechanism called `name`, or, of FILE.py:CLASS, the class in that file, registered by its own name.
 
+    >>> residual_class("block").__name__
+    'Block'
+
     Args:
         file: where something stored says that the mechanism was read from. It is told where the name is unknown, and
             never run.
@@ -150,7 +153,11 @@ def plugins() -> str:
 
 def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
     """Return what a mechanism is, also one that is not registered here: as a file says (`stored`), else as its class
-    says, else a guess that leaves nothing out."""
+    says, else a guess that leaves nothing out.
+
+    >>> traits_of("full").by_token
+    True
+    """
     if stored is not None:
         return Traits(**{field: stored[field] for field in Traits._fields if field in stored})
     return _MECHANISMS[name].traits if is_known(name) else Traits(True, False, False, False)
@@ -169,7 +176,11 @@ def _is_mechanism(value: Any) -> bool:
 
 def settings_of(name: str) -> dict[str, Any]:
     """Return the settings that a residual takes, with their defaults: `value_residual` and `layers` are of every
-    residual, `query_lr` of those with queries that train at a tenth of the learning rate."""
+    residual, `query_lr` of those with queries that train at a tenth of the learning rate.
+
+    >>> settings_of("rescaled")
+    {'value_residual': 'none', 'layers': None}
+    """
     mechanism = residual_class(name)
     parameters = [
         p for maker in (mechanism, *mechanism.parts) for p in inspect.signature(maker.__init__).parameters.values()
@@ -218,6 +229,9 @@ def make_residual(
     **settings: Any,
 ) -> Residual:
     """Return the residual called `name` for L sublayers of width d.
+
+    >>> make_residual("block", num_sublayers=24, width=64, num_blocks=8).query.shape
+    torch.Size([25, 64])
 
     Args:
         name: "standard" ignores settings of "block", so that one word switches depth reads off.

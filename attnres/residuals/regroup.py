@@ -19,6 +19,14 @@ def regroup(
 ) -> None:
     """Give the residuals' parameters of a model groups of their own: no weight decay, no Muon, slow queries.
 
+    >>> from torch import nn
+    >>> from attnres.residuals import make_residual
+    >>> model = nn.ModuleDict({"mlp": nn.Linear(8, 8), "depth": make_residual("full", 4, 8)})
+    >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    >>> regroup(optimizer, model)
+    >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    [(0.001, 0.1), (0.0001, 0.0)]
+
     Rules by the number of dimensions take queries and gains, (reads, d), for matrices. A new group has the settings of
     the one that its parameters were in. Queries and gains get `rate` times that group's rate, unless the setting
     `query_lr` carries the rate already: exactly one of the two applies. Where a group of reads alone has a lower rate

@@ -1,6 +1,7 @@
 """Parameters in shares (FSDP2, HSDP), and the norm of gradients that lie in several forms on several ranks."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -30,6 +31,8 @@ def shard(
             backward, all layers' at once. The root gathers the same where it is the stream's dtype. Gradients
             are summed in the parameters' own.
     """
+    # Nothing here changes a layer's output in place, which is all that this warning is about.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
     reduced = next(model.parameters()).dtype
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)

@@ -15,6 +15,14 @@ from attnres.streams.readers import make_plain, parts_in
 def detach(module: nn.Module) -> Residual:
     """Undo `attach`: the module is again what it was, with the weights that it has now.
 
+    >>> import torch
+    >>> from attnres.streams.attach import attach
+    >>> layer = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, batch_first=True)
+    >>> encoder = nn.TransformerEncoder(layer, 4, nn.LayerNorm(16), enable_nested_tensor=False)
+    >>> residual = attach(encoder, "full", example=(torch.randn(1, 3, 16),))
+    >>> detach(encoder) is residual
+    True
+
     Returns:
         The residual, which is no part of the module any more.
 
@@ -38,6 +46,15 @@ def detach(module: nn.Module) -> Residual:
 def disabled(module: nn.Module) -> Generator[None]:
     """Let a module with depth reads, attached or converted, compute what it computes without them for a while.
 
+    >>> import torch
+    >>> from attnres.streams.attach import attach
+    >>> layer = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, batch_first=True)
+    >>> encoder = nn.TransformerEncoder(layer, 4, nn.LayerNorm(16), enable_nested_tensor=False)
+    >>> x, residual = torch.randn(1, 3, 16), attach(encoder, "full")
+    >>> with disabled(encoder):
+    ...     encoder(x).shape
+    torch.Size([1, 3, 16])
+
     Raises:
         UserError: it has none.
     """
@@ -59,6 +76,13 @@ def disabled(module: nn.Module) -> Generator[None]:
 
 def load_plain(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Load a checkpoint that was trained without depth reads into a module with them, whose reads stay as they are.
+
+    >>> import torch
+    >>> from attnres.streams.attach import attach
+    >>> layer = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, batch_first=True)
+    >>> encoder = nn.TransformerEncoder(layer, 4, nn.LayerNorm(16), enable_nested_tensor=False)
+    >>> state, residual = encoder.state_dict(), attach(encoder, "full")
+    >>> load_plain(encoder, state)
 
     Args:
         state: as for `load_state_dict`.

@@ -251,7 +251,11 @@ def tokenizer_or_default(data: DataConfig) -> str:
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """Return a nested plain dict, fit for JSON; `from_dict` undoes it."""
+    """Return a nested plain dict, fit for JSON; `from_dict` undoes it.
+
+    >>> to_dict(TrainConfig(steps=200))["steps"]
+    200
+    """
     values = dataclasses.asdict(config)
     values["optim"]["betas"], values["keep_at"] = list(values["optim"]["betas"]), list(values["keep_at"])
     return values
@@ -259,6 +263,9 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> TrainConfig:
     """Return the configuration `base` (default: the defaults) with nested `values` laid over it.
+
+    >>> from_dict({"steps": 200, "optim": {"lr": 0.002}}).optim.lr
+    0.002
 
     A configuration of an earlier version may hold the default of an option that is gone.
 

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     """Carry out a run, or what is left of it, and return its summary (the content of summary.json).
 
+    >>> train(TrainConfig(steps=200, out="runs/mine"))["val_loss"]  # doctest: +SKIP
+    4.51
+
     Raises:
         UserError: the configuration cannot run, the folder is taken, the loss diverged, a file cannot be written.
         Interrupted: Ctrl-C or SIGTERM; the checkpoint is saved, `code` is the exit status.

@@ -343,7 +343,10 @@ def _refuse_layout(config: TrainConfig) -> None:
             f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp alone"
         )
     if config.compile and table in ("tp", "cp"):
-        raise UserError(f"compile is on and parallel.{table} above 1: compile takes shard and pp alone")
+        raise UserError(
+            f"compile is on and parallel.{table} is {getattr(parallel, table)}: what is compiled may be sharded or cut "
+            "into stages (shard, pp) alone. Use one of these, or leave compile out"
+        )
     if table != "shard" and finetune.distill_weight:
         raise UserError(
             f"distill_weight is given and parallel.{table} above 1: a teacher cannot be cut along, use dp and shard"

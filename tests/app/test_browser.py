@@ -203,9 +203,12 @@ def test_a_target_a_comparison_and_a_tab_are_chosen(tab):
     until(tab, "shown.panes.length === 2")
     settled(tab)
     assert "B minus A" in tab.inner_text("#answer") and tab.locator(".heat").count() == 3
-    tab.click("[data-tab=training]")
+    tab.click("[data-compared]")
+    assert "estimated by gradient" in tab.inner_text("#answer") and tab.locator(".heat").count() == 3
+    tab.click("[data-compared]")
+    tab.click("[role=tab][data-tab=training]")
     tab.wait_for_selector("text=How sharply layers choose")
-    tab.click("[data-tab=search]")
+    tab.click("[role=tab][data-tab=search]")
     tab.click("[data-search=most]")
     tab.click("[data-hit='0']")
     until(tab, "view.tab === 'explain' && shown.view.text.startsWith('The')")
@@ -215,16 +218,66 @@ def test_a_target_a_comparison_and_a_tab_are_chosen(tab):
 @pytest.mark.long
 def test_a_text_is_patched_from_another(tab):
     alone(tab)
-    tab.click("[data-tab=patch]")
+    tab.click("[role=tab][data-tab=patch]")
     tab.wait_for_selector("#other")
-    tab.fill("#other", "def")
+    tab.fill("#other", "")
     tab.click("[data-patch]")
-    tab.wait_for_selector("#said:has-text('tokens')")
-    tab.fill("#other", "def read(rows):\n    return read\n")
+    tab.wait_for_selector("#said:has-text('no text')")
+    tab.fill("#other", "def write(rows):\n    return read\n")
     tab.click("[data-patch]")
-    until(tab, "!document.body.dataset.working && (patched || document.querySelector('#said').textContent)")
-    assert "Taking" in tab.inner_text("#answer") or "tokens" in tab.inner_text("#said")
-    tab.evaluate("document.querySelector('#said').textContent = ''")
+    until(tab, "!document.body.dataset.working && patched")
+    assert "Taking" in tab.inner_text("#answer") and "partner" in tab.inner_text("#answer .sub")
+    tab.click("#code")
+    assert "patch(model, other, text, position=3" in tab.inner_text("#codes pre")
+    tab.click("#codes button")
+
+
+@pytest.mark.long
+def test_one_layer_is_opened_and_a_graph_is_pruned_and_saved(tab, tmp_path):
+    """Counted in what the page draws, against the numbers that it was sent; a saved page has both."""
+    alone(tab)
+    tab.click("[data-layer='2']")
+    until(tab, "shown.panes[0].over !== null")
+    settled(tab)
+    sources = tab.evaluate("shown.panes[0].reads[2].sources.length")
+    assert tab.locator(".sheet .heat >> nth=0 >> tbody tr").count() == sources
+    assert "What each head of L1 attention attends to" in tab.inner_text("#answer")
+    tab.click("[data-graph]")
+    until(tab, "!document.body.dataset.working && graphed && document.querySelector('#graph')")
+    for place in ("0", "1", "0.5"):
+        tab.evaluate(
+            "(at) => { const one = document.querySelector('#threshold'); one.value = at;"
+            " one.dispatchEvent(new Event('input', {bubbles: true})); }",
+            place,
+        )
+        counts = tab.evaluate(
+            "(() => { const most = Math.max(...graphed.result.links.map((one) => Math.abs(one[4]))),"
+            " {nodes, links} = pruned(graphed.result, most * graphed.at ** 2);"
+            " return [nodes.length, links.length]; })()"
+        )
+        assert [tab.locator("#graph circle").count(), tab.locator("#graph path").count()] == counts
+        assert tab.evaluate("document.activeElement.id") in ("threshold", "")
+    name, text = saved(tab, "[data-csv=graph]")
+    assert name == "attnres-graph.csv" and len(text.splitlines()) == 1 + tab.evaluate("graphed.result.links.length")
+    name, text = saved(tab, "[data-csv=over]")
+    assert len(text.splitlines()) > tab.evaluate("shown.panes[0].tokens.length") * sources
+    name, text = saved(tab, "#svg")
+    drawn = ET.fromstring(text).iter("{http://www.w3.org/2000/svg}path")
+    assert len(list(drawn)) == counts[1] and "var(" not in text
+    name, text = saved(tab, "[data-neuronpedia]")
+    stored = json.loads(text)
+    assert name == "attnres-graph.json" and len(stored["links"]) == counts[1]
+    assert {node["node_id"] for node in stored["nodes"]} >= {link["source"] for link in stored["links"]}
+    name, text = saved(tab, "#save")
+    (tmp_path / name).write_text(text)
+    context = tab.context.browser.new_context(offline=True)
+    page = context.new_page()
+    page.goto((tmp_path / name).as_uri())
+    page.wait_for_selector("#graph circle")
+    assert page.locator("#graph path").count() == counts[1] and page.locator(".sheet .heat").count() == 2
+    context.close()
+    tab.click("[data-layer='2']")
+    until(tab, "shown.panes[0].over === null")
 
 
 @pytest.mark.long
@@ -305,7 +358,7 @@ def test_typed_code_stays_text(tab):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", ["show", "patch", "score", "search"])
+@pytest.mark.parametrize("path", ["show", "patch", "score", "search", "circuit", "neuronpedia"])
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"view": 1}', b'{"view": {}, "place": -1}', b"\xff"])
 def test_a_question_that_is_none_is_answered_with_a_sentence(address, path, body):
     request = urllib.request.Request(f"{address}/{path}", body, {"content-type": "application/json"})

@@ -23,7 +23,7 @@ from attnres.app.page import Page
 from attnres.app.reading import KEPT, _bytes
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
-from attnres.inspect import attribute, token_attention
+from attnres.inspect import attribute, circuit, patch, token_attention
 from attnres.inspect.edits import Ablate
 from attnres.inspect.effects import effect
 from attnres.inspect.texts import LookText
@@ -80,6 +80,17 @@ class ByHand:
         return self.model.lm_head(self.model.model.norm(h)).log_softmax(-1)
 
 
+def attentions(model, ids):
+    """Each layer's weights (H, T, T), from Transformers' own attention in plain arithmetic."""
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(input_ids=torch.tensor([ids]), output_attentions=True, use_cache=False)
+    model.set_attn_implementation(implementation)
+    assert len(out.attentions) == model.config.num_hidden_layers
+    return [one[0] for one in out.attentions]
+
+
 @torch.no_grad()
 def test_every_number_is_that_of_a_pass_by_hand(full):
     """Weights, contributions, lens, losses, next tokens, and what cutting each source of the output's read does."""
@@ -108,11 +119,10 @@ def test_every_number_is_that_of_a_pass_by_hand(full):
     for one in shown["next"]:
         assert one["before"] == pytest.approx(last[token, one["id"]].item(), rel=1e-3) and one["after"] is None
     assert {one["id"] for one in shown["next"]} == {*last[token].topk(7).indices.tolist(), target}
-    attention = full.model(input_ids=torch.tensor([ids]), output_attentions=True, use_cache=False).attentions
-    for layer, one in enumerate(attention or ()):
-        if one is not None:
-            number, weight = shown["attends"][2 * layer][0]
-            assert one[0].mean(0)[token, number].item() == pytest.approx(weight, abs=1e-4)
+    for layer, one in enumerate(attentions(full.model, ids)):
+        number, weight = shown["attends"][2 * layer][0]
+        assert one.mean(0)[token].argmax() == number
+        assert one.mean(0)[token, number].item() == pytest.approx(weight, abs=1e-4)
     values, weights, _ = hand.rows[-1]
     for source in range(len(hand.rows)):
         kept = weights.clone()
@@ -168,6 +178,25 @@ def test_scores_come_as_gradients_first_and_of_many_edges_the_largest_are_measur
     block.cache.clear()
 
 
+def test_a_click_takes_few_forward_passes(folders):
+    """A new text three, for the reading, what is attended to and the lens; another token of it the lens alone."""
+    model, cut = Opened(folders["block"]), (Cut(0, 3, 0),)
+    page, passes = Page([model]), []
+    model.model.model.layers[0].register_forward_hook(lambda *args: passes.append(1))
+    for view, count in (
+        (View(TEXT, token=4), 3),
+        (View(TEXT, token=5), 1),
+        (View(TEXT, token=4), 0),
+        (View(TEXT, token=4, cuts=cut), 3),
+        (View(TEXT, token=4, cuts=cut, edited=False), 0),
+        (View(TEXT, token=4, layer=3), 0),
+        (View(TEXT, token=4, layer=2), 1),
+    ):
+        passes.clear()
+        page.show(view)
+        assert len(passes) == count, view
+
+
 def test_a_target_and_what_it_is_compared_with_are_chosen(page, block):
     first, second = (one["id"] for one in pane(page, View(TEXT, token=4))["next"][:2])
     view = View(TEXT, token=4, target=first, against=second)
@@ -197,6 +226,38 @@ def test_models_are_compared_by_single_outputs(page, full):
     assert pane(page, View(TEXT))["outputs"] is None
 
 
+def test_effects_are_compared_by_single_outputs_as_circuits_have_them(page, full):
+    """Whose estimates and measured links are held against passes by hand in tests/inspect/test_circuits.py."""
+    view = View(TEXT, models=(1, 0), token=6)
+    shown = pane(page, view)
+    graph = circuit(full.model, full.read(TEXT).ids, position=6, most=5)
+    for mine, row in zip(shown["outputs"]["effects"], graph.effects, strict=True):
+        assert mine[: len(row)] == pytest.approx(row, abs=1e-4) and not any(mine[len(row) :])
+    sent = page.circuit(view, nothing)
+    assert sent["places"][-1] == "output" and sent["position"] == 6 and sent["attends"]
+    best = {(*one[:4],): one[4] for one in sent["links"] if not one[5]}
+    for link in graph.links:
+        if link.measured is None and (*link.source, *link.target) in best:
+            assert best[(*link.source, *link.target)] == pytest.approx(link.estimate, abs=1e-4)
+    exported = page.neuronpedia(view, 0.05)
+    assert {one["feature_type"] for one in exported["nodes"]} >= {"logit"} and exported["metadata"]["scan"] == full.name
+
+
+def test_one_layers_input_is_shown_over_all_tokens_and_its_heads_apart(page, full):
+    ids = full.read(TEXT).ids
+    assert pane(page, View(TEXT, models=(1,)))["over"] is None
+    for layer, cuts in ((2, ()), (3, ()), (2, (Cut(1, 2, 0),))):
+        over = pane(page, View(TEXT, models=(1,), token=6, layer=layer, cuts=cuts))["over"]
+        reading = full.read(TEXT, cuts)
+        np.testing.assert_allclose(over["values"], reading.contributions[layer].T, atol=1e-4)
+        if layer == 3:
+            assert over["heads"] is None
+            continue
+        with full.edited(cuts, len(ids)):
+            heads = attentions(full.model, ids)[1]
+        np.testing.assert_allclose(over["heads"], heads[:, 6, :7], atol=1e-4)
+
+
 def test_layers_count_from_0_and_blocks_from_1_with_their_layers(page):
     shown = pane(page, View(TEXT))
     assert [one["label"] for one in shown["reads"]][:4] == ["L0 attention", "L0 MLP", "L1 attention", "L1 MLP"]
@@ -205,21 +266,21 @@ def test_layers_count_from_0_and_blocks_from_1_with_their_layers(page):
     ]  # fmt: skip
 
 
-def test_a_text_is_patched_from_another(page, block):
-    from attnres.inspect import patch
-
-    other = TEXT.replace("rows", "name")
-    ids = [block.read(one).ids for one in (TEXT, other)]
-    if len(ids[0]) != len(ids[1]):
-        other = TEXT[::-1]
-    view = View(TEXT, other=other)
-    result = page.patch(view, nothing)
-    theirs = patch(block.model, block.read(other).ids, ids[0])
-    assert result["clean"] == pytest.approx(theirs.clean, abs=1e-3)
-    for mine, row in zip(result["restored"], theirs.restored, strict=True):
-        assert mine == pytest.approx(row, abs=1e-2)
-    with pytest.raises(UserError, match="tokens"):
-        page.patch(replace(view, other="def"), nothing)
+def test_a_text_is_patched_from_another_of_any_length_with_cuts_in_place_in_both(page, block):
+    cut = Cut(0, 3, 0)
+    for other in (TEXT.replace("rows", "name"), TEXT.replace("rows, ", "")):
+        ids, clean = (block.read(one).ids for one in (TEXT, other))
+        for cuts, edited in (((), True), ((cut,), True), ((cut,), False)):
+            view = View(TEXT, token=8, other=other, cuts=cuts, edited=edited)
+            result = page.patch(view, nothing)
+            edits = [Ablate(block.sources[3][0], reads=3)] if cuts and edited else []
+            theirs = patch(block.model, clean, ids, position=8, edits=edits)
+            assert result["clean"] == pytest.approx(theirs.clean, abs=1e-3)
+            assert (result["tokens"], result["alone"]) == (9, theirs.aligned.count(None))
+            for mine, row in zip(result["restored"], theirs.restored, strict=True):
+                assert mine == pytest.approx(row, abs=1e-2)
+    at_one_token = Cut(0, 3, 0, token=2)  # which another text need not have
+    assert page.patch(replace(view, edited=True, cuts=(at_one_token,)), nothing) == page.patch(view, nothing)
 
 
 @pytest.mark.parametrize("model", ["block", "full", "standard"])
@@ -428,6 +489,9 @@ def test_a_search_gives_texts_to_look_at(page, block):
     reading = block.read(hit["text"])
     assert reading.contributions[3][hit["at"]][0] == pytest.approx(hit["value"], abs=1e-4)
     assert result["documents"] == 2 and all(one["token"].strip() for one in result["hits"])
+    cut = replace(view, cuts=(Cut(0, 3, 0),))
+    assert {one["value"] for one in Page(page.models, corpus).search(cut, False, nothing)["hits"]} == {0}
+    assert Page(page.models, corpus).search(replace(cut, edited=False), False, nothing) == result
     with pytest.raises(UserError, match="no such edge"):
         Page(page.models, corpus).search(replace(view, read=99), False, nothing)
     with pytest.raises(UserError, match="--corpus"):
@@ -450,8 +514,7 @@ def test_models_that_cannot_be_shown_are_refused(folders, tmp_path):
         open_models([folders["deepnorm"]])
     with pytest.raises(UserError, match="holds no model"):
         Opened(tmp_path)
-    with pytest.raises(UserError, match="make demo"):
-        find_demo(tmp_path)
+    assert [path.name for path in find_demo(tmp_path)] == ["example"]
     with pytest.raises(UserError, match="one, or two"):
         serve(["a", "b", "c"])
 
@@ -518,23 +581,28 @@ def test_a_step_of_which_the_residual_alone_was_kept_shows_what_it_learned(folde
     shutil.copytree(folders["block"], run)
     finished = Opened(run)
     tensors = tensors_of(finished.residual)
-    for step, part in ((300, 0.5), (1200, 1.0)):
+    for step, part in ((0, 0.0), (300, 0.5), (1200, 1.0)):
         write_snapshot(run, step, tensors | {"query": part * tensors["query"]})
     models = open_models([run])
-    assert [model.label for model in models] == ["run (step 300, residual alone)", "run (block, step 1,200)"]
+    assert [model.label for model in models] == [
+        "run (step 0, residual alone)",
+        "run (step 300, residual alone)",
+        "run (block, step 1,200)",
+    ]
     page = Page(models)
-    assert page.begin("")[0].models == (1,) and [one["reads"] for one in page.choices] == [False, True]
-    training = pane(page, View(TEXT, models=(1,), tab="training"))["training"]
+    assert page.begin("")[0].models == (2,) and [one["reads"] for one in page.choices] == [False, False, True]
+    training = pane(page, View(TEXT, models=(2,), tab="training"))["training"]
     sharpness = [finished.residual.sharpness(read) for read in range(7)]
-    assert training["first"] == 300 and training["turned"][1:] == pytest.approx([1.0] * 6)
+    assert training["first"] == 300, "at the start queries are zero"
+    assert training["turned"][1:] == pytest.approx([1.0] * 6)
     assert training["sharpness"][1:] == pytest.approx(sharpness[1:], rel=1e-4)
     assert training["before"][1:] == pytest.approx([value / 2 for value in sharpness[1:]], rel=1e-4)
-    assert pane(page, View(TEXT, models=(1,)))["training"] is None
+    assert pane(page, View(TEXT, models=(2,)))["training"] is None
     with pytest.raises(UserError, match="choose another step"):
         page.show(View(TEXT, models=(0,)))
     (run / "residual" / "000300.safetensors").write_bytes(b"no")
     with pytest.raises(UserError, match=r"000300.safetensors cannot be read .* remove it"):
-        Page(open_models([run])).models[0].residual  # noqa: B018
+        Page(open_models([run])).models[1].residual  # noqa: B018
 
 
 def test_runs_of_one_name_are_told_apart_and_are_no_steps_of_one(folders, tmp_path):

@@ -13,6 +13,7 @@ from attnres.inspect import (
     Ablate,
     TextModel,
     attribute,
+    circuit,
     corpus_effect,
     direct,
     effect,
@@ -128,6 +129,8 @@ def test_edges_are_scored_and_patched_as_a_pass_by_hand_does(model):
         cut = logits_of(model, IDS, Ablate(names[read][-1], reads=read))[-1].log_softmax(-1)
         assert scores.knockout[read][-1] == pytest.approx((cut - base)[scores.target].item(), abs=1e-4)
     torch.testing.assert_close(read_vectors(model, IDS).log_probs, base, atol=1e-5, rtol=1e-4)
+    links = circuit(model, IDS, most=3)
+    assert not links.attends and links.before == pytest.approx(base[links.target].item(), abs=1e-4)
     other = torch.cat([OTHER[:8], IDS[8:]])
     result = patch(model, IDS, other, target=7)
     edit = attnres.inspect.Patch(names[2][0], read_vectors(model, IDS).sources[2][0], reads=2)

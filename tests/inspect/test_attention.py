@@ -7,7 +7,7 @@ import torch
 
 from attnres import UserError
 from attnres.inspect import token_attention
-from attnres.inspect.attention import _layers
+from attnres.inspect.attention import attending_layers
 from attnres.models import build
 
 IDS = torch.tensor([3, 1, 4, 1, 5])
@@ -30,6 +30,9 @@ def test_heads_mean_and_maximum_are_those_of_queries_and_keys():
     shown = token_attention(model, IDS)
     torch.testing.assert_close(shown.mean[1], weights.mean(0), atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(shown.largest[1], weights.amax(0), atol=1e-5, rtol=1e-4)
+    at = token_attention(model, IDS, position=3)
+    torch.testing.assert_close(at.heads[1], weights[:, 3], atol=1e-5, rtol=1e-4)
+    assert len(at.heads) == 2 and shown.heads == [] and torch.equal(at.mean, shown.mean)
     assert shown.layers == [0, 1] and shown.tokens == IDS.tolist()
     with torch.no_grad():
         assert torch.equal(model(input_ids=IDS[None]).logits, before), "fused kernels again"
@@ -64,7 +67,7 @@ def test_layers_are_numbered_in_the_whole_model():
         torch.testing.assert_close(mean, weights.mean(0))
     model.config.layer_types = ["linear_attention", "full_attention", *["linear_attention"] * 2]
     with pytest.raises(UserError, match="weights of 2 of its 4 layers, and its config names 1 "):
-        _layers(model.config, 2)
+        attending_layers(model.config, 2)
 
 
 def test_the_heads_of_one_layer_at_a_time_are_held(make_model, monkeypatch):

@@ -4,19 +4,23 @@ import io
 import json
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from attnres import cli
+from attnres import cli, load
 from attnres.data.build import prepare
 from attnres.data.shards import decoded
 from attnres.errors import UserError
+from attnres.inspect import attribute, logit_lens, patch
 from attnres.inspect.config import InspectConfig
 from attnres.inspect.edits import find_ablation, source_and_read
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.look import look
 from attnres.inspect.recording import find_residual
+from attnres.inspect.subject import tokenizer_of
+from attnres.models.encoding import piece, spelled, tokenise
 from attnres.progress import wide
 
 TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."
@@ -95,6 +99,33 @@ def reads_that_lose(model, pair):
     """Names of the reads that an edit, which numbers them, takes a source from."""
     names = [read.name for read in find_residual(model).layout()]
     return [names[index] for index in find_ablation(*source_and_read(pair), model).reads]
+
+
+def test_one_prediction_is_explained_from_another_text_and_by_the_lens(run, folder_of, tmp_path, monkeypatch):
+    """What the options ask for is what the functions give, at the token that is named."""
+    monkeypatch.setattr("attnres.figures.write_figures", lambda *args, **options: [])
+    text, model = TEXT[:50], load(folder_of("block"))
+    ids = tokenise(tokenizer_of(model), text)[0]
+    first, second = (piece(tokenizer_of(model), one) for one in ids[3:5])
+    other = " ".join(text.split()[:2] + ["a", *text.split()[2:]])
+    options = ["--position", "14", "--target", first, "--against", second]
+    code, out, err = run(
+        folder_of("block"), "--text", text, "--attribute", "--patch", other, "--lens", *options, "--out", tmp_path / "o"
+    )
+    assert code == 0, err
+    edges = attribute(model, ids, position=14, target=first, against=second)
+    stored = json.loads((tmp_path / "o" / "attribution.json").read_text())
+    assert stored["before"] == pytest.approx(edges.before, abs=1e-4)
+    np.testing.assert_allclose(np.concatenate(stored["knockout"]), np.concatenate(edges.knockout), atol=1e-4)
+    patching = patch(model, other, ids, position=14, target=first, against=second)
+    stored = json.loads((tmp_path / "o" / "patching.json").read_text())
+    assert stored["aligned"] == patching.aligned
+    np.testing.assert_allclose(np.concatenate(stored["patched"]), np.concatenate(patching.patched), atol=1e-4)
+    lens = logit_lens(model, ids, top=1, position=14, target=first)
+    stored = json.loads((tmp_path / "o" / "lens.json").read_text())
+    np.testing.assert_allclose(stored["target"], lens.target, atol=1e-4)
+    for word in (f"'{spelled(first)}' less that of '{spelled(second)}'", "aligned by what both have", "logit lens"):
+        assert word in out
 
 
 @pytest.mark.parametrize("pair", ["embedding@attention", "EMBEDDING @ Attention"])
@@ -202,6 +233,13 @@ def test_a_file_is_a_text(run, folder_of, tmp_path):
         ("full", ["--text", TEXT, "--prune", "--threshold", "2"], "threshold is 2.0"),
         ("full", ["--text", TEXT, "--threshold", "nan"], "threshold is nan, which is of --prune alone"),
         ("full", ["--corpus", "stdlib", "--attribute"], "give it with --text or --file"),
+        ("full", ["--corpus", "stdlib", "--lens"], "--lens looks at a prediction of one text"),
+        ("full", ["--text", TEXT, "--position", "1"], "position is given, which is of --attribute"),
+        ("full", ["--text", TEXT, "--lens", "--against", "a"], "against is given, which is of --attribute and --patch"),
+        ("full", ["--text", TEXT, "--attribute", "--position", "999"], "position 999 in a text of"),
+        ("full", ["--text", TEXT, "--attribute", "--target", TEXT], "tokens: give one"),
+        ("full", ["--text", TEXT, "--patch", ""], "patch is given and empty"),
+        ("full", ["--text", "a dog", "--patch", "a dog"], "both prompts give the same prediction"),
         ("standard", ["--text", TEXT, "--prune"], "residual 'standard' learns no weights"),
         ("deepnorm", ["--text", TEXT, "--knock-out", "embedding"], "deepnorm"),
         ("plain", ["--text", TEXT], "is a plain qwen3 model without depth reads"),

@@ -5,6 +5,7 @@ import torch
 
 from attnres import UserError
 from attnres.inspect import Ablate, Patch, Reweigh, Steer, intervene, patch, read_vectors
+from attnres.inspect.patching import align
 
 TEXT = "The quick brown fox jumps"
 OTHER = "The lazy brown dog jumps"
@@ -83,6 +84,44 @@ def test_patching_all_edges_is_patching_each(models, tokenizer):
     assert len(result.top(3)) == 3 and result.to_dict()["reads"][-1] == "output"
 
 
+@pytest.mark.parametrize(
+    ("clean", "corrupted", "partners"),
+    [
+        ([1, 2, 3], [4, 5, 6], [0, 1, 2]),
+        ([1, 2, 3, 9], [1, 7, 2, 3, 9], [0, None, 1, 2, 3]),
+        ([1, 7, 2, 3, 9], [1, 2, 3, 9], [0, 2, 3, 4]),
+        ([1, 5, 6, 2, 9], [1, 7, 2, 8], [0, 2, 3, 4]),
+        ([9], [1, 2, 9], [None, None, 0]),
+    ],
+)
+def test_tokens_are_aligned_by_what_both_prompts_have(clean, corrupted, partners):
+    assert align(clean, corrupted) == partners
+
+
+def test_prompts_of_other_lengths_are_patched_where_they_are_aligned(models, tokenizer):
+    """Each edge against a pass with its vectors put there by hand, with an edit in place and measured in the middle."""
+    model, ids = models["block"], ids_of(tokenizer)[0].tolist()
+    clean, corrupted = ids[:4] + ids[5:9], ids[:3] + [7, 8] + ids[3:9]
+    aligned = align(clean, corrupted)
+    place = len(corrupted) - 3
+    assert None in aligned and aligned[place] is not None
+    edit = Ablate("embedding", reads="mlp 1")
+    result = patch(model, clean, corrupted, position=place, target=7, edits=[edit], batch_size=3)
+    assert result.aligned == aligned[: place + 1] and result.position == place
+    with intervene(model, edit):
+        vectors = read_vectors(model, clean[: aligned[place] + 1])
+    there = [t for t in range(place + 1) if aligned[t] is not None]
+    for read, sources, row in zip(vectors.layout, vectors.sources, result.patched):
+        for source, vector, value in zip(read.sources, sources, row):
+            moved = torch.zeros(place + 1, vector.shape[-1])
+            moved[there] = vector[[aligned[t] for t in there]]
+            by_hand = Patch(source.name, moved, reads=read.name, tokens=there)
+            last = logits(model, torch.tensor([corrupted[: place + 1]]), edit, by_hand)[0, -1]
+            assert value == pytest.approx(last.log_softmax(-1)[7].item(), abs=1e-4)
+    with pytest.raises(UserError, match=f"token {aligned.index(None)} of the corrupted prompt has no partner"):
+        patch(model, clean, corrupted, position=aligned.index(None))
+
+
 def test_what_cannot_be_patched_is_one_sentence(models, tokenizer):
     model, ids = models["block"], ids_of(tokenizer)
     width = model.config.hidden_size
@@ -94,8 +133,6 @@ def test_what_cannot_be_patched_is_one_sentence(models, tokenizer):
     ):
         with pytest.raises(UserError, match=message):
             logits(model, ids, *edits)
-    with pytest.raises(UserError, match="the clean prompt has 3 tokens and the corrupted one 2"):
-        patch(model, ids[:, :3], ids[:, :2])
     with pytest.raises(UserError, match="the same prediction"):
         patch(model, ids, ids)
     with pytest.raises(UserError, match="no read 'mlp 0' with a source 'block 9'"):

@@ -10,9 +10,9 @@ import torch
 @pytest.fixture(autouse=True)
 def _no_plan_is_remembered():
     """Tests change what a plan depends on."""
-    launch = sys.modules.get("attnres.ops.gpu.launch")
-    if launch is not None:
-        launch._REPLAYS.clear()
+    replay = sys.modules.get("attnres.ops.gpu.replay")
+    if replay is not None:
+        replay._REPLAYS.clear()
 
 
 def _as_fp32(handle):

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from attnres import Norm, depth_read, make_residual
 from attnres.ops import apply_norm, dispatch, eager, plain_torch
 from attnres.ops.gpu import kernels as gpu
-from attnres.ops.gpu import launch, merge, sealed
+from attnres.ops.gpu import launch, merge, replay, sealed
 from attnres.ops.gpu.launch import Launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,7 +70,8 @@ def test_kernels_of_pointers_alone_are_those_of_tuples(on, name, settings, monke
     """What a compiler's graph holds, launched as it is: bit for bit."""
     on(gpu)
     expected = gradients(name, settings, False)
-    monkeypatch.setattr(launch, "is_traced", lambda: True)
+    for module in (launch, replay):
+        monkeypatch.setattr(module, "is_traced", lambda: True)
     assert all(torch.equal(a, b) for a, b in zip(gradients(name, settings, False), expected, strict=True))
 
 
@@ -135,7 +136,7 @@ def moved(name, settings, sublayers, monkeypatch):
     embedding = torch.zeros(tokens, width, device=DEVICE, requires_grad=True)
     norm = Norm(torch.ones(width, device=DEVICE, requires_grad=True), out_dtype=torch.bfloat16)
     ways = [Moved(tokens, width, sublayers) for _ in range(2)]
-    monkeypatch.setattr(launch, "alike", lambda *_: None)
+    monkeypatch.setattr(replay, "alike", lambda *_: None)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         monkeypatch.setattr(Launch, "run", lambda self, device: ways[0].launch(self, device))
         with ways[0]:
@@ -315,12 +316,12 @@ def test_a_plan_is_made_once_for_inputs_alike(on, monkeypatch):
     planned, plans = [], (merge.plan_merge, merge.plan_backward, sealed.plan_read, sealed.plan_backward)
     for module, plan in zip((merge, merge, sealed, sealed), plans, strict=True):
         monkeypatch.setattr(module, plan.__name__, lambda *a, plan=plan: planned.append(plan) or plan(*a))
-    launch._REPLAYS.clear()
+    replay._REPLAYS.clear()
     first = gradients("block", {"block_size": 3}, False)
     count = len(planned)
     again = gradients("block", {"block_size": 3}, False)
     assert 0 < count < 16 and len(planned) == count  # of seven reads and their backward
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    monkeypatch.setattr(launch, "alike", lambda *_: None)
+    monkeypatch.setattr(replay, "alike", lambda *_: None)
     assert all(torch.equal(a, b) for a, b in zip(gradients("block", {"block_size": 3}, False), first, strict=True))
     assert len(planned) > 2 * count

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnres.ops import eager
 from attnres.ops.backend import ReadGradInputs, ReadInputs
-from attnres.ops.gpu import launch, sealed
+from attnres.ops.gpu import replay, sealed
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("bf16_of_a_gpu")
 
 def hold(patch, most):
     """Let programs of up to eight reads hold so many values a thread in registers, in every dtype, both ways."""
-    launch._REPLAYS.clear()
+    replay._REPLAYS.clear()
     for key in sealed.HELD:
         patch.setitem(sealed.HELD, key, (8, most))
 

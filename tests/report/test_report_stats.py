@@ -118,7 +118,7 @@ def test_other_held_out_windows_are_never_paired(tmp_path):
     assert any("No difference to standard for block: they differ in data.val_windows" in note for note in table.notes)
     text = verdict(study, table)
     assert text.startswith("No finished variant can be compared with standard: nothing can be said.")
-    assert "block stands beside standard without a verdict: they differ in data.val_windows." in text
+    assert "No verdict on block against standard: they differ in data.val_windows." in text
 
 
 def test_seeds_of_different_held_out_windows_are_not_averaged(tmp_path):
@@ -128,7 +128,7 @@ def test_seeds_of_different_held_out_windows_are_not_averaged(tmp_path):
     study, table = both(tmp_path)
     assert paired(study, "block", "standard") is None
     text = verdict(study, table)
-    assert "block stands beside standard without a verdict: they differ in data.val_windows." in text
+    assert "No verdict on block against standard: they differ in data.val_windows." in text
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_runs_under_other_conditions_are_never_paired(tmp_path, place, value):
     assert table.row("full").paired is not None
     text = verdict(study, table)
     assert text.startswith("full ends below standard by")
-    assert f"block stands beside standard without a verdict: they differ in {place}." in text
+    assert f"No verdict on block against standard: they differ in {place}." in text
     assert "block ends below" not in text
 
 
@@ -484,7 +484,7 @@ def test_without_an_interleaved_timing_the_ratio_says_so(tmp_path):
     _, table = both(tmp_path)
     assert table.row("full").step_ratio == pytest.approx(0.5 / 0.4)
     assert table.row("full").tokens_per_s == pytest.approx(2048 / 0.5)
-    assert any("Nothing was timed in turn" in note for note in table.notes)
+    assert any("steps were not interleaved" in note for note in table.notes)
 
 
 def test_the_footer_says_which_error_it_is(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import socket
 import subprocess
 import sys
@@ -196,3 +197,21 @@ def test_a_process_whose_torchrun_was_lost_before_it_could_ask_ends(monkeypatch,
         join_processes("cpu")
     assert rank == "1" or f"nobody answers at 127.0.0.1:{port}" in str(refused.value)
     assert rank == "0" or refused.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ({"tp": 2}, "parallel.tp is 2"),
+        ({"cp": 4, "shard": 2}, "parallel.cp is 4"),
+        ({"pp": 2, "pp_schedule": "zbv"}, "parallel.pp_schedule is zbv"),
+        ({"pp": 2, "pp_schedule": "interleaved_zero_bubble"}, "parallel.pp_schedule is interleaved_zero_bubble"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_compiled_is_refused(configure: Callable[..., TrainConfig], layout: Any, said: str) -> None:
+    how: dict[str, Any] = {"parallel": layout, "depth_every": 0, "batch_size": 8, "accumulation": 4}
+    with pytest.raises(UserError, match="there are 1 processes"):  # nothing else is wrong
+        check(configure(**how))
+    with pytest.raises(UserError, match=rf"compile is on and {re.escape(said)}\b"):
+        check(configure(compile=True, **how))

@@ -26,18 +26,16 @@ from attnres.ops.backend import (
 from attnres.ops.gpu.launch import (
     DTYPES,
     REGISTERS,
-    Empty,
     Launch,
     laid_out,
     multiprocessors,
-    new_empty,
-    planned,
     power_of_two,
     rows,
     shared_memory,
     warps_for,
 )
 from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
+from attnres.ops.gpu.replay import Empty, new_empty, planned
 from attnres.ops.norms import Norm
 
 MOST_AGAIN = 8

@@ -14,16 +14,14 @@ from attnres.ops.backend import MAX_SHARED, ReadGradInputs, ReadInputs, Sealed, 
 from attnres.ops.gpu.launch import (
     INTERPRETED,
     REGISTERS,
-    Empty,
     Launch,
     cdiv,
     laid_out,
     multiprocessors,
-    new_empty,
     offset,
-    planned,
     power_of_two,
 )
+from attnres.ops.gpu.replay import Empty, new_empty, planned
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
