@@ -31,8 +31,10 @@ from attnres.text import with_error
 
 MARK = re.compile(r"(<!-- made: five questions -->\n).*?(<!-- end -->)", flags=re.DOTALL)
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "gallery.md"
-DOCUMENTS, TOKENS = 8, 128
+DOCUMENTS, TOKENS = 12, 192
 """Documents that are looked at, and the tokens of each from its beginning."""
+LETTERS = 16
+"""Enough for a token: of a book no more than is looked at is tokenised."""
 SHOWN = 6
 """Rows of a table of ablations."""
 
@@ -232,11 +234,11 @@ def page(looked: Looked, name: str, text: str, tokens: int) -> str:
         "and the lines of Python below begin with",
         "",
         "```py",
-        "from attnres.inspect import Ablate, attribute, effect, inspect_model, search",
+        "from attnres.inspect import Ablate, attribute, effect",
         "from attnres.models import open_checkpoint",
         "",
         f'checkpoint = open_checkpoint("{name}")',
-        "model, tokenizer = checkpoint.load(), checkpoint.tokenizer",
+        'model, text = checkpoint.load(), "It was the best of times, it was the"',
         "```",
     ]
     for number, (title, kind, early, chosen) in enumerate(QUESTIONS, start=1):
@@ -271,7 +273,8 @@ def main() -> None:
     options = parser.parse_args()
     checkpoint = open_checkpoint(options.model)
     tokens = min(TOKENS, checkpoint.context)
-    encoded = (encode(checkpoint.tokenizer, text).ids[:tokens] for text in corpus_text(options.corpus, "text").read())
+    texts = (text[: LETTERS * tokens] for text in corpus_text(options.corpus, "text").read())
+    encoded = (encode(checkpoint.tokenizer, text).ids[:tokens] for text in texts)
     documents = list(islice((torch.from_numpy(ids) for ids in encoded if len(ids) == tokens), DOCUMENTS))
     looked = look(checkpoint.load(), documents)
     made = page(looked, options.name or options.model, options.text or options.corpus, tokens)
