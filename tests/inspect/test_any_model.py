@@ -141,10 +141,13 @@ def test_tokens_at_which_a_source_is_most(model):
     found = search(model, None, [IDS, OTHER], source_names(model)[-1][0], "output", context=16, top=3)
     with torch.no_grad(), record(model, tokens=True) as trace:
         model(torch.stack([IDS, OTHER]))
-    best = trace.token_contributions[-1][..., 0].flatten().topk(3)
-    assert [hit.contribution for hit in found.hits] == pytest.approx(best.values.tolist(), abs=1e-5)
-    assert [9 * hit.document + hit.position for hit in found.hits] == best.indices.tolist()
-    assert found.hits[0].token.strip() == str(torch.cat([IDS, OTHER])[best.indices[0]].item())
+    best = trace.token_contributions[-1][..., 0].flatten()
+    assert found.hits and len({(hit.document, hit.token, hit.position) for hit in found.hits}) == len(found.hits)
+    for hit in found.hits:  # one a context, so that the third largest of all may stand beside the first
+        place = 9 * hit.document + hit.position
+        assert hit.contribution == pytest.approx(best[place].item(), abs=1e-5)
+        assert hit.token.strip() == str(torch.cat([IDS, OTHER])[place].item())
+    assert found.hits[0].contribution == pytest.approx(best.max().item(), abs=1e-5)
 
 
 def test_reads_in_words(model):

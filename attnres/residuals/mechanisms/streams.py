@@ -14,7 +14,7 @@ from attnres.residuals.base import Residual
 from attnres.residuals.program import BankReads
 from attnres.residuals.settings import whole
 from attnres.residuals.state import Slot
-from attnres.residuals.watch import NormLike, looking
+from attnres.residuals.watch import NormLike, looking, watched
 
 
 class Streams(NamedTuple):
@@ -92,12 +92,16 @@ class ParallelStreams(Residual):
         """Return what `connect` does, for those who watch too."""
         earlier = state.coefficients[0] if state.coefficients else None
         output = state.output[0] if state.output else None
-        fused = norm if isinstance(norm, Norm) and not self.watched else None
+        fused = norm if isinstance(norm, Norm) and self.editor is None else None
         streams, x, made = connect(state.streams, table, form, earlier=earlier, output=output, norm=fused)
-        if fused is not None:
-            return streams, x, made
         weights = self._follow(index, form, earlier, made) if self.watched else None
-        return streams, self.normed(x, index, norm, weights), made
+        if fused is None:
+            return streams, self.normed(x, index, norm, weights), made
+        if self.watched:
+            with looking(self):  # read and norm are one operation: the read alone is made again to be shown
+                read = connect(state.streams, table, form, earlier=earlier, output=output)[1]
+                watched(self, read, index, weights)
+        return streams, x, made
 
     def _follow(self, index: int, form: Connection, earlier: Tensor | None, made: Tensor | None) -> Tensor | None:
         """Return what read `index` is made of, (tokens, index + 1), and keep what the streams (..., n, outputs) will be
