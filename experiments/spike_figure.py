@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from attnres.figures import style
-from attnres.figures.plot import PAGE, NotShown, Plot, canvas, depth_axis, head, legend
+from attnres.figures.plot import NotShown, Plot, canvas, depth_axis, head, legend
 
 SPIKES = {
     "other tokens": ("over all other tokens", "#0072b2", "o"),
@@ -26,7 +26,7 @@ def starts(studies: Sequence[Mapping[str, Any]]) -> Plot:
     columns = max((len(study["variants"]) for study in studies), default=0)
     if not columns:
         raise NotShown("no variant weighs the embedding")
-    figure, axes = canvas(PAGE, 1.9 * len(studies) + 0.4, len(studies), columns, sharey="row")
+    figure, axes = canvas(style.sheet().page, 1.9 * len(studies) + 0.4, len(studies), columns, sharey="row")
     for study, row in zip(studies, axes, strict=True):
         for ax in row[len(study["variants"]) :]:
             ax.remove()
