@@ -169,7 +169,7 @@ def test_a_tokens_row_is_one_line(folder_of, width):
     printed = io.StringIO()
     console = Console(file=printed, width=width, force_terminal=True, color_system=None)
     inspection = look(InspectConfig(str(folder_of("full")), text=TEXT), console)
-    rows = printed.getvalue().split("\ntoken ")[1].splitlines()[1:][: len(inspection.example["tokens"])]
+    rows = re.split(r"\n +token ", printed.getvalue())[1].splitlines()[1:][: len(inspection.example["tokens"])]
     assert all(re.search(r"\.\d\d *$", row) for row in rows) and max(map(len, rows)) <= width
 
 
