@@ -46,18 +46,21 @@ class Opened(Measured):
 
     Attributes:
         whole: of a step of a run the model that it became; else itself.
-        opening_text: that a page opens with; None is an example.
+        opening_text: that a page opens with; None is the example of that `kind_of_text`, code or prose.
 
     Raises:
         UserError: no model there.
     """
 
     opening_text: str | None = None
+    kind_of_text = "code"
 
     def __init__(self, name: str | Path, *, trust_remote_code: bool = False) -> None:
         checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
         self._share(checkpoint, min(checkpoint.context, MAX_TOKENS))
         self.name, self.step = checkpoint.title(), checkpoint.step
+        if checkpoint.folder == EXAMPLE:  # which was trained on books
+            self.kind_of_text = "prose"
 
     def _share(self, checkpoint: Checkpoint | None, context: int) -> None:
         self._checkpoint, self.context = checkpoint, context

@@ -110,7 +110,7 @@ class Page:
         fields = {name: value for name, value in parse_qsl(link.removeprefix("?")[:20_000]) if len(name) == 1}
         whole = tuple(number for number, model in enumerate(self.models) if model.whole is model)
         text = self.text if self.text is not None else self.models[-1].opening_text
-        start = View(text=self.example("code") if text is None else text, models=whole)
+        start = View(text=self.example(self.models[-1].kind_of_text) if text is None else text, models=whole)
         try:
             view = decode(fields, self.keys) if fields else start
             return (view if view.text else replace(view, text=start.text)), ""
