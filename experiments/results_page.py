@@ -136,21 +136,25 @@ def more_flops_at_42m() -> float:
     return flops_a_token(*shape, Mechanism.of("block", {"num_blocks": 8})) / flops_a_token(*shape)
 
 
+def benchmark(name: str) -> dict:
+    """A file of benchmarks/results."""
+    return json.loads((BENCHMARKS / name).read_text("utf-8"))
+
+
 def step(name: str, size: str, dtype: str) -> str:
     """Block's step over the plain model's, with quartiles over rounds, and on what."""
-    record = json.loads((BENCHMARKS / name).read_text("utf-8"))["sizes"][size][dtype]
+    record = benchmark(name)["sizes"][size][dtype]
     return f"{ratio(timed(name, size, dtype))}, {record['device']}"
 
 
 def timed(name: str, size: str, dtype: str) -> dict:
     """Block's step as a timing has it."""
-    sizes = json.loads((BENCHMARKS / name).read_text("utf-8"))["sizes"]
-    return sizes[size][dtype]["variants"]["block (8 blocks)"]
+    return benchmark(name)["sizes"][size][dtype]["variants"]["block (8 blocks)"]
 
 
 def compiled() -> dict:
     """Block's compiled step on a GPU, as the last timing has it."""
-    return json.loads((BENCHMARKS / "busy_100m_compiled_cuda.json").read_text("utf-8"))["variants"]["block (8 blocks)"]
+    return benchmark("busy_100m_compiled_cuda.json")["variants"]["block (8 blocks)"]
 
 
 def ratio(timed: dict) -> str:
@@ -199,12 +203,12 @@ def evidence() -> list[str]:
 
 def cost() -> list[str]:
     """README's table of cost."""
-
-    def read(name: str) -> dict:
-        return json.loads((BENCHMARKS / name).read_text("utf-8"))
-
-    cpu, small, graphs = read("step_cpu_plain.json"), read("step_cpu_nano.json"), read("decode_graphs_cuda.json")
-    gpu = read("step_100m_cuda.json")["sizes"]["100m"]["bf16"]
+    cpu, small, graphs = (
+        benchmark("step_cpu_plain.json"),
+        benchmark("step_cpu_nano.json"),
+        benchmark("decode_graphs_cuda.json"),
+    )
+    gpu = benchmark("step_100m_cuda.json")["sizes"]["100m"]["bf16"]
     block = "block (8 blocks)"
     rows = [
         ("training step, 12 layers of width 256", cpu["fp32"]["device"], cpu["fp32"]["variants"][block]),
@@ -217,7 +221,7 @@ def cost() -> list[str]:
         ("the same, compiled", "the same", compiled()),
         ("prefill of 8,192 tokens, 0.6 B parameters", "the same", graphs["prefill"]["8192"]["block"]),
         ("decoding one text, 0.6 B, CUDA graphs", "the same", graphs["decode"]["1"]["block"]),
-        ("decoding one text, 2.9 M", cpu["fp32"]["device"], read("decode_nano_fp32.json")["decode"]["1"]["block"]),
+        ("decoding one text, 2.9 M", cpu["fp32"]["device"], benchmark("decode_nano_fp32.json")["decode"]["1"]["block"]),
     ]
     head = ["| what | on | time |", "|---|---|---|"]
     return head + [f"| {what} | {device} | {ratio(timed)} |" for what, device, timed in rows]

@@ -59,6 +59,13 @@ class Prediction:
         """Copies of the text in one forward pass."""
         return max(1, self.config.batch_tokens // len(self.ids))
 
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The arguments by which `attribute`, `patch` and `circuit` are asked for it."""
+        options = self.config
+        asked = {"position": self.position, "target": options.target, "against": options.against}
+        return asked | {"batch_size": self.batch_size}
+
     def word(self, token: int) -> str:
         """Return a token in quotation marks."""
         return f"'{spelled(piece(self.checkpoint.tokenizer, token))}'"
@@ -95,10 +102,7 @@ def attribution_table(prediction: Prediction) -> Attribution:
         attribution = attribute(
             model,
             prediction.ids,
-            position=prediction.position,
-            target=config.target,
-            against=config.against,
-            batch_size=prediction.batch_size,
+            **prediction.asked,
             progress=on_edges,
         )
     table = grid("edge", right=("without it", "by gradient"))
@@ -125,11 +129,8 @@ def neuronpedia_graph(prediction: Prediction) -> dict[str, Any]:
         graph = circuit(
             prediction.model,
             prediction.ids,
-            position=prediction.position,
-            target=config.target,
-            against=config.against,
             most=MOST,
-            batch_size=prediction.batch_size,
+            **prediction.asked,
             progress=on_links,
         )
     record = graph.neuronpedia(LEAST, model=name)
@@ -151,10 +152,7 @@ def patching_table(prediction: Prediction, other: str) -> Patching:
             model,
             clean,
             prediction.ids,
-            position=prediction.position,
-            target=config.target,
-            against=config.against,
-            batch_size=prediction.batch_size,
+            **prediction.asked,
             progress=on_edges,
         )
     table = grid("edge", right=("restored",))
