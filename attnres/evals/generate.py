@@ -15,9 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from attnres.errors import UserError, foreign
-from attnres.evals import replays
 from attnres.evals.config import GenerateConfig
-from attnres.evals.speaker import Speaker, beside, fitting, open_speaker
+from attnres.evals.speaker import Speaker, beside, fitting, open_speaker, why_not_captured
 from attnres.head import evaluating
 from attnres.inspect.contribution import Contributions
 from attnres.inspect.recording import find_residual
@@ -275,7 +274,7 @@ def _run(
     with ExitStack() as stack:
         for context in (broken, evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode()):
             stack.enter_context(context)
-        if replays.why_not(model) is None:
+        if why_not_captured(model) is None:
             settings.disable_compile = True  # which Transformers does for static caches
             length = ids.shape[1] + int(settings.max_new_tokens or 0)
             more["past_key_values"] = stack.enter_context(speaker.replays.of(model, length))
