@@ -6,6 +6,7 @@ import difflib
 import inspect
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Generator

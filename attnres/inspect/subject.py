@@ -99,8 +99,8 @@ class TextModel(nn.Module):
             ) from error
         if start.shape[:-1] != ids.shape:
             raise UserError(
-                f"the hidden state of {self.name} is {tuple(start.shape)} for ids {tuple(ids.shape)}: expected (batch, time, "
-                "width); record, intervene and from_trace look at a module of any layout"
+                f"the hidden state of {self.name} is {tuple(start.shape)} for ids {tuple(ids.shape)}: expected (batch, "
+                "time, width); record, intervene and from_trace look at a module of any layout"
             )
         return logits.shape[-1]
 
