@@ -56,8 +56,8 @@ def register(mechanism: type[Residual]) -> type[Residual]:
     ...     def hidden_state(self, state):
     ...         return state[0]
     ...
-    ...     def implied(self, index):
-    ...         return torch.tensor([2.0] + [1.0] * index)
+    ...     def implied(self, read):
+    ...         return torch.tensor([2.0] + [1.0] * read)
     >>> read = make_residual("anchored", num_sublayers=4, width=8).layout()[2]
     >>> read.name, [source.name for source in read.sources]
     ('attention 1', ['embedding', 'attention 0', 'mlp 0'])

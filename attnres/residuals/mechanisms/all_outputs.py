@@ -83,8 +83,8 @@ class StaticMix(AllOutputs):
         return self.normed(h, index, norm, values=state), state
 
     @torch.no_grad()
-    def implied(self, index: int) -> Tensor:
-        return self.coefficients(index, torch.float32).cpu()
+    def implied(self, read: int) -> Tensor:
+        return self.coefficients(read, torch.float32).cpu()
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:

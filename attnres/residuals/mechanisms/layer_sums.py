@@ -46,12 +46,12 @@ class LayerSums(Residual):
             return self.mixed(state, index // 2)
 
     @torch.no_grad()
-    def implied(self, index: int) -> Tensor:
+    def implied(self, read: int) -> Tensor:
         rows = torch.eye(self.num_sublayers + 1)
         state = self.start(rows[0])
-        for sublayer in range(index):
+        for sublayer in range(read):
             state = self.write(state, sublayer, rows[sublayer + 1])
-        return state.stream[: index + 1]
+        return state.stream[: read + 1]
 
     def in_past(self, index: int) -> bool:
         """Whether the stream before sublayer `index` is the last of the past."""
