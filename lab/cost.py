@@ -12,7 +12,7 @@ import torch
 
 from attnres.comparison.plan import parse_variants
 from attnres.errors import UserError
-from attnres.ops.dispatch import accelerator, is_host, pick_device
+from attnres.ops.devices import accelerator, is_host, pick_device
 from attnres.text import label_and_seed
 from attnres.training.config import TrainConfig, size_or_default, tokenizer_or_default
 from lab.design import Arm, branch_step

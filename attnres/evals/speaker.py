@@ -17,7 +17,7 @@ from attnres.evals.config import Dtype
 from attnres.evals.replays import Replays
 from attnres.models.encoding import encode_prompt, rows_of
 from attnres.models.open import open_checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 from attnres.training.environment import name_of
 
 

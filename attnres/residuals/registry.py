@@ -164,14 +164,12 @@ def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
 
 
 def _from_file(entry: str) -> type[Residual]:
-    mechanism, file, content = from_file(entry, "class", _is_mechanism)
+    mechanism, file, content = from_file(
+        entry, "class", lambda one: isinstance(one, type) and issubclass(one, Residual) and hasattr(one, "name")
+    )
     register(mechanism)
     _FILES[mechanism.name] = file, content
     return mechanism
-
-
-def _is_mechanism(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Residual) and hasattr(value, "name")
 
 
 def settings_of(name: str) -> dict[str, Any]:

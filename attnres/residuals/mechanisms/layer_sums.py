@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Learned, Traits
+from attnres.residuals.mechanisms.weighting import weighted_sum
 from attnres.residuals.settings import positive, start_at
 from attnres.residuals.state import Slot
 from attnres.residuals.watch import NormLike
