@@ -61,15 +61,15 @@ class Sealed(NamedTuple):
         outputs: S tensors (T, d), each read's mixture of the sealed sources.
         top, total: (S, T), the largest logit and the sum of exp(logit - top). Not their log-sum-exp: rounding that
             would cost a digit where logits are of order ten.
-        logits: (T, n, S).
-        inv_rms: (T, n), 1 / sqrt(mean(v^2) + eps) of each source.
+        logits: (T, n, S). inv_rms: (T, n), 1 / sqrt(mean(v^2) + eps) of each source. Both are for the backward, and may
+            be None in a bank, which has none.
     """
 
     outputs: list[Tensor]
     top: Tensor
     total: Tensor
-    logits: Tensor
-    inv_rms: Tensor
+    logits: Any
+    inv_rms: Any
 
 
 class ReadGradInputs(NamedTuple):
@@ -100,7 +100,8 @@ class MergeInputs(NamedTuple):
         norm: that consumes the read, or None.
         dtype: the sum and the read are rounded to it.
         saves: "nothing" if no backward follows; "least" leaves out an h that this backend's backward makes again from
-            what there is; "h" has it in any case, for those who watch.
+            what there is; "h" has it in any case, for those who watch; "h alone" has nothing else, as no backward
+            follows.
     """
 
     opens: Sequence[Tensor]
@@ -112,7 +113,7 @@ class MergeInputs(NamedTuple):
     total: Tensor | None
     norm: Norm | None
     dtype: torch.dtype
-    saves: Literal["nothing", "least", "h"] = "h"
+    saves: Literal["nothing", "least", "h", "h alone"] = "h"
 
 
 class Scalars(NamedTuple):

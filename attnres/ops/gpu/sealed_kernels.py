@@ -190,8 +190,11 @@ def read(
         scores = _plus_logits(scores, v, q, PIECES)
     inverse = tl.rsqrt(squares / D + eps)
     scores *= inverse[:, None]
-    tl.store(inv_rms + first * N + r, inverse, mask=live_r)
-    tl.store(logits + first * N * S + r[:, None] * S + s[None, :], scores, mask=live_r[:, None] & (s < S)[None, :])
+    if inv_rms is not None:
+        tl.store(inv_rms + first * N + r, inverse, mask=live_r)
+    if logits is not None:
+        to = logits + first * N * S
+        tl.store(to + r[:, None] * S + s[None, :], scores, mask=live_r[:, None] & (s < S)[None, :])
 
     same = live_r[:, None] & (token_r[:, None] == token_c[None, :])
     x = tl.reshape(tl.broadcast_to(scores[:, None, :], (ROWS, COLS // READS, READS)), (ROWS, COLS))

@@ -47,10 +47,12 @@ def read_token(
     rows, others = _starts(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
     v = _load_mixed(rows, others, _among(r, N, WIDE), live, at, D, BLOCK, WIDE != 0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
-    tl.store(inv_rms + t * N + r, inverse, mask=live)
+    if inv_rms is not None:
+        tl.store(inv_rms + t * N + r, inverse, mask=live)
     for s in tl.static_range(S):
         x = tl.sum(v * _load(queries, s * D, D, BLOCK, True).to(tl.float32)[None, :], 1) * inverse
-        tl.store(logits + (t * N + r) * S + s, x, mask=live)
+        if logits is not None:
+            tl.store(logits + (t * N + r) * S + s, x, mask=live)
         x = tl.where(live, x, float("-inf"))
         highest = tl.max(x, 0)
         p = tl.where(live, tl.exp(x - highest), 0.0)
