@@ -28,7 +28,7 @@ from attnres.models.convert import convert
 from attnres.models.encoding import piece, stated_context
 from attnres.models.model_files import EXAMPLE, residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512
