@@ -21,7 +21,9 @@ from attnres.head import evaluating
 from attnres.inspect.contribution import Contributions
 from attnres.inspect.recording import find_residual
 from attnres.models.encoding import context_of, piece
+from attnres.ops.devices import forked_generators
 from attnres.residuals import Observer, Source, depths, watched_by
+from attnres.text import number, visible
 
 TOP = 3
 """Sources of the output read that are named, those of the largest contributions, along the read or against it."""
@@ -51,14 +53,14 @@ class TokenDepth:
 
     token: int
     text: str
-    output: list[tuple[str, float]]
+    output: list[tuple[Source, float]]
     blocks: list[tuple[str, Source, float]]
 
     def line(self) -> str:
         """Return one line: the token, the largest sources of the output, and each block's largest source."""
-        output = ", ".join(f"{source} {part:.2f}" for source, part in self.output[:TOP])
-        blocks = "  ".join(f"{name} {source.short} {part:.2f}" for name, source, part in self.blocks)
-        return f"{self.text!r:16} output: {output} | {blocks}"
+        output = ", ".join(f"{source.label} {number(part, 2)}" for source, part in self.output[:TOP])
+        blocks = "  ".join(f"{name} {source.short} {number(part, 2)}" for name, source, part in self.blocks)
+        return f"{visible(self.text):14} output: {output} | {blocks}"
 
 
 class DepthReader(Observer):
@@ -112,15 +114,14 @@ class DepthReader(Observer):
         """Return what the pass that predicted `token` did; call it before the next pass."""
         sublayers = self.residual.num_sublayers
         rows = {index: parts[0].tolist() for index, parts in self.contributions.tokens.items()}
-        names = [source.name for source in self.sources[-1]]
-        output = sorted(zip(names, rows[len(self.sources) - 1]), key=lambda pair: -abs(pair[1]))
+        output = sorted(zip(self.sources[-1], rows[len(self.sources) - 1]), key=lambda pair: -abs(pair[1]))
         blocks = []
         sealed = [source for row in self.sources for source in row if source.kind in ("block", "state")]
         ends = {source.span.stop - 1 for source in sealed if source.span} or set(
             range(0, sublayers, -(-sublayers // PARTS))
         )
         bounds = sorted({0, *ends, sublayers})
-        for number, (start, stop) in enumerate(pairwise(bounds), 1):
+        for block, (start, stop) in enumerate(pairwise(bounds), 1):
             reads = [index for index, sublayer in enumerate(self.depths) if start <= sublayer < stop]
             sums: dict[str, float] = {}
             sources: dict[str, Source] = {}
@@ -129,7 +130,7 @@ class DepthReader(Observer):
                     sums[source.name] = sums.get(source.name, 0.0) + part / len(reads)
                     sources[source.name] = source
             largest = max(sums, key=lambda name: abs(sums[name]))
-            blocks.append((f"b{number}", sources[largest], sums[largest]))
+            blocks.append((f"b{block}", sources[largest], sums[largest]))
         return TokenDepth(token, piece(self.tokenizer, token), output, blocks)
 
 
@@ -268,11 +269,10 @@ def _run(
     speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamers: Sequence[BaseStreamer], seed: int
 ) -> str:
     model = speaker.model
-    devices = [model.device] if model.device.type == "cuda" else []
     broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and its config.json as it was made?")
     more: dict[str, Any] = {}
     with ExitStack() as stack:
-        for context in (broken, evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode()):
+        for context in (broken, evaluating(model), forked_generators([model.device]), torch.inference_mode()):
             stack.enter_context(context)
         if why_not_captured(model) is None:
             settings.disable_compile = True  # which Transformers does for static caches
