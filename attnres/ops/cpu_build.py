@@ -32,13 +32,13 @@ _SECONDS = 120
 
 
 def turned_off() -> bool:
-    """Whether the user asked for plain torch."""
+    """Return whether the user asked for plain torch."""
     return os.environ.get(SWITCH, "1") == "0"
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The compiled kernels, or in a few words why there are none. Never raises."""
+    """Return the compiled kernels, or in a few words why there are none. Never raises."""
     if turned_off():
         return "ATTNRES_CPU_KERNELS is 0"
     if platform.system() != "Linux":
@@ -67,7 +67,7 @@ def library() -> ctypes.CDLL | str:
 
 
 def _is_strange(path: Path) -> bool:
-    """Whether somebody other than this user and the administrator may change what is there."""
+    """Return whether somebody other than this user and the administrator may change what is there."""
     status = path.stat()
     return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
 
