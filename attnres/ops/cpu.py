@@ -43,34 +43,17 @@ LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels read and write."""
 
-_BANK = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-"""Arguments of the bank's kernels: bank, step, address of an output, whether that is bf16."""
-
-
 _opened = dict[str, Any]()
 """The library: a graph that its kernels made goes back through them, whatever reads take since."""
 
 
-@functools.cache
-def loaded() -> Any:
-    """Return the library with the kernels' prototypes, or in a few words why there is none."""
-    kernels = library()
-    if not isinstance(kernels, str):
-        _opened["kernels"] = kernels
-        names = ("read_sealed", "read_sealed_backward", "merge", "merge_backward", "mix", "connect", "connect_backward")
-        for name in names:
-            function = getattr(kernels, f"attnres_{name}")
-            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-        write, read = kernels.attnres_bank_write, kernels.attnres_bank_read
-        write.argtypes, write.restype = _BANK, None
-        read.argtypes, read.restype = [*_BANK, ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
-    return kernels
-
-
 def load() -> Any:
     """Return the compiled kernels, or None where they cannot be had. Never raises."""
-    kernels = loaded()
-    return None if isinstance(kernels, str) else kernels
+    kernels = library()
+    if isinstance(kernels, str):
+        return None
+    _opened["kernels"] = kernels
+    return kernels
 
 
 def version() -> str | None:
@@ -86,19 +69,14 @@ def switched(on: bool) -> Generator[None]:
     before = os.environ.get(SWITCH)
     try:
         os.environ[SWITCH] = "1" if on else "0"
-        _forget()
+        library.cache_clear()
         yield
     finally:
         if before is None:
             del os.environ[SWITCH]
         else:
             os.environ[SWITCH] = before
-        _forget()
-
-
-def _forget() -> None:
-    library.cache_clear()
-    loaded.cache_clear()
+        library.cache_clear()
 
 
 def usable() -> Backend | str:
@@ -106,7 +84,7 @@ def usable() -> Backend | str:
     if load() is not None:
         this: Any = sys.modules[__name__]
         return this
-    kernels = loaded()
+    kernels = library()
     return kernels if isinstance(kernels, str) else "there are no C kernels"
 
 
