@@ -28,7 +28,7 @@ from attnres.models.convert import convert
 from attnres.models.encoding import check_length, encode_prompt, piece, stated_context
 from attnres.models.model_files import EXAMPLE, residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512
@@ -313,7 +313,8 @@ class Given(Opened):
 
     def _content(self) -> bytes:
         state = hashlib.sha256()
-        for name, tensor in self.model.state_dict().items():
+        tensors = {name: one for name, one in self.model.state_dict().items() if torch.is_tensor(one)}  # no extra state
+        for name, tensor in tensors.items():
             values = tensor.detach().flatten()
             sample = values[:: max(1, len(values) // SAMPLE)].float().cpu().numpy()
             state.update(f"{name} {tuple(tensor.shape)}".encode() + sample.tobytes())

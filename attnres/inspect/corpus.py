@@ -28,7 +28,7 @@ from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_
 from attnres.inspect.survey import batches, check_documents, encode
 from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_ids, pieces, token_in_front
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 from attnres.progress import counting, grid, say, wide
 from attnres.text import counted, number, visible
 
