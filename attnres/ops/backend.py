@@ -220,6 +220,23 @@ class Connection(NamedTuple):
     sinkhorn_eps: float = 0.0
     late: bool = False
 
+    @property
+    def number(self) -> int:
+        """Of the kind, as kernels know it."""
+        return ("sum", "gate", "identity", "sinkhorn", "tanh").index(self.kind)
+
+    def columns(self, n: int) -> int:
+        """Return M, the columns of the table for n streams."""
+        return {"sum": 0, "gate": n, "identity": 2 * n, "sinkhorn": 2 * n + n * n, "tanh": n + 2}[self.kind]
+
+    def groups(self, n: int) -> int:
+        """Return G, how many products with the table a token has: one, or one for each stream."""
+        return n if self.kind == "tanh" else 1
+
+    def count(self, n: int) -> int:
+        """Return C, the coefficients of a token."""
+        return 2 * n + n * n if self.kind == "tanh" else self.columns(n)
+
 
 class Connect(NamedTuple):
     """Inputs of a write of parallel streams and the read after it, as `streams.connect` takes them."""
@@ -295,7 +312,7 @@ class Call(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """A row of `dispatch.KERNELS`: the kernels of one device, and what else depends on that device.
+    """A row of `devices.KERNELS`: the kernels of one device, and what else depends on that device.
 
     Attributes:
         device: its type.
@@ -347,7 +364,7 @@ class Kernels(NamedTuple):
 
 
 KERNELS: dict[str, Kernels] = {}
-"""The kernels of each type of device, as `dispatch` has registered them."""
+"""The kernels of each type of device, as `devices` has registered them."""
 
 
 def why_not_connected(call: Call) -> str | None:
