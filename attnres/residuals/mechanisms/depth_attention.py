@@ -254,7 +254,7 @@ class DepthAttention(Queried):
         if count == 1:  # one source: itself, and exactly no gradient for the query
             h = embedding if isinstance(norm, Norm) else embedding.to(stream)
             return self.normed(h, index, norm, values=[h]), state
-        if self.special is not None or self.editor is not None:
+        if self.special is not None or (self.editor is not None and self.editor.edits(index)):
             return self._read_plainly(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
