@@ -39,19 +39,18 @@ def fetch(name: str, patterns: Iterable[str]) -> Path:
 
 
 def dataset_rows(
-    what: str, repository: str, config: str | None, split: str, *, otherwise: str = "", **options: Any
+    what: str, repository: str, config: str | None, split: str, *, otherwise: str = ""
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of a data set, by the library `datasets`.
 
     Args:
         what: is read there, for messages; `otherwise` says what else the user can do.
-        options: of `datasets.load_dataset`.
 
     Raises:
         UserError: `datasets` is not installed, or the data set cannot be read.
     """
     with _reading(what, repository, otherwise) as datasets:
-        yield from datasets.load_dataset(repository, config, split=split, **options)
+        yield from datasets.load_dataset(repository, config, split=split)
 
 
 def streamed_rows(

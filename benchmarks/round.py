@@ -111,7 +111,7 @@ class Equality:
     def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
         import torch
 
-        from attnres.comparison.speed import training_steps
+        from attnres.comparison.speed import StepOptions, training_steps
 
         size = {"family": "gpt2", "n_embd": 128, "n_layer": 6, "n_head": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
         batch, length, vocabulary, count = 8, 128, 512, self.steps
@@ -133,8 +133,8 @@ class Equality:
             losses, paths = {}, {}
             for kind in ("eager", "again", "captured"):
                 shape: dict[str, Any] = {"size": size, "vocab_size": vocabulary, "seq_len": length, "batch_size": batch}
-                how = {"on": on, "accumulation": 2, "cuda_graphs": kind == "captured"}
-                step = training_steps({label: variant}, **shape, **how)[label]
+                options = StepOptions(**shape, accumulation=2, device=str(on), cuda_graphs=kind == "captured")
+                step = training_steps({label: variant}, options)[label]
                 torch.manual_seed(0)
                 values = []
                 for each in tokens:

@@ -4,11 +4,11 @@ import dataclasses
 import importlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnres.comparison.children import Child, others_go_on, several
+from attnres.comparison.children import Child, Watch, others_go_on, several
 from attnres.errors import Interrupted, UserError
 from attnres.training.interrupt import caught_signals
 
@@ -48,17 +48,7 @@ class Slurm:
         words = [f"{name}={value}" for name, value in there.variables().items()]
         return self._command(["env", *words, *child.command(quiet=True)], verbose=False)
 
-    def __call__(
-        self,
-        children: list[Child],
-        *,
-        jobs: int,
-        on_start: Callable[[Child], None],
-        on_end: Callable[[Child], None],
-        on_poll: Callable[[list[Child]], None],
-        log_of: Callable[[Child], Path | None],
-        until: float = math.inf,
-    ) -> None:
+    def __call__(self, children: list[Child], watch: Watch, *, jobs: int, until: float = math.inf) -> None:
         """Submit all of them and wait, as `run_children` of attnres.comparison does; `jobs` is left to the cluster.
 
         Raises:
@@ -74,17 +64,17 @@ class Slurm:
                         waiting.clear()
                     while waiting and len(running) < MOST:
                         child = waiting.pop(0)
-                        on_start(child)
+                        watch.start(child)
                         child.began = time.monotonic()
                         running.append((child, self.executor.submit(self._job(child))))
                     time.sleep(POLL_S)
-                    on_poll([child for child, _ in running])
+                    watch.poll([child for child, _ in running])
                     for child, job in [pair for pair in running if pair[1].done()]:
                         running.remove((child, job))
                         ok = job.exception() is None or child.has_diverged
                         failure = None if ok else child.failure(f"failed as job {job.job_id}", job.paths.stderr)
                         if failure is None or others_go_on(child, failure, failures):
-                            on_end(child)
+                            watch.end(child)
                         else:
                             ended = True
             finally:

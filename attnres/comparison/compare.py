@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 
 from attnres.comparison.children import Child
-from attnres.comparison.plan import CompareConfig, ComparisonPlan, VariantSpec, make_plan
-from attnres.comparison.speed import step_times
+from attnres.comparison.plan import CompareConfig, ComparisonPlan, make_plan
+from attnres.comparison.speed import StepOptions, step_times
 from attnres.comparison.watch import Ended, RunStatus, train_all
 from attnres.device import cores
 from attnres.errors import UserError
@@ -265,13 +265,11 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
     """Write OUT/speed.json unless it is there for the same variants, shape and machine settings."""
     out, plan, vocabulary = work.out, work.plan, work.vocabulary
     run = plan.first
-    # A learning rate changes no time: variants that differ only in it are timed once.
-    kinds: dict[str, str] = {}
-    for label, variant in plan.variants.items():
-        same = (other for other in kinds.values() if _same_model(plan.variants[other], variant))
-        kinds[label] = next(same, label)
+    models = {label: (variant.residual, variant.settings) for label, variant in plan.variants.items()}
+    # A learning rate changes no time: variants that differ only in it are timed once, under the first label.
+    kinds = {label: next(one for one in models if models[one] == models[label]) for label in models}
     key = {
-        "variants": {label: [v.residual, v.settings] for label, v in plan.variants.items()},
+        "variants": {label: list(model) for label, model in models.items()},
         "settings": {
             "size": run.model.size,
             "vocab_size": vocabulary,
@@ -300,9 +298,7 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         style="bold",
         highlight=False,
     )
-    speed = step_times(
-        {PLAIN: (None, {})}
-        | {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
+    options = StepOptions(
         size=size_or_default(run.model),
         vocab_size=vocabulary,
         seq_len=run.data.seq_len,
@@ -315,17 +311,13 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         cuda_graphs=run.cuda_graphs,
         loss=run.loss,
         gradient_checkpointing=run.gradient_checkpointing,
-        baseline=PLAIN,
-        seconds=seconds,
-        least=ROUNDS,  # fewer are not shown
     )
+    timed = {PLAIN: (None, {}), **{label: models[label] for label in labels}}
+    # Fewer rounds than ROUNDS are not shown.
+    speed = step_times(timed, options, baseline=PLAIN, seconds=seconds, least=ROUNDS)
     times = speed.pop("variants")
     speed["variants"] = {label: times[kinds[label]] for label in plan.variants}
     write_json(path, {"key": key, **speed, "plain": times[PLAIN]})
-
-
-def _same_model(a: VariantSpec, b: VariantSpec) -> bool:
-    return (a.residual, a.settings) == (b.residual, b.settings)
 
 
 def _fits(models: int, plan: ComparisonPlan, vocabulary: int) -> bool:

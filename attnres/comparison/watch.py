@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from attnres.comparison.children import Child, Runner, run_children
+from attnres.comparison.children import Child, Runner, Watch, run_children
 from attnres.comparison.plan import ComparisonPlan
 from attnres.progress import STEPS, Bar, Bars, grid
 from attnres.text import duration, label_and_seed, number, run_name
@@ -115,7 +115,7 @@ class RunStatus:
 
 
 @dataclass
-class ProgressWatch:
+class ProgressWatch(Watch):
     """What the user sees of children: a line before each with the time left in all, bars of several at once, and how
     the runs stand."""
 
@@ -130,14 +130,12 @@ class ProgressWatch:
     shown: dict[Path, Bar] = field(default_factory=dict)
 
     def start(self, child: Child) -> None:
-        """One begins."""
         self.number += 1
         when = f", about {duration(self.rate.seconds_left / self.jobs)} left in all" if self.rate.done else ""
         self._print(f"run {self.number}/{self.total} {child.name}{when}", style="bold")
         self.shown[child.folder] = self.bars.add(child.name, child.steps, child.latest()[0])
 
     def end(self, child: Child) -> None:
-        """One has ended."""
         wall = time.monotonic() - child.began
         self.shown.pop(child.folder).remove()
         if child.has_failed:
@@ -151,12 +149,14 @@ class ProgressWatch:
             self._print(table)
 
     def poll(self, running: list[Child]) -> None:
-        """Time goes by."""
         for child in running:
             step, loss = child.latest()
             if loss is not None:
                 self.shown[child.folder].update(step, f"loss {loss:.3f}")
         self.on_poll()
+
+    def log_of(self, child: Child) -> Path | None:
+        return child.folder.parent / "logs" / f"{child.folder.name}.log" if self.jobs > 1 else None
 
     def _print(self, what: str | Table, style: str | None = None) -> None:
         self.bars.console.print(what, style=style, highlight=False)
@@ -194,12 +194,4 @@ def train_all(
         return
     with Bars(STEPS, shown=jobs > 1, stays=False, above=status, console=say) as bars:
         watch = ProgressWatch(bars, rate, jobs, len(done), total, status, on_end, on_poll)
-        (run or run_children)(
-            children,
-            jobs=jobs,
-            on_start=watch.start,
-            on_end=watch.end,
-            on_poll=watch.poll,
-            log_of=lambda child: child.folder.parent / "logs" / f"{child.folder.name}.log" if jobs > 1 else None,
-            until=until,
-        )
+        (run or run_children)(children, watch, jobs=jobs, until=until)

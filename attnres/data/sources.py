@@ -22,7 +22,7 @@ from attnres.data.folder import choose, matching, walk
 from attnres.data.readers import KINDS, SUFFIXES, field_of, read_documents, suffix_of, text_bytes
 from attnres.errors import UserError, unknown
 from attnres.files import cache_dir, refuse_special, user_path, write_text
-from attnres.hub import dataset_rows, streamed_rows
+from attnres.hub import streamed_rows
 from attnres.text import whole_characters
 
 # Not the library itself, or (the last) its own build: paths and flags of one machine.
@@ -355,13 +355,10 @@ def read_hub(spec: str, column: str, revision: str | None = None) -> Iterator[st
     """Return the rows of a hub data set in its own order; WikiText's rows are lines, and are joined to articles.
 
     Raises:
-        UserError: see `dataset_rows`; or there is no such column.
+        UserError: see `streamed_rows`; or there is no such column.
     """
-    repository, config, split = resolve_hub(spec)
-    what = f"source '{spec}'"
-    rows = dataset_rows(what, repository, config, split, streaming=True, revision=revision)
-    texts = (text for row in rows for text in field_of(row, what, column))
-    return articles(texts) if _joins(repository) else texts
+    texts, _ = read_hub_from(spec, column, revision, None)
+    return articles(texts) if _joins(resolve_hub(spec)[0]) else texts
 
 
 def _joins(repository: str) -> bool:
