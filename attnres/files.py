@@ -220,17 +220,12 @@ def is_half_written(name: str) -> bool:
     return _WRITER.fullmatch(name) is not None
 
 
-def _is_stray(name: str) -> bool:
-    """Return whether what has this name was half-written by a process of this machine that is no more; another
-    machine's that writes to the same folder (a cluster's) may be alive."""
-    writer = _WRITER.fullmatch(name)
-    return writer is not None and writer["host"] in (None, _HOST) and not _alive(int(writer["process"]))
-
-
 def _remove_strays(files: Iterable[Path]) -> None:
     """Remove what processes that are no more left half-written."""
     for stray in files:
-        if _is_stray(stray.name):
+        writer = _WRITER.fullmatch(stray.name)
+        # Another machine's process that writes to the same folder (a cluster's) may be alive.
+        if writer is not None and writer["host"] in (None, _HOST) and not _alive(int(writer["process"])):
             _remove(stray)
 
 

@@ -132,9 +132,10 @@ def fit(value: Any, hint: Any) -> Any:
     if typing.is_typeddict(hint):
         return value | _fields(value, hint, required=hint.__required_keys__)
     if dataclasses.is_dataclass(hint):
-        optional = {field.name for field in dataclasses.fields(hint) if not _is_required(field)}
         names = {field.name for field in dataclasses.fields(hint)}
-        fields = _fields(value, hint, required=names - optional)
+        defaults = {field.name: (field.default, field.default_factory) for field in dataclasses.fields(hint)}
+        required = {name for name, both in defaults.items() if both == (dataclasses.MISSING, dataclasses.MISSING)}
+        fields = _fields(value, hint, required=required)
         if strange := sorted(set(value) - names):
             raise Misfit(value[strange[0]], "no such field").below(strange[0])
         return hint(**fields)
@@ -189,10 +190,6 @@ def _part(name: str | int, value: Any, hint: Any) -> Any:
         return fit(value, hint)
     except Misfit as error:
         raise error.below(name) from None
-
-
-def _is_required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def is_text(value: str) -> bool:

@@ -16,7 +16,7 @@ from lab.contrast import Contrast, contrast, noise_note
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 RECIPE, COARSE, BEST = "recipe", "coarse", "best"
-WAYS = ("recipe's", "half", "twice", "own parameters at the other")
+WAYS = ("recipe's", "half", "twice", "own parameters at the other rate")
 """What `candidates` tries, as a table has it."""
 FLATTERED = 1.0
 """Standard deviations by which the best of three or four level draws is better than their mean: 0.85 and 1.03."""
@@ -27,17 +27,13 @@ def candidates(setting: Setting, variant: str) -> list[str]:
     parameters of its own with these at the other of AdamW's rate and a tenth of it, which is the default of queries and
     gains."""
     lr, parsed = setting.config().optim.lr, parse_variant(variant)
-    residual = make_residual(parsed.residual, 4, 16, **_small(parsed.settings))
+    # In four sublayers of width 16: whether there are parameters does not depend on the settings that do not fit them.
+    sizes = ("num_blocks", "block_size", "heads", "window")
+    settings = {name: value for name, value in parsed.settings.items() if name not in sizes}
+    residual = make_residual(parsed.residual, 4, 16, **settings)
     ways = [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
     other = lr if residual.slow else READ_RATE * lr
     return [*ways, f"{variant}@residual_lr={other:g}"] if list(residual.parameters()) else ways
-
-
-def _small(settings: dict) -> dict:
-    """Settings that fit four sublayers of width 16: whether there are parameters does not depend on these."""
-    return {
-        name: value for name, value in settings.items() if name not in ("num_blocks", "block_size", "heads", "window")
-    }
 
 
 def tuned_study(
@@ -70,8 +66,8 @@ def tuned_study(
             return StudyResult("Too few runs have finished.")
         plain = _held_beside(measured, RECIPE, {variant: variant for variant in variants}, title, published)
         plain.tables[0].notes.append(
-            "Queries of depth reads and their keys' gains train at a tenth of AdamW's rate, which was chosen for "
-            "Block; everything else that a mechanism has of its own at the whole rate, matrices too."
+            "The queries of depth reads and the gains of their keys train at 0.1x AdamW's learning rate, a factor that "
+            "was chosen for Block. All other parameters of a mechanism, its matrices too, train at 1x."
         )
         best = chosen_rates(setting, measured, variants)
         values, sentence = {RECIPE: plain.values, "rates": best}, f"At the recipe's rates: {plain.answer}"
@@ -85,9 +81,9 @@ def tuned_study(
         finals = [measured.finals(BEST, label_of(way)) for way in judged.values()]
         fewest = min((len(seeds) for seeds in finals if seeds), default=1)
         own.tables[0].notes.append(
-            "Each mechanism is at the best of its rates by seed 0, which counts here too: where they are level that "
-            f"flatters it, the standard model as well, by {FLATTERED / fewest:.1f} sigma or so. One with "
-            "parameters of its own had four to choose from, one without three."
+            "Each mechanism is at the rate that was best with seed 0, and seed 0 counts here too. Where its rates are "
+            f"equally good this flatters it, and the standard model likewise, by about {FLATTERED / fewest:.1f} sigma. "
+            "A mechanism with parameters of its own had four rates to choose from, one without three."
         )
         if waiting := [label_of(way) for variant, way in best.items() if variant not in judged]:
             own.tables[0].notes.append(f"Not compared before a second seed has finished: {listed(waiting)}.")
@@ -193,7 +189,7 @@ def _search_table(setting: Setting, measured: Measured, variants: Sequence[str])
         gain = number(lowest - losses[0], 4, signed=True)  # unknown where the recipe's diverged
         rows.append([label_of(variant), *cells, *[""] * (len(WAYS) - len(ways)), gain])
     notes = [
-        "One seed each; of parameters of its own: the whole of AdamW's rate or a tenth, whichever the recipe has not."
+        f"One seed each. {WAYS[-1].capitalize()}: at 1x or 0.1x AdamW's learning rate, whichever is not the recipe's."
     ]
     return ResultTable(
         "Losses by rate, seed 0",

@@ -91,12 +91,13 @@ def opened(
     with locked(out):
         finished = _claim(out, plan)
         vocabulary, record = _prepare(out, plan, say)
-        before = _before(out)
+        path = out / "compare.json"
+        before: Compared = checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
         jobs, threads = _share(before, config.jobs, plan, vocabulary, runs or len(plan.runs))
         kernels = _kernels(before, plan)
         # First of all, so that the folder is known as a comparison however early it is stopped.
         write_json(
-            out / "compare.json",
+            path,
             {
                 "version": VERSION,
                 "labels": list(plan.variants),
@@ -202,12 +203,6 @@ def _prepare(out: Path, plan: ComparisonPlan, say: Console) -> tuple[int, dict[s
 
 
 # ------------------------------------------------------------------ training
-
-
-def _before(out: Path) -> Compared:
-    """Return what compare.json says, if this continues a comparison."""
-    path = out / "compare.json"
-    return checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
 
 
 def _kernels(before: Compared, plan: ComparisonPlan) -> str | None:

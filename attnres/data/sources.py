@@ -400,12 +400,8 @@ LENGTH = 24
 """Steps of a document in all, about."""
 
 
-def _permutations() -> dict[str, dict[str, str]]:
-    draw = random.Random("permutations")
-    return {name: dict(zip(LETTERS, draw.sample(LETTERS, len(LETTERS)), strict=True)) for name in NAMES}
-
-
-PERMUTATIONS = _permutations()
+_DRAW = random.Random("permutations")
+PERMUTATIONS = {name: dict(zip(LETTERS, _DRAW.sample(LETTERS, len(LETTERS)), strict=True)) for name in NAMES}
 
 
 def composition(draw: random.Random, steps: int, count: int) -> str:

@@ -128,7 +128,8 @@ def score(
     device = next(model.parameters()).device
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     done: list[Scored | None] = [None] * len(requests)
-    for batch in _batches(_rows(requests, context), batch_tokens, _vocabulary(model)):
+    vocabulary = int(getattr(text_config(model.config), "vocab_size", 0) or 0)
+    for batch in _batches(_rows(requests, context), batch_tokens, vocabulary):
         width = len(batch[0].ids)
         ids = torch.zeros(len(batch), width, dtype=torch.long)
         for i, row in enumerate(batch):
@@ -186,10 +187,6 @@ def _batches(rows: Sequence[_Row], batch_tokens: int, vocabulary: int) -> Iterat
         first = start
     if batch:
         yield batch
-
-
-def _vocabulary(model: nn.Module) -> int:
-    return int(getattr(text_config(model.config), "vocab_size", 0) or 0)
 
 
 def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Scored]:

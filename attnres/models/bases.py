@@ -29,14 +29,6 @@ GENERATED: dict[str, type] = {}
 """Configs and models that were made, by the name of the class; of two of one name the latest."""
 
 
-def _refuse_parallel(family: Family, config: Any) -> None:
-    if family.parallel and getattr(config, family.parallel):
-        raise UserError(
-            f"{family.parallel} is on: attention and MLP read one stream side by side, and depth reads need them one "
-            f"after the other; only models with {family.parallel}=False have a place for them"
-        )
-
-
 class Depth(PreTrainedModel):
     """What base models and heads with a depth stream share; mixed in front of the family's own class."""
 
@@ -44,7 +36,12 @@ class Depth(PreTrainedModel):
     plain_class: type[PreTrainedModel]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_parallel(self.family, config)
+        parallel = self.family.parallel
+        if parallel and getattr(config, parallel):
+            raise UserError(
+                f"{parallel} is on: attention and MLP read one stream side by side, and depth reads need them one "
+                f"after the other; only models with {parallel}=False have a place for them"
+            )
         super().__init__(config, *args, **kwargs)
         if self.attach_residual():
             self._scale_branches()

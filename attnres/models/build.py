@@ -187,17 +187,13 @@ def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int
     fields |= {"vocab_size": vocab_size, FAMILIES[key].positions: max_positions}
     _check_fields(config_class, fields)
     names = [config_class.attribute_map.get(name, name) for name in ("hidden_size", "num_hidden_layers")]
-    if missing := [name for name in names if not {name, *_aliases(config_class, name)} & set(fields)]:
+    given = {config_class.attribute_map.get(name, name) for name in fields}  # under whatever name
+    if missing := [name for name in names if name not in given]:
         raise UserError(
             f"the size {{family: {key}}} does not say {' and '.join(missing)}, and {key}'s own may be billions of "
             "parameters: give them"
         )
     return key, fields
-
-
-def _aliases(config_class: Any, name: str) -> list[str]:
-    """Other names that a config takes for the field `name`."""
-    return [alias for alias, target in config_class.attribute_map.items() if target == name]
 
 
 def _drawn(key: str, model_class: Any, config_class: Any, fields: Mapping[str, Any], seed: int) -> Any:

@@ -4,7 +4,7 @@ with which Transformers finds our classes, and the model card."""
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -115,15 +115,11 @@ class ResidualConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # ty: ignore[missing-attribute]
-        self._refuse_stray_settings(kwargs)
+        if stray := stray_settings(type(self), {*kwargs, *vars(self)}):  # which would be kept and change nothing
+            raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
         self.note_file()
         with torch.device("meta"):
             self.make_residual()
-
-    def _refuse_stray_settings(self, kwargs: Mapping[str, Any]) -> None:
-        """A residual's setting among the fields of the config would be kept there and change nothing."""
-        if stray := stray_settings(type(self), {*kwargs, *vars(self)}):
-            raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
 
     def note_file(self) -> None:
         """Record the file that the mechanism was read from; warn where the stored one had another content."""

@@ -69,6 +69,8 @@ def _multiplying(model: Any, *, trained: bool = False) -> float:
     apart = {id(p) for p in residual.parameters()} if isinstance(residual, nn.Module) else set()
     head = {id(p) for p in model.get_output_embeddings().parameters()}
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()} - head
+    chosen = getattr(model.config, "num_experts_per_tok", 1)  # experts of a token, in a list by layer
+    chosen = sum(chosen) / len(chosen) if isinstance(chosen, list) else chosen
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or name.endswith("bias") or id(parameter) in apart | tables:
@@ -76,13 +78,8 @@ def _multiplying(model: Any, *, trained: bool = False) -> float:
         if trained and not parameter.requires_grad:
             continue
         of_experts = parameter.ndim == 3 and "experts" in name
-        total += parameter.numel() * (_experts_of_a_token(model.config) / len(parameter) if of_experts else 1)
+        total += parameter.numel() * (chosen / len(parameter) if of_experts else 1)
     return total
-
-
-def _experts_of_a_token(config: Any) -> float:
-    count = getattr(config, "num_experts_per_tok", 1)
-    return sum(count) / len(count) if isinstance(count, list) else count
 
 
 def _attention(config: Any, length: int) -> float:

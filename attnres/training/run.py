@@ -87,7 +87,10 @@ class Run:
         with who.alike():
             self.placed = parallelize(objective, self.layout)
         self.model = self.placed.model
-        _seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
+        # After building, which may draw more for one residual than another: seed what may draw random numbers.
+        torch.manual_seed(config.seed + who.rank)
+        random.seed(config.seed + who.rank)
+        np.random.seed(config.seed + who.rank)  # noqa: NPY002 (for whatever draws from it)
         self.optimizers = optimizers_of(dict(self.placed.named_parameters()), groups, config.optim, transfer)
         update = Update(
             self.placed,
@@ -358,10 +361,3 @@ class Run:
             f"{self.output.folder}; try a lower optim.lr, a longer optim.warmup, a smaller optim.clip or --dtype fp32 "
             "(in another --out)"
         )
-
-
-def _seed(seed: int) -> None:
-    """Seed what may draw random numbers."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 (for whatever draws from it)

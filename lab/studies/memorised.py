@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from attnres.figures.chart import Curves, Line
 from attnres.stats import Effect, Recipe, judged, or_none
 from attnres.text import UNKNOWN, listed, run_name
+from lab.contrast import ratio_interval
 from lab.design import Arm, Computed, ComputedCall, Design, Measured, ResultTable, Setting, StudyResult
 from lab.studies.growth import Mlps
 
@@ -214,10 +215,8 @@ class Cell:
         lost = f", {self.diverged} diverged" if self.diverged else ""
         if self.effect is None:
             return lost.removeprefix(", ")
-        bounds = ""
-        if self.effect.margin < 10:  # seeds so far apart tell nothing
-            bounds = f" ({math.exp(self.effect.low):.2g} to {math.exp(self.effect.high):.2g})"
-        return f"{self.ratio:.2g}{bounds}{lost}"
+        bounds = ratio_interval(self.effect)
+        return f"{self.ratio:.2g}{f' ({bounds})' * bool(bounds)}{lost}"
 
 
 def _cells(measured: Measured, arm: str, places: Sequence[float]) -> list[Cell]:

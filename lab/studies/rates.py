@@ -125,11 +125,6 @@ def _own(setting: Setting, factor: float) -> str:
     return f"block@residual_lr={digits:g}"
 
 
-def _also(variant: str, change: str) -> str:
-    """Return a variant that is trained in one more way of its own."""
-    return f"{variant}{',' if '@' in variant else '@'}{change}"
-
-
 def _best(setting: Setting, measured: Measured) -> list[str]:
     """Block at the two of its own rates with the lowest losses at the coarse seed, the better one first."""
     variants = setting.some([_own(setting, factor) for factor in OWN])
@@ -164,7 +159,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
             setting.some(
                 [
                     best[0],
-                    _also(best[0], "residual_decay=0.01"),
+                    f"{best[0]}{',' if '@' in best[0] else '@'}residual_decay=0.01",
                     f"block:read_temperature=4{rate}",
                 ]
             ),
@@ -217,12 +212,12 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
             values[arm] = one.values()
             if arm == "best":
                 tables[-1].notes.append(
-                    f"The best two of {len(OWN)} own rates by seed 0, which counts here too: where they are level that "
-                    "flatters them. The standard model is at the recipe's rate."
+                    f"Of {len(OWN)} own rates the two that were best with seed 0, which counts here too: where rates "
+                    "are equally good this flatters them. The standard model is at the recipe's rate."
                 )
             if arm.startswith("tuned"):
                 tables[-1].notes.append(
-                    "The rate is the standard model's best of those tried by seed 0, which counts here too: that "
+                    "The rate is the one at which the standard model was best with seed 0, which counts here too: this "
                     "flatters the standard model."
                 )
             if arm != "knobs":
