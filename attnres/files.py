@@ -194,6 +194,12 @@ def replaced_folder(path: str | Path) -> Generator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def by_step(folder: Path, suffix: str) -> dict[int, Path]:
+    """Return the files STEP.SUFFIX of a folder by their steps, in order."""
+    files = sorted(folder.glob(f"*.{suffix}"))
+    return {int(path.stem): path for path in files if re.fullmatch("[0-9]{1,18}", path.stem) and path.is_file()}
+
+
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
     """Copy each file into `folder`, under its name there. Raises UserError for one that cannot be read."""
     for name, path in files.items():

@@ -21,7 +21,7 @@ so rare tokens would fade; and the embedding is the first source, so its scale i
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,6 @@ from attnres.residuals.queries import Queried
 from attnres.training.config import READ_RATE, OptimConfig
 from attnres.training.finetune import is_adapter
 from attnres.training.muon import OwnedMuon, StackedMuon
-
-if TYPE_CHECKING:
-    from attnres.training.config import OptimConfig
-
 
 QUERY, QUERY_WEIGHT = "query", "query_weight"
 """The last part of the names of pseudo-queries and of the weights that make queries of the input, in every mechanism

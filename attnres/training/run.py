@@ -54,6 +54,7 @@ class Run:
         `in_place` returns whether the folder is still there: somebody may rename or remove it.
         """
         config = prepared.config
+        # How the processes share the work, and what has been measured so far.
         self.start_model = prepared.start
         self.who, self.output = who, Output(config, who, in_place)
         self.layout = Layout(
@@ -63,12 +64,16 @@ class Run:
         self.run_state = RunState()
         self.saved: int | None = None  # step of the last checkpoint
         self.saving: checkpoint.ShardedSave | None = None  # one that may still be written
+
+        # The data. Only then is a checkpoint looked at: one of other data is refused.
         sizes = {"batch_size": config.batch_size, "seed": config.seed}
         self.prepared, self.batches, self.windows = open_data(config.data, who, **sizes, progress=progress)
         self.record = data_record(self.prepared, self.windows)
         self.data = {name: value for name, value in self.record.items() if name != "windows_sha256"}
         here = self.output.folder / "checkpoint"
         state = who.of_first(lambda: self._saved_state(here))
+
+        # The model, whole on every process, and what is known of it as a whole.
         environment.reset_peak_memory(who.device)
         with who.alike():
             self._make_model(here, state)
@@ -79,6 +84,8 @@ class Run:
         self.flops = step_flops(self.model, config.data.seq_len) + taught  # a token
         peak = peak_flops(who.device, config.dtype)
         self.peak = None if peak is None else peak * who.world_size  # a second
+
+        # Its place on the processes, the optimizers of the parameters that lie here, and the state of a checkpoint.
         groups = kinds(self.model)  # of the whole model: a stage has no embedding beside its head to tell by
         transfer = Transfer.of(self.model, config.optim.base_width)
         objective = Objective(
@@ -102,13 +109,17 @@ class Run:
         if state:
             with who.alike():
                 self._restore(here, state)
+
+        # What decides the last bits. What cannot be kept as the checkpoint has it is refused before a file is changed.
         ours = who, self.model.residual("itself").width, self.kind if config.loss == "auto" else None
         self.computed_with = partial(environment.arithmetic, *ours)
         self.arithmetic = partial(
             environment.restored_arithmetic, self._recorded(state), *ours, different=config.allow_different
         )
         with who.alike(), self.arithmetic():
-            pass  # what cannot be kept is refused before a file is changed
+            pass
+
+        # The folder with its files, and what the user is told.
         self.resumed = state is not None
         self.described = environment.describe(who.device, config.dtype) | {"loss": self.kind, "step": update.path}
         who.of_first(lambda: self.output.open(self.described, self._records(), self.run_state.step if state else -1))
@@ -121,6 +132,8 @@ class Run:
             self.bars.say(f"{name}: --cuda-graphs: steps are {update.path}")
         if state:
             self.bars.say(f"{name}: resumed at step {self.run_state.step} of {config.steps}")
+
+        # The steps.
         share = {"rank": self.placed.rank, "world_size": self.placed.shares}
         feed = Feed(self.batches, who.device, **share, steps=config.steps)
         self.steps = Steps(config, update, feed, self.run_state, self.output.is_away, self._diverged)

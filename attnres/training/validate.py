@@ -2,7 +2,6 @@
 
 import io
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError, foreign
-from attnres.files import refuse_special, write_bytes
+from attnres.files import by_step, refuse_special, write_bytes
 from attnres.head import evaluating
 from attnres.training.objective import Cast, held_out_losses
 from attnres.training.parallel import Processes
@@ -106,8 +105,7 @@ def read_windows(path: Path) -> np.ndarray:
 
 def windows_files(folder: str | Path) -> dict[int, Path]:
     """Return the files that `save_windows` wrote into RUN/val, by step."""
-    files = sorted((Path(folder) / "val").glob("*.npy"))
-    return {int(path.stem): path for path in files if re.fullmatch("[0-9]{1,18}", path.stem) and path.is_file()}
+    return by_step(Path(folder) / "val", "npy")
 
 
 def windows_path(folder: str | Path, step: int | None) -> Path:
