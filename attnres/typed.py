@@ -14,33 +14,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Least:
-    """The smallest number that is one, in `Annotated[int, Least(0)]`."""
+    """The smallest number that is one, in `Annotated[int, Least(0)]`; with `beyond` what it must be greater than."""
 
     number: int
+    beyond: bool = False
 
     def admits(self, value: float) -> bool:
-        return value >= self.number
+        return value > self.number if self.beyond else value >= self.number
 
     def __str__(self) -> str:
-        return f"{self.number} or more"
-
-
-@dataclass(frozen=True)
-class Above:
-    """What a number must be greater than, in `Annotated[float, Above(0)]`."""
-
-    number: int
-
-    def admits(self, value: float) -> bool:
-        return value > self.number
-
-    def __str__(self) -> str:
-        return f"above {self.number}"
+        return f"above {self.number}" if self.beyond else f"{self.number} or more"
 
 
 Count = Annotated[int, Least(0)]
 """How many there are."""
-Positive = Annotated[float, Above(0)]
+Positive = Annotated[float, Least(0, beyond=True)]
 """What others are divided by."""
 
 

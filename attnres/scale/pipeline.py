@@ -22,14 +22,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
+from attnres.models.step_cost import share_of_token
 from attnres.ops import compute_dtype
 from attnres.scale.cut import PipelineCut, balanced, crossings, cut_of, placed
 from attnres.scale.lean_stage import LeanStage, stage_class
 from attnres.scale.shard import local
 from attnres.scale.stage import RankCache, StageModule, refuse_stages, shapes, shell
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Fields of a config that say how many experts a layer has."""
 
 
 class Schedule(NamedTuple):
@@ -100,20 +98,12 @@ def check_schedule(name: str, ranks: int, virtual: int, microbatches: int) -> No
 
 
 def layer_costs(model: DepthMixin) -> tuple[list[float], float]:
-    """Return the multiplications of each layer for a token, by the weights that it has, and those of the head.
-
-    Of experts, those of `num_experts_per_tok` count where the config says that.
-    """
+    """Return the multiplications of each layer for a token, by the weights that it has, and those of the head."""
     head = model.get_output_embeddings()
-    config: Any = model.config
-    total = next((n for name in EXPERTS if (n := getattr(config, name, 0))), 0)
-    active = getattr(config, "num_experts_per_tok", total) or total
-
-    def cost(name: str, parameter: nn.Parameter) -> float:
-        expert = total and ".experts." in f".{name}."
-        return parameter.numel() * (active / total if expert else 1.0) if parameter.dim() > 1 else 0.0
-
-    layers = [sum(cost(name, p) for name, p in layer.named_parameters()) for layer in model.depth_layers]
+    layers = [
+        sum(p.numel() * share_of_token(name, p, model.config) for name, p in layer.named_parameters())
+        for layer in model.depth_layers
+    ]
     return layers, 0.0 if head is None else float(sum(p.numel() for p in head.parameters()))
 
 
