@@ -22,6 +22,7 @@ from attnres.inspect.contribution import Contributions
 from attnres.inspect.recording import find_residual
 from attnres.models.encoding import context_of, piece
 from attnres.residuals import Observer, Source, depths, watched_by
+from attnres.text import number, visible
 
 TOP = 3
 """Sources of the output read that are named, those of the largest contributions, along the read or against it."""
@@ -51,14 +52,14 @@ class TokenDepth:
 
     token: int
     text: str
-    output: list[tuple[str, float]]
+    output: list[tuple[Source, float]]
     blocks: list[tuple[str, Source, float]]
 
     def line(self) -> str:
         """Return one line: the token, the largest sources of the output, and each block's largest source."""
-        output = ", ".join(f"{source} {part:.2f}" for source, part in self.output[:TOP])
-        blocks = "  ".join(f"{name} {source.short} {part:.2f}" for name, source, part in self.blocks)
-        return f"{self.text!r:16} output: {output} | {blocks}"
+        output = ", ".join(f"{source.label} {number(part, 2)}" for source, part in self.output[:TOP])
+        blocks = "  ".join(f"{name} {source.short} {number(part, 2)}" for name, source, part in self.blocks)
+        return f"{visible(self.text):14} output: {output} | {blocks}"
 
 
 class DepthReader(Observer):
@@ -112,15 +113,14 @@ class DepthReader(Observer):
         """Return what the pass that predicted `token` did; call it before the next pass."""
         sublayers = self.residual.num_sublayers
         rows = {index: parts[0].tolist() for index, parts in self.contributions.tokens.items()}
-        names = [source.name for source in self.sources[-1]]
-        output = sorted(zip(names, rows[len(self.sources) - 1]), key=lambda pair: -abs(pair[1]))
+        output = sorted(zip(self.sources[-1], rows[len(self.sources) - 1]), key=lambda pair: -abs(pair[1]))
         blocks = []
         sealed = [source for row in self.sources for source in row if source.kind in ("block", "state")]
         ends = {source.span.stop - 1 for source in sealed if source.span} or set(
             range(0, sublayers, -(-sublayers // PARTS))
         )
         bounds = sorted({0, *ends, sublayers})
-        for number, (start, stop) in enumerate(pairwise(bounds), 1):
+        for block, (start, stop) in enumerate(pairwise(bounds), 1):
             reads = [index for index, sublayer in enumerate(self.depths) if start <= sublayer < stop]
             sums: dict[str, float] = {}
             sources: dict[str, Source] = {}
@@ -129,7 +129,7 @@ class DepthReader(Observer):
                     sums[source.name] = sums.get(source.name, 0.0) + part / len(reads)
                     sources[source.name] = source
             largest = max(sums, key=lambda name: abs(sums[name]))
-            blocks.append((f"b{number}", sources[largest], sums[largest]))
+            blocks.append((f"b{block}", sources[largest], sums[largest]))
         return TokenDepth(token, piece(self.tokenizer, token), output, blocks)
 
 

@@ -18,7 +18,7 @@ from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, Token, as_model, last_log_probs, prompt_ids, token_id
 from attnres.models.replay import Replay
 from attnres.ops import compute_dtype
-from attnres.residuals import Read, Residual, watched_by
+from attnres.residuals import Read, Residual, Source, watched_by
 
 ALONG = 0.02
 """Part of a gradient along a read above which what follows sees the read's length; a norm leaves rounding and eps."""
@@ -355,11 +355,8 @@ def _backward(
     return probe, target, row.detach()
 
 
-def by_size(
-    reads: Sequence[str], sources: Sequence[Sequence[str]], rows: Sequence[Sequence[float]]
-) -> list[tuple[str, str, float]]:
+def by_size(layout: Sequence[Read], rows: Sequence[Sequence[float]]) -> list[tuple[Read, Source, float]]:
     """Return (read, source, value) of reads with a choice, the largest in absolute value first."""
-    edges = [
-        (read, *edge) for read, names, row in zip(reads, sources, rows) if len(names) > 1 for edge in zip(names, row)
-    ]
+    pairs = [(read, row) for read, row in zip(layout, rows, strict=True) if len(read.sources) > 1]
+    edges = [(read, *edge) for read, row in pairs for edge in zip(read.sources, row, strict=True)]
     return sorted(edges, key=lambda edge: -abs(edge[2]))

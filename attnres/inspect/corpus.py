@@ -27,10 +27,10 @@ from attnres.inspect.recording import find_residual, record
 from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, vocab_size
 from attnres.inspect.survey import batches, check_documents, encode
 from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
-from attnres.models.encoding import check_ids, pieces, spelled, token_in_front
+from attnres.models.encoding import check_ids, pieces, token_in_front
 from attnres.ops.dispatch import pick_device
 from attnres.progress import counting, grid, say, wide
-from attnres.text import counted, short
+from attnres.text import counted, number, visible
 
 CONTEXT = 60
 """Characters of text on either side of a token that is shown."""
@@ -95,7 +95,9 @@ class Search(notebook.Result):
 
     def _about(self) -> str:
         which = "least" if self.least else "most"
-        return f"{self.source} in {self.read}: {which} by {self.by} of {self.tokens:,} tokens, mean {short(self.mean)}"
+        return (
+            f"{self.source} in {self.read}: {which} by {self.by} of {self.tokens:,} tokens, mean {number(self.mean, 2)}"
+        )
 
     def _records(self) -> Iterator[dict[str, Any]]:
         return map(asdict, self.hits)
@@ -107,12 +109,12 @@ class Search(notebook.Result):
 
     def spread(self) -> str:
         """Return the quantiles as a sentence."""
-        parts = [f"{float(share):.0%} {short(value)}" for share, value in self.quantiles.items()]
+        parts = [f"{float(share):.0%} {number(value, 2)}" for share, value in self.quantiles.items()]
         return f"{self.by} below which a share of tokens lies: {', '.join(parts)}"
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{short(getattr(hit, self.by))}</td><td>{hit.quantile:.1%}</td><td>{escape(hit.name)}</td>"
+            f"<tr><td>{number(getattr(hit, self.by), 2)}</td><td>{hit.quantile:.1%}</td><td>{escape(hit.name)}</td>"
             f'<td style="text-align:left;font-family:monospace">{self._coloured(hit)}</td></tr>'
             for hit in (*self.hits, *self.samples)
         )
@@ -125,7 +127,7 @@ class Search(notebook.Result):
         for place, (text, value) in enumerate(hit.around):
             colour, border = self.shade(value), "outline:1px solid;" * (place == hit.here)
             look = f"{border}background:{colour};color:{ink_on(colour)}"
-            parts.append(f'<span style="{look}" title="{short(value)}">{escape(spelled(text))}</span>')
+            parts.append(f'<span style="{look}" title="{number(value, 2)}">{escape(visible(text))}</span>')
         return "".join(parts)
 
 
@@ -306,13 +308,13 @@ class _Sample:
 
 def _windows(tokenizer: Any, documents: Iterable[Text], room: int, limit: int | None) -> Iterator[_Window]:
     left = limit
-    for number, text in enumerate(documents):
+    for place, text in enumerate(documents):
         encoded = encode(tokenizer, text)
         ids = encoded.ids.tolist()[:left]
         for start in range(0, len(ids), room):
             part = slice(start, start + room)
-            words, name = text if isinstance(text, str) else "", getattr(text, "name", f"document {number}")
-            yield _Window(number, name, words, start, ids[part], encoded.offsets[: len(ids)][part])
+            words, name = text if isinstance(text, str) else "", getattr(text, "name", f"document {place}")
+            yield _Window(place, name, words, start, ids[part], encoded.offsets[: len(ids)][part])
         if left is not None and not (left := left - len(ids)):
             return
 
@@ -402,7 +404,7 @@ def find_tokens(config: SearchConfig, console: Console | None = None) -> Search:
         console,
         f"{checkpoint.title()}: where {result.source} is {'least' if result.least else 'most'} of the read of "
         f"{result.read}, by {result.by}; {text.name}, {counted(result.tokens, 'token')} of "
-        f"{counted(result.documents, 'document')}, mean {short(result.mean)}",
+        f"{counted(result.documents, 'document')}, mean {number(result.mean, 2)}",
     )
     say(console, result.spread())
     console.print(_listing(result, result.hits))
@@ -422,10 +424,14 @@ def _listing(result: Search, hits: Iterable[Hit]) -> Table:
     for hit in hits:
         line = RichText()
         for place, (text, value) in enumerate(hit.around):
-            colour, word = result.shade(value), spelled(text)
+            colour, word = result.shade(value), visible(text)
             look = f"{ink_on(colour)} on {colour}"
             line.append(f"[{word}]" if place == hit.here else word, f"bold {look}" if place == hit.here else look)
         table.add_row(
-            short(hit.contribution), short(hit.weight), f"{hit.quantile:.1%}", f"{hit.name}:{hit.position}", line
+            number(hit.contribution, 2),
+            number(hit.weight, 2),
+            f"{hit.quantile:.1%}",
+            f"{hit.name}:{hit.position}",
+            line,
         )
     return table

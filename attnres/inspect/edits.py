@@ -476,5 +476,6 @@ def find_ablation(source: str, where: str | None, model: Any) -> Ablate:
 
 
 def _spaced(name: str) -> str:
-    """Return "mlp3", "mlp_3", "mlp-3" and "MLP 3" as "mlp 3"; "attention2key" as "attention 2 key"."""
-    return re.sub(r"^([a-z]+)[ _-]*(\d+)[ _-]*([a-z]*)$", r"\1 \2 \3", name.strip().lower()).strip()
+    """Return "mlp3", "mlp_3", "MLP 3" and the label "L3 MLP" as "mlp 3"; "attention2key" as "attention 2 key"."""
+    name = re.sub(r"^l(\d+)[ _-]*([a-z]+)", r"\2 \1", name.strip().lower()).replace("partial sum", "partial")
+    return re.sub(r"^([a-z]+)[ _-]*(\d+)[ _-]*([a-z]*)$", r"\1 \2 \3", name).strip()

@@ -15,6 +15,7 @@ from attnres.errors import UserError
 from attnres.files import write_text
 from attnres.models.config import model_card
 from attnres.models.families import Family
+from attnres.models.kda import use_tiles
 from attnres.models.outputs import note_hidden_states, routing_forward, show_hidden_states
 from attnres.residuals import Residual
 from attnres.residuals.values import ValueResidual
@@ -220,6 +221,7 @@ def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
     with torch.device(next(layers[0].parameters()).device):
         residual = config.make_residual()
     _split_inputs(layers, family, residual, config)
+    use_tiles(layers)
     parts = attach_stream(
         base,
         residual,

@@ -206,11 +206,6 @@ def characters(
     return shown, names
 
 
-def spelled(text: str) -> str:
-    r"""Return a token's text on one line: \n for a line's end, \\ for a backslash, \xc3 for a byte of a character."""
-    return repr(text)[1:-1].replace(r"\\x", r"\x")
-
-
 def bytes_of(token: str) -> bytes | None:
     """Return the bytes of a token's own spelling: "<0xC3>", or one letter a byte as byte-level BPE writes it, which
     keeps the printable ones of Latin-1 and counts the others on from 256 (Radford et al. 2019); None for another
