@@ -1,13 +1,12 @@
 """Names on the Hugging Face hub, the files of a model and the rows of a data set from there."""
 
-import importlib
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from attnres.errors import UserError, first_line, install
+from attnres.errors import UserError, first_line, install, require
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -77,10 +76,7 @@ def streamed_rows(
 @contextmanager
 def _reading(what: str, repository: str, otherwise: str) -> Generator[Any]:
     """Give the library `datasets`, and raise what goes wrong with it as a UserError."""
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise UserError(f"{what} needs the library datasets: {install('data')}{otherwise}") from error
+    datasets = require("datasets", f"{what} needs the library datasets: {install('data')}{otherwise}")
     try:
         yield datasets
     except Exception as error:  # the library, its readers and its connections raise many kinds

@@ -1,7 +1,6 @@
 """Runs as jobs of a Slurm cluster, through submitit; its local executor stands for the cluster in tests."""
 
 import dataclasses
-import importlib
 import math
 import time
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnres.comparison.children import Child, Watch, others_go_on, several
-from attnres.errors import Interrupted, UserError
+from attnres.errors import Interrupted, UserError, require
 from attnres.training.interrupt import caught_signals
 
 POLL_S = 1.0
@@ -30,10 +29,7 @@ class Slurm:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], cluster: str | None = "slurm") -> None:
-        try:
-            submitit = importlib.import_module("submitit")
-        except ImportError:
-            raise UserError("--executor slurm needs submitit: pip install submitit") from None
+        submitit = require("submitit", "--executor slurm needs submitit: pip install submitit")
         self._command = submitit.helpers.CommandFunction
         self._cores = settings.get("cpus_per_task", settings.get("slurm_cpus_per_task", 1))  # 1: what Slurm gives
         try:

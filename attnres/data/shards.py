@@ -11,6 +11,7 @@ Documents follow each other, each closed by the end-of-text id.
 
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -110,11 +111,9 @@ class SplitWriter:
     def abandon(self) -> None:
         """Closes the files without a word, after a failure."""
         for file in (self._bin, self._starts):
-            try:
+            with suppress(OSError):  # the disk is full: nothing here is kept
                 if file is not None:
                     file.close()
-            except OSError:
-                pass  # the disk is full: nothing here is kept
 
 
 class Tokens:

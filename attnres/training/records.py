@@ -3,7 +3,6 @@
 The types say what a file must hold when it is read back. Fields that they do not name are left as they are.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError, require, unknown
 from attnres.files import is_same_file, write_text
 from attnres.reading import parse_json, read_json, read_text
 from attnres.typed import Count, Least, Misfit, Positive, checked, fit
@@ -388,12 +387,8 @@ def import_tracker(kind: str) -> ModuleType:
     modules = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
     if kind not in modules:
         raise unknown("tracker", kind, ("none", *modules))
-    try:
-        return importlib.import_module(modules[kind])
-    except ImportError as error:
-        raise UserError(
-            f"--track {kind} needs the package {kind}: pip install {kind}, or train with --track none"
-        ) from error
+    sentence = f"--track {kind} needs the package {kind}: pip install {kind}, or train with --track none"
+    return require(modules[kind], sentence)
 
 
 # ------------------------------------------------------------------ progress in a checkpoint
