@@ -107,9 +107,10 @@ def survey(design: Design, setting: Setting, runs: Path | None = None) -> tuple[
     known, texts = {name: _values(setting, name) for name in ("noise", "exchange")}, texts_of(study)
     ours = {name for name in known if texts & texts_of(setting.folder(name))}
     others = tuple(name for name in known if texts and known[name] and name not in ours)
+    curve = (known["exchange"].get("curve") or {}) if "exchange" in ours else {}
     measured = Measured(
         noises=_noises(known["noise"], setting) if "noise" in ours else {},
-        curve=_curve(known["exchange"]) if "exchange" in ours else {},
+        curve={int(steps): loss for steps, loss in curve.items() if steps.isdecimal()},
         of_other_texts=others,
         begun=begun,
     )
@@ -241,10 +242,6 @@ def _noises(values: Values, setting: Setting) -> dict[int, KnownNoise]:
             runs = ((label, int(seed), loss) for label, each in by_label.items() for seed, loss in each.items())
             found[int(steps)] = KnownNoise(one["sigma"], one["degrees"], tuple(runs), remark)
     return found
-
-
-def _curve(values: Values) -> dict[int, float]:
-    return {int(steps): loss for steps, loss in (values.get("curve") or {}).items() if steps.isdecimal()}
 
 
 def _values(setting: Setting, study: str) -> Values:
