@@ -268,7 +268,7 @@ def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
 
 
 def _place(path: str | Path) -> Path:
-    """Return where a folder lies that is to be replaced: what a link leads to. Raises UserError for the current
+    """Return the folder to be replaced; of a link, the folder that it leads to. Raises UserError for the current
     folder."""
     place = Path(path).resolve()
     if place == Path.cwd():
@@ -285,7 +285,7 @@ def _old(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """A file or a folder, if it is there and can be removed."""
+    """Remove a file or a folder, if it is there and can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

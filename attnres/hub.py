@@ -55,8 +55,8 @@ def dataset_rows(
 def streamed_rows(
     what: str, repository: str, config: str | None, split: str, revision: str | None, place: dict[str, Any] | None
 ) -> tuple[Iterator[dict[str, Any]], Callable[[], dict[str, Any]]]:
-    """Yield the rows of a data set from a place on, of which nothing but what is read is fetched, and a function that
-    says the place after the last row that was given.
+    """Return the rows of a data set from a place on, fetched as they are read, and a function that says the place after
+    the last row.
 
     Raises:
         UserError: as for `dataset_rows`, here or when a row is read.
@@ -70,7 +70,7 @@ def streamed_rows(
         with _reading(what, repository, ""):
             yield from rows
 
-    return guarded(), rows.state_dict
+    return guarded(), lambda: rows.state_dict()
 
 
 @contextmanager

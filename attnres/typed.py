@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Least:
-    """The smallest number that is one, in `Annotated[int, Least(0)]`; with `beyond` what it must be greater than."""
+    """A lower bound, in `Annotated[int, Least(0)]`; with `beyond` the value must be greater."""
 
     number: int
     beyond: bool = False
@@ -33,7 +33,7 @@ Positive = Annotated[float, Least(0, beyond=True)]
 
 
 class Misfit(Exception):
-    """A value that is not what was declared: where in the value it stands, and what was expected there."""
+    """A value that does not have its declared type: the path to it inside the whole value, and what was expected."""
 
     def __init__(self, value: Any, expected: str) -> None:
         super().__init__(expected)
@@ -47,7 +47,7 @@ class Misfit(Exception):
         return f"{prefix}{name} is {shown}: expected {self.expected}".lstrip(". ")
 
     def below(self, name: str | int) -> "Misfit":
-        """Return the same, said of what holds the value under `name`."""
+        """Return this error for the value that holds the wrong one under `name`."""
         self.names.insert(0, name)
         return self
 

@@ -75,7 +75,7 @@ class Against:
 
     @property
     def words(self) -> str:
-        """What the interval excludes."""
+        """Say which values the interval excludes."""
         if not self.effect.degrees:
             return "no noise known"
         if self.lucky:
@@ -299,7 +299,7 @@ def contrast(
 
 
 def _curve(measured: Measured, arm: str, label: str) -> LossCurve:
-    """Return mean over seeds of the losses at the steps that all of them have."""
+    """Return the mean loss over seeds at the steps that all seeds have."""
     seeds: dict[int, dict[int, float]] = {}
     for row in measured.of(arm, label):
         seeds.setdefault(row.seed, {})[row.tokens] = row.value

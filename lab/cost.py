@@ -48,7 +48,7 @@ STANDARD = Mechanism.of("standard")
 
 
 class StepKind(NamedTuple):
-    """What a training step's time depends on: a mechanism, the model's size as JSON, and the batch."""
+    """The facts that a training step's time depends on: the mechanism, the model's size as JSON, and the batch."""
 
     mechanism: Mechanism
     size: str

@@ -87,7 +87,7 @@ class StudyOutcome:
 
     @property
     def not_used(self) -> str:
-        """The studies whose results are left out because they are of another text, in words; "" for none."""
+        """Return in words the studies whose results are not used because they are of another text; "" for none."""
         names = self.measured.of_other_texts
         if not names:
             return ""
@@ -224,7 +224,7 @@ def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured)
 
 
 def _is_finished(arm: Arm, run: Path) -> bool:
-    """Return whether a run of an arm has given all that it will: what was measured of it, or that it diverged."""
+    """Return whether a run of an arm has ended and, if it did not diverge, was measured."""
     if arm.computed is not None:
         return (run / MEASURES).is_file()
     return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))

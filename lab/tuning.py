@@ -23,9 +23,8 @@ FLATTERED = 1.0
 
 
 def candidates(setting: Setting, variant: str) -> list[str]:
-    """Return the ways to train a mechanism: at the recipe's rates, at half of them and at twice, and one with
-    parameters of its own with these at the other of AdamW's rate and a tenth of it, which is the default of queries and
-    gains."""
+    """Return the ways to train a mechanism: at 1x, 0.5x and 2x the recipe's rates and, if it has parameters of its own,
+    with these at the other of AdamW's rate and 0.1x AdamW's rate."""
     lr, parsed = setting.config().optim.lr, parse_variant(variant)
     # In four sublayers of width 16: whether there are parameters does not depend on the settings that do not fit them.
     sizes = ("num_blocks", "block_size", "heads", "window")
@@ -169,7 +168,8 @@ def _by_loss(measured: Measured, variants: Sequence[str]) -> list[str]:
 
 
 def timed_at_best(measured: Measured, best: Mapping[str, str]) -> Measured:
-    """With the step times of the recipe's rates for the best ones: a rate changes no time."""
+    """Return the measurements with the step times at the recipe's rates used for the best rates too: a rate changes no
+    time."""
     times = {
         (BEST, label_of(way)): measured.step_times[RECIPE, label_of(variant)]
         for variant, way in best.items()

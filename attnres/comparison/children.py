@@ -99,13 +99,13 @@ class Child:
 
     @property
     def left(self) -> float:
-        """Of its size, what it has not computed yet."""
+        """Return how much of its `size` is still to be computed."""
         done = max(0, self.latest()[0] - self.first) / max(1, self.steps - self.first)
         return self.size * max(0.0, 1 - done)
 
     @property
     def has_diverged(self) -> bool:
-        """Whether it ended so where it may."""
+        """Return whether it diverged and is a run whose divergence stops no other."""
         return self.is_alone and (self.folder / DIVERGED).is_file()
 
     @property
@@ -150,7 +150,7 @@ class Child:
 
 
 class Watch:
-    """What is told of children while they run; this one listens to nothing, and lets their output be shown."""
+    """Listens to runs while they go on. This one does nothing, and lets their output be shown."""
 
     def start(self, child: Child) -> None:
         """One begins."""
@@ -173,7 +173,7 @@ class Runner(Protocol):
 
 
 def run_children(children: list[Child], watch: Watch, *, jobs: int, until: float = math.inf) -> None:
-    """Run all of them, `jobs` at once; none begins after the moment `until`. On several GPUs each has one to itself.
+    """Run all children, `jobs` at once; none begins after the moment `until`. On several GPUs each child has one.
 
     Raises:
         UserError: one failed or could not be started; the others were told to save and stop, but where it is alone,
@@ -234,7 +234,7 @@ def others_go_on(child: Child, failure: UserError, failures: list[UserError]) ->
 
 
 def several(failures: Sequence[UserError]) -> UserError:
-    """Return the first of them, which says how many more there are."""
+    """Return the first failure, which says how many more there are."""
     more = f" ({len(failures) - 1} more failed)" * (len(failures) > 1)
     return UserError(f"{failures[0]}{more}")
 

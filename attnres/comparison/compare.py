@@ -46,7 +46,7 @@ EARLY_S = 20.0
 
 @dataclass(frozen=True)
 class OpenComparison:
-    """A comparison whose folder is this process's: what is left to train in it, and what is finished.
+    """A comparison whose folder this process has locked: its unfinished runs, and the time of the finished ones.
 
     Attributes:
         children: runs that are not finished, in order.
@@ -228,9 +228,9 @@ def _kernels(before: Compared, plan: ComparisonPlan) -> str | None:
 def _share(
     before: Compared, jobs_option: int | None, plan: ComparisonPlan, vocabulary: int, runs: int
 ) -> tuple[int, int]:
-    """Return how many runs train at once and with how many threads each: as before if this continues a comparison. With
-    another number of runs at once new ones get their share of the threads, and those that were begun keep theirs: more
-    threads than cores wait for each other at a multiple of the time."""
+    """Return how many runs train at once, and the threads of each. A continued comparison keeps both. With another
+    number of jobs, new runs divide the threads anew and begun runs keep theirs: more threads than cores would wait for
+    one another."""
     jobs = jobs_option or before.get("jobs") or _jobs(plan, vocabulary, runs)
     threads = before.get("threads") if jobs == before.get("jobs") else None
     return jobs, threads or max(1, torch.get_num_threads() // jobs)

@@ -96,7 +96,7 @@ def step_times(
 
 
 def training_steps(variants: Variants, options: StepOptions) -> dict[str, "TrainingStep"]:
-    """Return a training step of each variant by label, of a model of its own and the same random tokens."""
+    """Return a training step of each variant by label. Each has a model of its own, all have the same random tokens."""
     from attnres.models import build, build_plain
 
     on, seq_len = torch.device(options.device), options.seq_len
@@ -129,8 +129,8 @@ def training_steps(variants: Variants, options: StepOptions) -> dict[str, "Train
 
 
 class TrainingStep:
-    """One update of a model from the same tokens, (B, T + 1), as training does it; but no rate is carried to a width:
-    that changes no time, and the plain model has no place for it."""
+    """An update of a model from the same tokens, (B, T + 1), as training makes it. `base_width` is left out: it changes
+    no time, and the family's own model has no place for it."""
 
     def __init__(self, placed: PlacedModel, optim: OptimConfig, tokens: Tensor, *, capture: bool) -> None:
         optimizers = build_optimizers(placed.model, dataclasses.replace(optim, base_width=None))
@@ -145,5 +145,5 @@ class TrainingStep:
 
     @property
     def path(self) -> str:
-        """How it is taken: `Update.path`."""
+        """Return how the step is taken: `Update.path`."""
         return self.update.path

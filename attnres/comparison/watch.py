@@ -18,7 +18,7 @@ from attnres.training.records import growing
 
 
 class Ended(NamedTuple):
-    """A run that took its time: its name, how much it computed, as a child has it, and the seconds it took."""
+    """A finished run: its name, its size (`Child.size`), and the seconds that it took."""
 
     name: str
     size: float
@@ -27,8 +27,8 @@ class Ended(NamedTuple):
 
 @dataclass
 class ProgressRate:
-    """What runs have taken, and how much is left, by their sizes; of runs that differ in their seed alone by those of
-    them that have ended."""
+    """Estimates the time left from the finished runs. A run is estimated by finished runs that differ from it only in
+    their seed, if there are any, else by all."""
 
     left: dict[str, float]
     """What is to be computed, by the name of a run that has not ended."""
@@ -40,7 +40,7 @@ class ProgressRate:
 
     @property
     def seconds_left(self) -> float:
-        """Of one run after the other; something has to be done."""
+        """Return the seconds left if the runs go one after the other. At least one run must have ended."""
         groups = dict[str, list[Ended]]()
         for run in self.done:
             groups.setdefault(_without_seed(run.name), []).append(run)
@@ -116,8 +116,8 @@ class RunStatus:
 
 @dataclass
 class ProgressWatch(Watch):
-    """What the user sees of children: a line before each with the time left in all, bars of several at once, and how
-    the runs stand."""
+    """Shows runs to the user: a line before each with the time left in all, bars where several run at once, and the
+    table of losses."""
 
     bars: Bars
     rate: ProgressRate
@@ -174,7 +174,7 @@ def train_all(
     on_end: Callable[[Child], None] = lambda child: None,
     on_poll: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run all of them, one line before each with the time left in all; of several at once there are bars.
+    """Run all children, with a line before each that has the time left in all, and bars where several run at once.
 
     Args:
         done: finished runs like these.

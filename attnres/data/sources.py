@@ -118,8 +118,8 @@ def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | N
 def _read_from(
     read_from: Callable[[dict[str, Any] | None], Pass], limit: int | None, place: dict[str, Any] | None
 ) -> Pass:
-    """Return a pass over the documents of a source from a place on, which says with a limit also what is left of
-    that."""
+    """Return a pass over the documents of a source from a place on. With a limit its place also holds how many
+    characters are left."""
     if limit is None:
         texts, where = read_from(place)
         return iter(_Documents(texts, None)), where

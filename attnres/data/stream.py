@@ -103,7 +103,7 @@ class StreamedTokens:
         return min(stop, len(self))
 
     def _look(self) -> Position:
-        """Take what is there, which another process may have read."""
+        """Take over what is on the disk, which another process may have read."""
         file = self.kept / "position.json"
         if file.is_file():
             position = checked(read_json(file), Position, file, f"remove {self.kept}")

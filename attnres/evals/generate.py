@@ -144,7 +144,7 @@ LOWEST = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. None takes the model's own setting (generation_config.json), else none is made.
+    """How the next token is chosen. None takes the model's own setting (generation_config.json).
 
     Attributes:
         greedy: always the likeliest, after what the model's own settings take off it (a repetition penalty).

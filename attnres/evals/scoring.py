@@ -37,14 +37,15 @@ tensor there is."""
 
 
 class Request(NamedTuple):
-    """Token ids of what is given (at least one) and of what is scored (at least one)."""
+    """A request: token ids that are given (at least one), and token ids that are scored (at least one)."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class Scored(NamedTuple):
-    """Of each token of a continuation: log-probability in nats (n,) fp32; whether it was the likeliest, (n,) bool."""
+    """The scores of a continuation by token: log-probability in nats, (n,) fp32, and whether the token was the
+    likeliest, (n,) bool."""
 
     logprobs: np.ndarray
     greedy: np.ndarray
@@ -318,7 +319,7 @@ def difference(first: TaskMeasure, second: TaskMeasure) -> PairedDifference:
 
 
 def tokens_digest(requests: Sequence[Request]) -> str:
-    """Equal exactly if two models were asked the same, token by token."""
+    """Return a digest that is equal exactly if two models were asked the same tokens."""
     digest = hashlib.sha256()
     for request in requests:
         for ids in request:

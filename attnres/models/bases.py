@@ -31,7 +31,7 @@ GENERATED: dict[str, type] = {}
 
 
 class Depth(PreTrainedModel):
-    """What base models and heads with a depth stream share; mixed in front of the family's own class."""
+    """Base class of base models and heads with a depth stream; it stands in front of the family's own class."""
 
     family: Family
     plain_class: type[PreTrainedModel]
@@ -50,8 +50,8 @@ class Depth(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load the model as Transformers does, which lets everything be trained that it loads; what is fixed here stays
-        fixed."""
+        """Load the model as Transformers does, which makes every parameter trainable, then freeze what the residual
+        freezes."""
         loaded: Any = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._freeze()
@@ -327,7 +327,8 @@ def checkpoint_activations(model: Any, how: str) -> None:
 
 
 def _mixers(part: nn.Module, reads: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield a layer's attention, MLP and the like: what has matrices and is called on what a read gives.
+    """Yield the modules of a layer that are called on the result of a read and have matrices: attention, MLP and the
+    like.
 
     Args:
         reads: paths in `part` of what reads the stream. What holds one of these takes the stream itself.

@@ -96,8 +96,8 @@ for _key, _family in FAMILIES.items():
 
 
 def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool = False) -> dict[str, type]:
-    """Make what a stored model needs beyond this package, from what its config.json says: the classes of a family that
-    was probed, and the mechanism of a user's own file, where code is trusted.
+    """Register the classes that a stored model needs besides this package's: those of a probed family, and, where code
+    is trusted, the mechanism of a user's own file. Its config.json names them.
 
     Returns:
         Its classes by name, config, base model and heads.

@@ -89,8 +89,8 @@ class ResidualConfigMixin:
         return super().from_dict(config_dict, **kwargs)  # ty: ignore[missing-attribute]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as config.json has them: every setting of the residual, so that no later default changes
-        what a saved model computes."""
+        """Return the fields as config.json has them, with every setting of the residual: a later default does not
+        change a saved model."""
         values = super().to_dict()  # ty: ignore[missing-attribute]
         if is_known(self.residual):
             values["residual_settings"] = settings_in_full(self.residual, self.residual_settings)

@@ -99,7 +99,7 @@ class Summary(TypedDict, total=False):
 
 
 class Finished(TypedDict):
-    """What of it is needed of a run that others are measured by, or that is asked for again."""
+    """The fields of summary.json that other runs are compared by, or that a repeated command prints."""
 
     step: Count
     tokens: Count
@@ -113,7 +113,7 @@ class Finished(TypedDict):
 
 
 class MetricsLine(TypedDict):
-    """A line of metrics.jsonl, of whatever kind; what is measured by depth is a list."""
+    """A line of metrics.jsonl of any kind; what is measured by depth is a list."""
 
     kind: str
     step: Count
@@ -162,7 +162,7 @@ class Tracked(TypedDict):
 
 
 class ArithmeticRecord(TypedDict, total=False):
-    """What a run computes with, as its checkpoint says.
+    """The arithmetic of a run, as its checkpoint records it.
 
     Attributes:
         device: name of the processor with the instructions that torch uses, or of the GPU.
@@ -211,7 +211,7 @@ TIMES = "speed.json"
 
 
 class Speed(TypedDict):
-    """Of one variant in `TIMES`."""
+    """The step times of one variant in `TIMES`."""
 
     median_s: Positive
     ratio: Positive
@@ -324,7 +324,7 @@ def line_of(value: Any, where: str, advice: str) -> dict[str, Any]:
 
 
 class Tracker:
-    """The same lines, sent to trackio, wandb or tensorboard. Lists become one value a sublayer.
+    """Sends the lines of metrics.jsonl to trackio, wandb or tensorboard. A list becomes one value a sublayer.
 
     A tracker that fails after it has started is reported once on stderr and stops no run.
     """

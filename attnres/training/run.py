@@ -141,7 +141,7 @@ class Run:
 
     @property
     def config(self) -> TrainConfig:
-        """The run's configuration, with the folder where it is written now."""
+        """Return the run's configuration, with the folder where it is written now."""
         return self.output.config
 
     # -------------------------------------------------------------- what it begins with
@@ -300,7 +300,7 @@ class Run:
     # -------------------------------------------------------------- details
 
     def _validate(self) -> None:
-        """The held-out loss, to metrics.jsonl and val/STEP.npy."""
+        """Measure the held-out loss and write it to metrics.jsonl and val/STEP.npy."""
         run_state = self.run_state
         losses, in_context = self.placed.window_losses(self.windows, self.layout.rows).T
         run_state.val_loss = float(losses.mean())

@@ -49,8 +49,8 @@ def shared_out(
     batch: int,
     place: tuple[int, int],
 ) -> np.ndarray:
-    """Return the same with `of_tokens`, which passes through `model`: x, y (B, T) int64 -> losses (B, T), or those of
-    some of the tokens, where other processes give the others.
+    """Return what `window_losses` returns, with `of_tokens` as the pass through `model`: x, y (B, T) int64 -> losses
+    (B, T), or the losses of those tokens that this process has.
 
     Args:
         tokens_here: returns of (B, T) the part of those tokens whose losses `of_tokens` gives.

@@ -203,7 +203,7 @@ class Cell:
 
     @property
     def words(self) -> str:
-        """What the interval of the ratio says."""
+        """Say which side of 1 the interval of the ratio lies on."""
         if self.effect is None or not self.effect.excludes():
             return "includes 1"
         below = self.effect.difference < 0

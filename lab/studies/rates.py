@@ -23,7 +23,7 @@ MOST = 16.0
 
 @dataclass(frozen=True)
 class Kind:
-    """What a search of the standard model's rates is of.
+    """A search of the standard model's learning rates.
 
     Attributes:
         base: the arm that has it at the recipe's rates. judged: the arm by whose noise its losses are.
@@ -73,7 +73,7 @@ class RateSearch:
         return min(self.losses) < self.best < max(self.losses)
 
     def where(self, recipe: Recipe | None) -> str:
-        """Return what is said of the best rate, by the rates next to it; those that diverged count as worse."""
+        """Say how well the best rate is known, by the rates next to it; a rate that diverged counts as worse."""
         if not self.turned:
             return f"the {'highest' if self.best == max(self.losses) else 'lowest'} that was tried: it has not turned"
         rates = sorted(self.losses)
