@@ -148,7 +148,10 @@ def run(arguments: list[str]) -> None:
         print(f"{stages}: --pp-layers {' '.join(map(str, layers))}")
     if standard is not None:
         slower = shown[0].seconds / standard.seconds - 1
-        print(f"The last row has the first layout; with {model.config.residual} a step takes {slower:.1%} longer.")
+        print(
+            f"The last row has the first layout; with {model.config.residual} a step takes {slower:.1%} longer in this "
+            "model of fused kernels at full bandwidth. Measured steps took more: docs/results/cost.md"
+        )
     print("Memory of the fullest rank; bytes that one rank sends, or its reads move, in a step; the time is a model:")
     for assumption in ASSUMPTIONS:
         print(f"- {assumption}")
