@@ -151,21 +151,12 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     rate = best[0].removeprefix("block")
     whole = f"full@residual_lr={recipe.optim.lr:g}"
     layers = setting.preset.depth
+    decayed = f"{best[0]}{',' if '@' in best[0] else '@'}residual_decay=0.01"
+    knobs = [best[0], decayed, f"block:read_temperature=4{rate}"]
     parts += [
         setting.arm("best", ["standard", *best], of=recipe),
         setting.arm("full", list(dict.fromkeys([f"full{rate}", whole])), range(min(2, setting.seeds)), of=recipe),
-        setting.arm(
-            "knobs",
-            setting.some(
-                [
-                    best[0],
-                    f"{best[0]}{',' if '@' in best[0] else '@'}residual_decay=0.01",
-                    f"block:read_temperature=4{rate}",
-                ]
-            ),
-            [0],
-            of=recipe,
-        ),
+        setting.arm("knobs", setting.some(knobs), [0], of=recipe),
         *(
             setting.arm(
                 f"layers{depth}",
