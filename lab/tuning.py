@@ -65,8 +65,8 @@ def tuned_study(
             return StudyResult("Too few runs have finished.")
         plain = _held_beside(measured, RECIPE, {variant: variant for variant in variants}, title, published)
         plain.tables[0].notes.append(
-            "The queries of depth reads and the gains of their keys train at 0.1x AdamW's learning rate, a factor that "
-            "was chosen for Block. All other parameters of a mechanism, its matrices too, train at 1x."
+            "Queries of depth reads and gains of their keys train at 0.1x AdamW's learning rate, which was chosen for "
+            "Block, all other parameters of a mechanism at 1x."
         )
         best = chosen_rates(setting, measured, variants)
         values, sentence = {RECIPE: plain.values, "rates": best}, f"At the recipe's rates: {plain.answer}"
@@ -80,9 +80,9 @@ def tuned_study(
         finals = [measured.finals(BEST, label_of(way)) for way in judged.values()]
         fewest = min((len(seeds) for seeds in finals if seeds), default=1)
         own.tables[0].notes.append(
-            "Each mechanism is at the rate that was best with seed 0, and seed 0 counts here too. Where its rates are "
-            f"equally good this flatters it, and the standard model likewise, by about {FLATTERED / fewest:.1f} sigma. "
-            "A mechanism with parameters of its own had four rates to choose from, one without three."
+            "Each mechanism is at its best rate with seed 0, which counts here too. Where its rates are equally good "
+            f"this flatters it, the standard model too, by about {FLATTERED / fewest:.1f} sigma. There were four rates "
+            "for a mechanism with parameters of its own, else three."
         )
         if waiting := [label_of(way) for variant, way in best.items() if variant not in judged]:
             own.tables[0].notes.append(f"Not compared before a second seed has finished: {listed(waiting)}.")
