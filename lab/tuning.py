@@ -80,9 +80,9 @@ def tuned_study(
         finals = [measured.finals(BEST, label_of(way)) for way in judged.values()]
         fewest = min((len(seeds) for seeds in finals if seeds), default=1)
         own.tables[0].notes.append(
-            "Each mechanism is at its best rate with seed 0, which counts here too. Where its rates are equally good "
-            f"this flatters it, the standard model too, by about {FLATTERED / fewest:.1f} sigma. There were four rates "
-            "for a mechanism with parameters of its own, else three."
+            "Each mechanism is at its best rate with seed 0, which counts here too. Where rates are equally good "
+            f"this flatters it, the standard model too, by about {FLATTERED / fewest:.1f} sigma. A mechanism with "
+            "parameters of its own had four rates, the others three."
         )
         if waiting := [label_of(way) for variant, way in best.items() if variant not in judged]:
             own.tables[0].notes.append(f"Not compared before a second seed has finished: {listed(waiting)}.")
