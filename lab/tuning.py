@@ -65,8 +65,8 @@ def tuned_study(
             return StudyResult("Too few runs have finished.")
         plain = _held_beside(measured, RECIPE, {variant: variant for variant in variants}, title, published)
         plain.tables[0].notes.append(
-            "Queries of depth reads and gains of their keys train at 0.1x AdamW's learning rate, which was chosen for "
-            "Block, all other parameters of a mechanism at 1x."
+            "Queries of depth reads and gains of their keys train at 0.1x AdamW's learning rate (chosen for Block), "
+            "all other parameters of a mechanism at 1x."
         )
         best = chosen_rates(setting, measured, variants)
         values, sentence = {RECIPE: plain.values, "rates": best}, f"At the recipe's rates: {plain.answer}"
