@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from attnres.comparison.plan import parse_variants
 from attnres.errors import UserError
 from attnres.ops import cpu, plain_torch
-from attnres.ops.dispatch import accelerator, is_host, pick_device
+from attnres.ops.devices import accelerator, is_host, pick_device
 from attnres.ops.norms import Norm
 from attnres.residuals.registry import make_residual
 from attnres.text import label_and_seed

@@ -86,7 +86,7 @@ def _model(options: PlanOptions, device: str) -> Any:
 
 def _measured(options: PlanOptions) -> tuple[list[float], float]:
     """Return seconds of each layer and of the head on this machine's device."""
-    from attnres.ops.dispatch import pick_device
+    from attnres.ops.devices import pick_device
     from attnres.scale.cut import layer_times
     from attnres.training.environment import has_bf16, tune
     from attnres.training.objective import precision

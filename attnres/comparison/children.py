@@ -15,7 +15,7 @@ from typing import Protocol
 import attnres
 from attnres.errors import ERROR_FILE, Interrupted, UserError
 from attnres.ops.cpu_build import SWITCH
-from attnres.ops.dispatch import accelerator
+from attnres.ops.devices import accelerator
 from attnres.residuals.registry import PLUGINS, plugins
 from attnres.training.interrupt import PARENT, Signals, caught_signals
 from attnres.training.records import growing

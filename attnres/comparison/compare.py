@@ -25,7 +25,7 @@ from attnres.errors import UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.ops import cpu
-from attnres.ops.dispatch import KERNELS, is_host
+from attnres.ops.devices import KERNELS, is_host
 from attnres.progress import say as print_line
 from attnres.reading import read_json
 from attnres.report.page import show, write_report

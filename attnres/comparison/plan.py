@@ -13,7 +13,7 @@ import torch
 
 from attnres.errors import UserError, unknown
 from attnres.models import Checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 from attnres.residuals import RESIDUALS, residual_class, settings_of, source_file
 from attnres.residuals.registry import ships
 from attnres.text import run_name

@@ -21,6 +21,7 @@ from attnres.head import evaluating
 from attnres.inspect.contribution import Contributions
 from attnres.inspect.recording import find_residual
 from attnres.models.encoding import context_of, piece
+from attnres.ops.devices import forked_generators
 from attnres.residuals import Observer, Source, depths, watched_by
 from attnres.text import number, visible
 
@@ -264,11 +265,10 @@ def _check_length(max_new_tokens: int) -> None:
 
 def _run(speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamer: BaseStreamer, seed: int) -> str:
     model = speaker.model
-    devices = [model.device] if model.device.type == "cuda" else []
     broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and its config.json as it was made?")
     more: dict[str, Any] = {}
     with ExitStack() as stack:
-        for context in (broken, evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode()):
+        for context in (broken, evaluating(model), forked_generators([model.device]), torch.inference_mode()):
             stack.enter_context(context)
         if why_not_captured(model) is None:
             settings.disable_compile = True  # which Transformers does for static caches

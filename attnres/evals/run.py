@@ -21,7 +21,7 @@ from attnres.evals.tasks import LM_EVAL, TASKS, read_task
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other_file
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import is_host, pick_device
 from attnres.progress import Bars, grid, say, wide
 from attnres.stats import or_none
 from attnres.text import number, with_error
@@ -117,8 +117,8 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
                 results.measures.setdefault(f"{LM_EVAL}{name}", []).append(task_measures)
         del model  # the next one may need the memory
         gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        if not is_host(device):
+            torch.get_device_module(device).empty_cache()
     results.record["models"] = models
     of_lm_eval = "lm-eval", [list[str]() for _ in models]
     origins = {

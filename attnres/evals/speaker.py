@@ -28,7 +28,7 @@ from attnres.errors import UserError, first_line
 from attnres.evals.config import Dtype
 from attnres.models.encoding import encode_prompt, rows_of
 from attnres.models.open import open_checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 from attnres.residuals import Residual
 from attnres.training import graphs
 from attnres.training.environment import name_of

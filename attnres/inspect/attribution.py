@@ -292,11 +292,13 @@ class _Probe(Edits):
 
     def __init__(self, residual: Residual, edits: Sequence[Edit]) -> None:
         super().__init__(residual, edits)
-        self.layout = residual.layout()
         self.weights: list[Tensor] = []
         self.zeros: list[Tensor] = []
         self.products: list[Tensor] = []
         self.grads: Sequence[Tensor] = ()
+
+    def edits(self, index: int) -> bool:
+        return True
 
     def edit(self, index: int, weights: Tensor) -> Tensor:
         weights = super().edit(index, weights)

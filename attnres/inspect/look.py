@@ -37,7 +37,7 @@ from attnres.inspect.tables import (
 from attnres.inspect.texts import LookText, Prediction, batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_text, piece, token_in_front
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 from attnres.progress import counting, say, wide
 from attnres.residuals import traits_of
 from attnres.text import listed

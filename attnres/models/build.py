@@ -45,6 +45,34 @@ def _llama(width: int, layers: int, heads: int, kv_heads: int, intermediate: int
     }
 
 
+def _kimi(width: int, heads: int, head: int, experts: int, chosen: int, expert: int, latent: int) -> dict[str, Any]:
+    """Return a Kimi Linear of 27 layers. Every fourth and the last have MLA, the others KDA; the first has a dense MLP.
+
+    Args:
+        head: width of a head, of KDA and MLA. experts, chosen: of a layer, and of a token besides the shared one.
+        expert: inner width of an expert. latent: width of MLA's cached latent.
+    """
+    return {
+        "family": "kimi_linear",
+        "hidden_size": width,
+        "num_hidden_layers": 27,
+        "layer_types": ["full_attention" if i % 4 == 3 or i == 26 else "linear_attention" for i in range(27)],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "intermediate_size": 4 * width,
+        "moe_intermediate_size": expert,
+        "num_local_experts": experts,
+        "num_experts_per_tok": chosen,
+        "n_shared_experts": 1,
+        "linear_head_dim": head,
+        "linear_num_heads": heads,
+        "kv_lora_rank": latent,
+        "qk_nope_head_dim": head,
+        "qk_rope_head_dim": head // 2,
+        "v_head_dim": head,
+    }
+
+
 SIZES: dict[str, dict[str, Any]] = {
     # The models of the studies' presets of these names (lab/presets.py): twelve layers, so that depth has something to
     # show, and narrow, for a CPU.
@@ -67,6 +95,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "7b": _llama(4096, 32, 32, 32, 11008),
     "8b": _llama(4096, 32, 32, 8, 14336),
     "70b": _llama(8192, 80, 64, 8, 28672),
+    # The model of the paper's main result (Kimi Linear 48B-A3B, arXiv 2510.26692, with a vocabulary of 163,840 words),
+    # which reads in blocks of 6 sublayers; and the same shape for a CPU.
+    "kimi-48b": _kimi(2304, 32, 128, experts=256, chosen=8, expert=1024, latent=512),
+    "kimi-nano": _kimi(128, 4, 32, experts=16, chosen=4, expert=32, latent=64),
 }
 
 

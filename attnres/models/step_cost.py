@@ -43,6 +43,7 @@ sheets. The first that fits counts."""
 def peak_flops(device: torch.device, dtype: str) -> float | None:
     """Return the operations a second that a device can do in "bf16" or "fp32"; None where nobody has written it down
     here."""
+    # the sheets are of GPUs that CUDA runs, which rounds fp32 to TF32 if asked to
     if device.type != "cuda" or (dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32):
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()

@@ -22,7 +22,6 @@ from attnres.ops.backend import (
     Call,
     Connect,
     ConnectGradInputs,
-    Connection,
     Kernels,
     MergeGradInputs,
     MergeGrads,
@@ -54,7 +53,7 @@ _opened = dict[str, Any]()
 
 @functools.cache
 def loaded() -> Any:
-    """The library with the kernels' prototypes, or in a few words why there is none."""
+    """Return the library with the kernels' prototypes, or in a few words why there is none."""
     kernels = library()
     if not isinstance(kernels, str):
         _opened["kernels"] = kernels
@@ -390,10 +389,6 @@ def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tenso
     return h
 
 
-_KINDS = ("sum", "gate", "identity", "sinkhorn", "tanh")
-"""Of a `Connection`, in the kernels' order."""
-
-
 def connect(c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
     """Return the streams after the write (None without one, or where nobody reads them again), the read, and the
     coefficients and products of `ConnectGradInputs` (None without a table)."""
@@ -403,8 +398,8 @@ def connect(c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | 
     x = new((*tokens, streams.shape[-1]), dtype=(norm and norm.out_dtype) or streams.dtype)
     coefficients = products = None
     if table is not None:
-        groups, columns, count = _columns(form, n)
-        coefficients, products = new(*tokens, count), new(x.numel() // x.shape[-1], groups, columns + 1)
+        coefficients = new(*tokens, form.count(n))
+        products = new(x.numel() // x.shape[-1], form.groups(n), form.columns(n) + 1)
     _connected("attnres_connect", c, made, x, coefficients, products)
     return made, x, coefficients, products
 
@@ -422,14 +417,6 @@ def connect_backward(c: ConnectGradInputs) -> tuple[Tensor | None, ...]:
     )
     _connected("attnres_connect_backward", c.inputs, c.made, c.dx, c.coefficients, c.products, c, grads)
     return grads
-
-
-def _columns(form: Connection, n: int) -> tuple[int, int, int]:
-    """Return the rows of coefficients of a token, their columns, and how many coefficients these make."""
-    columns = {"gate": n, "identity": 2 * n, "sinkhorn": 2 * n + n * n}
-    if form.kind == "tanh":
-        return n, n + 2, columns["sinkhorn"]
-    return 1, columns[form.kind], columns[form.kind]
 
 
 def _connected(
@@ -472,7 +459,7 @@ def _connected(
         kernel,
         x.numel() // shape[-1],
         (
-            *(n, shape[-1], _KINDS.index(form.kind), norm_kind(norm), form.late, form.steps, form.over_in, before),
+            *(n, shape[-1], form.number, norm_kind(norm), form.late, form.steps, form.over_in, before),
             *(*placed(streams), *placed(made), *placed(dmade), *placed(dstreams)),
         ),
         shape,

@@ -14,62 +14,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attnres.errors import UserError
-from attnres.ops import cpu, eager, gpu
+from attnres.ops import eager
 from attnres.ops.backend import (
-    KERNELS,
     MAX_ONE_PASS,
     Backend,
     Call,
     Connect,
     ConnectingBackend,
     Connection,
-    Kernels,
     in_two_phases,
     vectors_moved,
     why_not_connected,
 )
+from attnres.ops.devices import KERNELS
 from attnres.ops.precision import compute_dtype
 from attnres.ops.sharded import refuse_sharded
 
-KERNELS.update((row.device, row) for row in (cpu.KERNELS, gpu.KERNELS))  # another device: a folder, and its row here
-
 _log = logging.getLogger("attnres")
-
-
-def accelerator() -> Kernels | None:
-    """Return the row of the first kind of device that is here, besides the processor; None where there is none."""
-    return next((row for row in KERNELS.values() if not row.host and row.devices()), None)
-
-
-def is_host(device: torch.device) -> bool:
-    """Return whether tensors are in the process's own memory and computed by its threads."""
-    return device.type in KERNELS and KERNELS[device.type].host
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device of a name: `auto` is an accelerator where there is one, else the CPU.
-
-    Raises:
-        UserError: no such device, or one that PyTorch does not find.
-    """
-    if name == "auto":
-        found = accelerator()
-        return torch.device("cpu" if found is None else found.device)
-    *names, last = "auto", *KERNELS
-    expected = f"expected {', '.join(names)} or {last}"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"device {name} does not exist: {expected}") from error
-    if device.type not in KERNELS:
-        raise UserError(f"device {name} is none that depth reads run on: {expected}")
-    row = KERNELS[device.type]
-    if not row.host and not row.devices():
-        raise UserError(f"device {name} was asked for, but {row.missing()}: use --device cpu")
-    if not row.host and (device.index or 0) >= len(row.devices()):
-        raise UserError(f"device {name} does not exist: the last one here is {row.devices()[-1]}")
-    return device
 
 
 @dataclass(frozen=True)

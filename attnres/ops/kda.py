@@ -34,16 +34,15 @@ def kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor 
         g: log decays (B, T, H, K), at most 0. beta: (B, T, H).
         state: (B, H, K, V) after the tokens before these; None is zeros.
     """
-    if torch.compiler.is_compiling():  # a loop over tiles that the compiler would unroll
+    # A compiler would unroll the loop over tiles; shapes without numbers (meta, fake) say nothing of the decays.
+    if torch.compiler.is_compiling() or type(g) not in PLAIN or g.is_meta:
         return _operator(q, k, v, g, beta, state)
     return _on_tiles(q, k, v, g, beta, state, tile_for(g))
 
 
 def tile_for(g: Tensor) -> int:
     """Return the tokens of a tile for log decays: the largest power of two, up to `TILE`, whose factors cannot
-    overflow. Steep decays so end at one token after the other. Of shapes without numbers it is `TILE`."""
-    if type(g) not in PLAIN or g.is_meta or not g.numel():
-        return TILE
+    overflow. Steep decays so end at one token after the other."""
     steepest, tile = -float(g.detach().amin()), TILE
     while tile > 1 and steepest * tile / 2 > LARGEST_EXPONENT:
         tile //= 2

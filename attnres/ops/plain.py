@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from attnres.errors import UserError
 from attnres.ops.backend import MergeInputs, is_read_rounded
-from attnres.ops.dispatch import KERNELS
+from attnres.ops.devices import KERNELS
 from attnres.ops.norms import Norm
 from attnres.ops.precision import compute_dtype, rounded_sum
 

@@ -42,7 +42,8 @@ from attnres.ops.backend import (
     ReadGradInputs,
     ReadInputs,
 )
-from attnres.ops.dispatch import KERNELS, backend_for
+from attnres.ops.devices import KERNELS
+from attnres.ops.dispatch import backend_for
 from attnres.ops.norms import Norm, norm_kind
 from attnres.ops.precision import compute_dtype, full_precision, rounded_sum
 from attnres.ops.sharded import settled

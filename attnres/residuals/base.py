@@ -8,14 +8,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attnres.ops.bank import Banks
-from attnres.residuals.arithmetic import Precise
 from attnres.residuals.described import Described
 from attnres.residuals.program import Banked, has_hooks
 from attnres.residuals.state import Cut, State, Ways
 from attnres.residuals.watch import NormLike, Watched
 
 
-class Residual(Described, Watched, Cut, Banked, Precise):
+class Residual(Described, Watched, Cut, Banked):
     """Connect the sublayers of one network: their reads and writes, and the parameters these have.
 
     A *sublayer* takes from the stream and writes to it once: an attention or an MLP. `num_sublayers` is their number L.
@@ -112,6 +111,17 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         if self.heeds_recompute or self.watched:  # who watches would see a read twice
             return call(*args)
         return checkpoint(call, *args, use_reentrant=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Residual":
+        """Move or cast as asked, but keep parameters in fp32 where 16 bits are asked for (`.to(torch.bfloat16)`,
+        Lightning's bf16-true): steps of a small rate would round to nothing there."""
+
+        def precise(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            narrows = tensor.is_floating_point() and new.element_size() < 4 <= tensor.element_size()
+            return tensor.to(new.device) if narrows else new
+
+        return super()._apply(precise, recurse)
 
     def itself(self) -> "Residual":
         """Return this module, also from under a wrapper: `wrapped("itself")`."""

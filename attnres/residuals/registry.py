@@ -56,8 +56,8 @@ def register(mechanism: type[Residual]) -> type[Residual]:
     ...     def hidden_state(self, state):
     ...         return state[0]
     ...
-    ...     def implied(self, index):
-    ...         return torch.tensor([2.0] + [1.0] * index)
+    ...     def implied(self, read):
+    ...         return torch.tensor([2.0] + [1.0] * read)
     >>> read = make_residual("anchored", num_sublayers=4, width=8).layout()[2]
     >>> read.name, [source.name for source in read.sources]
     ('attention 1', ['embedding', 'attention 0', 'mlp 0'])
@@ -164,14 +164,12 @@ def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
 
 
 def _from_file(entry: str) -> type[Residual]:
-    mechanism, file, content = from_file(entry, "class", _is_mechanism)
+    mechanism, file, content = from_file(
+        entry, "class", lambda one: isinstance(one, type) and issubclass(one, Residual) and hasattr(one, "name")
+    )
     register(mechanism)
     _FILES[mechanism.name] = file, content
     return mechanism
-
-
-def _is_mechanism(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Residual) and hasattr(value, "name")
 
 
 def settings_of(name: str) -> dict[str, Any]:

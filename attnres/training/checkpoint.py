@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.files import copy_files, recover_folder, replaced_folder, user_path, write_json, writing
 from attnres.folders import refuse_other
+from attnres.ops.devices import is_host
 from attnres.progress import quiet_transformers
 from attnres.reading import read_json
 from attnres.residuals import changed_settings
@@ -356,7 +357,7 @@ def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's, PyTorch's and (on CUDA) the device's generators, as plain JSON."""
+    """Return the states of Python's, NumPy's, PyTorch's and an accelerator's generators, as plain JSON."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (other code draws there)
     state = {
@@ -364,8 +365,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": _encode(torch.get_rng_state()),
     }
-    if device.type == "cuda":
-        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    if not is_host(device):
+        state[device.type] = _encode(torch.get_device_module(device).get_rng_state(device))
     return state
 
 
@@ -376,8 +377,8 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
     torch.set_rng_state(_decode(state["torch"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_decode(state["cuda"]), device)
+    if not is_host(device) and device.type in state:
+        torch.get_device_module(device).set_rng_state(_decode(state[device.type]), device)
 
 
 def _encode(state: Tensor) -> str:

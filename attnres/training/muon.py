@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from attnres.ops.devices import is_host
 from attnres.scale.shard import local
 from attnres.training import environment
 
@@ -55,7 +56,7 @@ class StackedMuon(torch.optim.Muon):
         for p in group["params"]:
             if p.grad is None or isinstance(p, DTensor):
                 continue
-            if p.numel() <= self.small or p.is_cuda or precision(p.device) is torch.float32:
+            if p.numel() <= self.small or not is_host(p.device) or precision(p.device) is torch.float32:
                 stacks.setdefault((p.shape, p.device, p.dtype, p.grad.dtype), []).append(p)
         for parameters in stacks.values():
             size = max(1, self.most // parameters[0].numel())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attnres.errors import Interrupted, UserError, first_line
-from attnres.ops.dispatch import is_host, pick_device
+from attnres.ops.devices import is_host, pick_device
 from attnres.scale.process_group import fresh_store, is_loss
 
 PATIENCE = timedelta(hours=2)

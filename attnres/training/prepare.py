@@ -267,7 +267,7 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     mechanism = residual_class(config.model.residual, config.model.residual_file)
     check_settings(mechanism.name, merged_settings(config.model))
     optim, finetune = config.optim, config.finetune
-    from attnres.ops.dispatch import KERNELS
+    from attnres.ops.devices import KERNELS
 
     if config.device.split(":")[0] not in ("auto", *KERNELS):
         raise unknown("device", config.device, ("auto", *KERNELS))

@@ -16,7 +16,8 @@ from attnres.evals.speaker import Replays, Speaker, beside, open_speaker
 from attnres.inspect import record
 from attnres.models import build
 from attnres.models.encoding import piece
-from attnres.ops import cpu
+from attnres.ops import dispatch, eager
+from attnres.ops.bank import Bank, Banks
 from attnres.text import visible
 from attnres.training import graphs
 
@@ -47,11 +48,16 @@ def test_greedy_text_is_the_likeliest_at_each_step(speakers, name):
 
 @pytest.mark.parametrize("name", ["block", "plain"])
 def test_tokens_are_replayed_as_graphs(speakers, name, monkeypatch):
-    """Those of passes without a graph; a prompt's pass has a graph for its length, and a watched pass none."""
+    """Those of passes without a graph; a prompt's pass has a graph for its length, and a watched pass none. Sources lie
+    in a bank as on CUDA, of which plain torch makes the reads: a tape records no C call."""
+    row = dispatch.KERNELS["cpu"]._replace(load=lambda: eager, why_not=lambda call: None, bank=Bank)
+    monkeypatch.setitem(dispatch.KERNELS, "cpu", row)
     speaker = dataclasses.replace(speakers[name], replays=Replays())
     other = " ".join(reversed(PROMPT.split()))
     how = {"max_new_tokens": 8, "greedy": True}
-    with cpu.switched(on=False):
+    with monkeypatch.context() as patch:
+        if name == "block":
+            patch.setattr(speaker.model.residual, "banks", Banks())
         expected = {prompt: generate(speaker, prompt, **how) for prompt in (PROMPT, other)}
         monkeypatch.setattr(graphs, "Graph", Tape)
         monkeypatch.setattr("attnres.evals.generate.why_not_captured", lambda model: None)
@@ -65,6 +71,7 @@ def test_tokens_are_replayed_as_graphs(speakers, name, monkeypatch):
         if name == "block":
             assert generate(speaker, PROMPT, on_token=lambda token: None, **how) == expected[PROMPT]
             assert sorted(tape.replays for tape in tapes) == [2, 5 * 7 - graphs.WARM_UP]
+            assert {type(bank) for bank in speaker.model.residual.banks._waiting} == {Bank}
     assert "forward" not in vars(speaker.model)
 
 

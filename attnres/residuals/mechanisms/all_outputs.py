@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Learned, Traits, outputs
+from attnres.residuals.mechanisms.weighting import weighted_sum
 from attnres.residuals.settings import one_of, start_at
 from attnres.residuals.state import Slot, slots_of
 from attnres.residuals.watch import NormLike
@@ -83,8 +83,8 @@ class StaticMix(AllOutputs):
         return self.normed(h, index, norm, values=state), state
 
     @torch.no_grad()
-    def implied(self, index: int) -> Tensor:
-        return self.coefficients(index, torch.float32).cpu()
+    def implied(self, read: int) -> Tensor:
+        return self.coefficients(read, torch.float32).cpu()
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:

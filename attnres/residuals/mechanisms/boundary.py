@@ -108,22 +108,22 @@ class Boundary(Queried):
         return scaled_query(self.queries, self.gains)
 
     @torch.no_grad()
-    def direction(self, index: int) -> Tensor | None:
-        if self._inside(index):
+    def direction(self, read: int) -> Tensor | None:
+        if self._inside(read):
             return None
-        block = self._block(index)
+        block = self._block(read)
         return self.queries[block] * self.gains[block]
 
     def _block(self, index: int) -> int:
         """Return the number of the block that ends before read `index`, from 0."""
         return math.ceil(index / self.block_size) - 1
 
-    def sources(self, index: int) -> tuple[Source, ...]:
+    def sources(self, read: int) -> tuple[Source, ...]:
         size = self.block_size
-        if self._inside(index):
-            return (self._since(index - index % size, index)._replace(kind="stream", number=None, open=True),)
-        starts = range(0, index, size)
-        return (EMBEDDING, *(self._since(start, min(start + size, index)) for start in starts))
+        if self._inside(read):
+            return (self._since(read - read % size, read)._replace(kind="stream", number=None, open=True),)
+        starts = range(0, read, size)
+        return (EMBEDDING, *(self._since(start, min(start + size, read)) for start in starts))
 
     def _since(self, start: int, stop: int) -> Source:
         """Return the stream before sublayer `stop`: what read `start` made of it, the first of its block, and the
@@ -182,10 +182,10 @@ class BoundaryNormed(Boundary):
         """Return the states that later boundaries mix: of the block that ended, the mix that became the stream."""
         return (*ends[:-1], mix)
 
-    def sources(self, index: int) -> tuple[Source, ...]:
-        if self._inside(index):
-            return super().sources(index)
-        embedding, *past, last = super().sources(index)
+    def sources(self, read: int) -> tuple[Source, ...]:
+        if self._inside(read):
+            return super().sources(read)
+        embedding, *past, last = super().sources(read)
         ends = [one.span.stop - 1 for one in past if one.span]
         mixes = [one._replace(span=range(end + 1, end + 1), after=end) for one, end in zip(past, ends, strict=True)]
         return (embedding, *mixes, last)
@@ -208,14 +208,14 @@ class BoundaryNormed(Boundary):
         return h.to(sources[0].dtype), weights.detach(), keys
 
     @torch.no_grad()
-    def direction(self, index: int) -> Tensor | None:
-        return None if self._inside(index) else self.query[self._block(index)]  # the keys, gain and all, are the values
+    def direction(self, read: int) -> Tensor | None:
+        return None if self._inside(read) else self.query[self._block(read)]  # the keys, gain and all, are the values
 
-    def sharpness(self, index: int) -> float | None:
+    def sharpness(self, read: int) -> float | None:
         """|w * g|: the logits are divided by sqrt(d)."""
-        if self._inside(index):
+        if self._inside(read):
             return None
-        block = self._block(index)
+        block = self._block(read)
         return float((self.query[block] * self.gains[block]).detach().double().norm())
 
 
@@ -278,10 +278,10 @@ class PostBlock(Boundary):
         partial = state.partial[0] + output if state.partial else output.to(stream.dtype)
         return Sums(stream, (*state.ends, partial)) if self._at_end(index + 1) else Sums(stream, state.ends, (partial,))
 
-    def sources(self, index: int) -> tuple[Source, ...]:
-        if self._inside(index):
-            return super().sources(index)
-        return block_sources((*range(0, self.num_sublayers, self.block_size), self.num_sublayers), index)
+    def sources(self, read: int) -> tuple[Source, ...]:
+        if self._inside(read):
+            return super().sources(read)
+        return block_sources((*range(0, self.num_sublayers, self.block_size), self.num_sublayers), read)
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         slots = super().slots(index)

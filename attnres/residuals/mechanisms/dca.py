@@ -122,8 +122,8 @@ class DeepCrossAttention(Mixtures):
         last = [Source("attention", index // 2, range(index, index + 1))] if index % 2 else []
         return _selected((EMBEDDING, *layers, *last), self.past_layers, _between)
 
-    def sources(self, index: int) -> tuple[Source, ...]:
-        sublayer = self.places()[index][0]
+    def sources(self, read: int) -> tuple[Source, ...]:
+        sublayer = self.places()[read][0]
         if sublayer in self._mixing:
             return self._mixed_sources(sublayer)
         query = self.first_row(sublayer - 1)

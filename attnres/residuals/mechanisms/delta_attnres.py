@@ -108,13 +108,13 @@ class DeltaAttnRes(Queried):
             return Deltas(stream, (*state.finished, partial))
         return Deltas(stream, state.finished, (partial,))
 
-    def sources(self, index: int) -> tuple[Source, ...]:
+    def sources(self, read: int) -> tuple[Source, ...]:
         if len(self.bounds) > self.num_sublayers:  # blocks of one sublayer each
-            return outputs(index + 1, self.sublayers)
-        return block_sources(self.bounds, index)
+            return outputs(read + 1, self.sublayers)
+        return block_sources(self.bounds, read)
 
-    def direction(self, index: int) -> Tensor | None:
-        return (self.queries[index] * self.gains[index]).detach() if 0 < index < self.num_sublayers else None
+    def direction(self, read: int) -> Tensor | None:
+        return (self.queries[read] * self.gains[read]).detach() if 0 < read < self.num_sublayers else None
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         return (*slots_of(self.sources(index), index), *([Slot(f"stream {index}", False)] if index else []))

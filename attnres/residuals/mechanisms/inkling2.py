@@ -98,16 +98,16 @@ class Inkling2(Mixtures):
     def hidden_state(self, state: Kept) -> Tensor:
         return torch.stack((*state.past, *state.inside)).sum(0)
 
-    def sources(self, index: int) -> tuple[Source, ...]:
-        return block_sources(self.bounds, self.places()[index][0])
+    def sources(self, read: int) -> tuple[Source, ...]:
+        return block_sources(self.bounds, self.places()[read][0])
 
     @torch.no_grad()
-    def direction(self, index: int) -> Tensor | None:
-        return self.query[index] if len(self.sources(index)) > 1 else None
+    def direction(self, read: int) -> Tensor | None:
+        return self.query[read] if len(self.sources(read)) > 1 else None
 
-    def sharpness(self, index: int) -> float | None:
+    def sharpness(self, read: int) -> float | None:
         """|w|: the logits are divided by sqrt(d)."""
-        query = self.direction(index)
+        query = self.direction(read)
         return None if query is None else float(query.detach().double().norm())
 
     def slots(self, index: int) -> tuple[Slot, ...]:

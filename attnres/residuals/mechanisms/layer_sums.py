@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Learned, Traits
+from attnres.residuals.mechanisms.weighting import weighted_sum
 from attnres.residuals.settings import positive, start_at
 from attnres.residuals.state import Slot
 from attnres.residuals.watch import NormLike
@@ -46,12 +46,12 @@ class LayerSums(Residual):
             return self.mixed(state, index // 2)
 
     @torch.no_grad()
-    def implied(self, index: int) -> Tensor:
+    def implied(self, read: int) -> Tensor:
         rows = torch.eye(self.num_sublayers + 1)
         state = self.start(rows[0])
-        for sublayer in range(index):
+        for sublayer in range(read):
             state = self.write(state, sublayer, rows[sublayer + 1])
-        return state.stream[: index + 1]
+        return state.stream[: read + 1]
 
     def in_past(self, index: int) -> bool:
         """Whether the stream before sublayer `index` is the last of the past."""

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
 from attnres.ops.norms import normed_product
-from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Traits, outputs
-from attnres.residuals.mechanisms.weighting import EmbeddingKeyKind
+from attnres.residuals.mechanisms.weighting import EmbeddingKeyKind, weighted_sum
 from attnres.residuals.settings import mean_or_sum, one_of, positive, whole
 from attnres.residuals.state import Slot, slots_of
 from attnres.residuals.watch import NormLike

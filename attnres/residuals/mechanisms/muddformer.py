@@ -127,8 +127,8 @@ class MuddFormer(Mixtures):
     def hidden_state(self, state: Kept) -> Tensor:
         return (*state.past, *state.inside)[-1]
 
-    def sources(self, index: int) -> tuple[Source, ...]:
-        sublayer = self.places()[index][0]
+    def sources(self, read: int) -> tuple[Source, ...]:
+        sublayer = self.places()[read][0]
         if self.mixes(sublayer):
             layers = (self._stream_before(2 * i + 2)._replace(kind="layer", number=i) for i in range(sublayer // 2))
             return (EMBEDDING, *layers)

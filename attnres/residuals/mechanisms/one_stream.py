@@ -41,9 +41,9 @@ class ScalarMix(OneStream):
         return kept + output.to(state.dtype) * self.branch(index)
 
     @torch.no_grad()
-    def implied(self, index: int) -> Tensor | None:
+    def implied(self, read: int) -> Tensor | None:
         weights = [1.0]
-        for sublayer in range(index):
+        for sublayer in range(read):
             shortcut = self.shortcut(sublayer)
             factor = 1.0 if shortcut is None else float(shortcut)
             weights = [weight * factor for weight in weights]

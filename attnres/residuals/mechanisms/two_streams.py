@@ -130,13 +130,13 @@ class ParallelLanes(Residual):
         return self.normed(self.hidden_state(state), self.num_sublayers, norm)
 
     @torch.no_grad()
-    def implied(self, index: int) -> Tensor:
+    def implied(self, read: int) -> Tensor:
         rows = torch.eye(self.num_sublayers + 1)
         state = self.start(rows[0])
-        for sublayer in range(index):
+        for sublayer in range(read):
             state = self.write(state, sublayer, rows[sublayer + 1])
-        row = self.hidden_state(state) if index == self.num_sublayers else state[self.lane(index)]
-        return row[: index + 1]
+        row = self.hidden_state(state) if read == self.num_sublayers else state[self.lane(read)]
+        return row[: read + 1]
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:

@@ -14,13 +14,20 @@ from torch.nn import functional as F
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.settings import number, one_of, positive, true_or_false, whole
 
 QueryKind = Literal["static", "input"]
 WeightKind = Literal["softmax", "sigmoid"]
 ValueKind = Literal["raw", "normed"]
 EmbeddingKeyKind = Literal["own", "static"]
+
+
+def weighted_sum(values: Sequence[Tensor], weights: Sequence[Tensor] | Tensor) -> Tensor:
+    """Return sum_j weights[j] values[j] for n >= 1 values (..., d), and weights of shapes that fit them."""
+    total = values[0] * weights[0]
+    for j in range(1, len(values)):
+        total = torch.addcmul(total, values[j], weights[j])
+    return total
 
 
 class Mixed(NamedTuple):
