@@ -105,25 +105,43 @@ def logit_lens(
         raise UserError(f"top is {top}: expected at least one token a read")
     model = as_model(model)
     vectors = read_vectors(model, text)
-    top = min(top, len(vectors.log_probs))
-    at = slice(None) if position is None else slice(place := position_of(position, len(vectors.ids)), place + 1)
-    norm, predictions, _ = _end(model, vectors.ids)
+    place = None if position is None else position_of(position, len(vectors.ids))
+    goal = None if target is None else token_id(model, target)
+    return lens_of(model, vectors.ids, vectors.layout, vectors.reads, top=top, position=place, target=goal)
+
+
+def lens_of(
+    model: Any,
+    ids: Tensor,
+    layout: Sequence[Read],
+    reads: Sequence[Tensor],
+    *,
+    top: int,
+    position: int | None,
+    target: int | None,
+) -> Lens:
+    """Return the lens of a text (T,) whose `reads` (T, d) are known; as `logit_lens`, position and target as
+    numbers."""
+    at = slice(None) if position is None else slice(position, position + 1)
+    norm, predictions, _ = _end(model, ids)
     with evaluating(model), torch.no_grad():
-        last = predictions(with_norm(vectors.reads[-1][at], norm))
-        following = torch.cat([vectors.ids[1:], vectors.log_probs.argmax().view(1)])[at]
+        last = predictions(with_norm(reads[-1][at], norm))
+        following = ids.roll(-1)[at].clone()
         if target is not None:
-            following = torch.full_like(following, token_id(model, target))
+            following = torch.full_like(following, target)
+        elif position is None or position == len(ids) - 1:
+            following[-1] = last[-1].argmax()
         rows: list[tuple[Any, ...]] = []
         size = max(1, ROWS // len(last))
-        for start in range(0, len(vectors.reads), size):
-            normed = [with_norm(h[at], norm) for h in vectors.reads[start : start + size]]
+        for start in range(0, len(reads), size):
+            normed = [with_norm(h[at], norm) for h in reads[start : start + size]]
             for read in predictions(torch.cat(normed)).split(len(last)):
-                best = read.topk(top)
+                best = read.topk(min(top, read.shape[1]))
                 apart = nn.functional.kl_div(read, last, reduction="none", log_target=True).sum(-1)
                 goal = read.gather(1, following[:, None])[:, 0]
                 rows.append((best.indices.tolist(), best.values.exp().tolist(), goal.tolist(), apart.tolist()))
-    ids, chances, targets, divergence = (list(column) for column in zip(*rows, strict=True))
-    return Lens(vectors.layout, vectors.ids[at].tolist(), ids, chances, targets, divergence, Speller(model))
+    likeliest, chances, targets, divergence = (list(column) for column in zip(*rows, strict=True))
+    return Lens(layout, ids[at].tolist(), likeliest, chances, targets, divergence, Speller(model))
 
 
 @dataclass(frozen=True, repr=False)

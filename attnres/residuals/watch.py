@@ -45,7 +45,7 @@ class Observer(Protocol):
 
 
 class Editor(Protocol):
-    """Changes what a forward pass reads. While a residual has one, its reads are made in plain torch.
+    """Changes what a forward pass reads. The reads that it edits are made in plain torch.
 
     Attributes:
         outputs: the running pass's embedding and sublayer outputs so far, (..., d) each, kept from `on_start` and
@@ -59,6 +59,10 @@ class Editor(Protocol):
 
     def on_write(self, index: int, output: Tensor) -> None:
         """Sublayer `index` wrote `output` (..., d)."""
+
+    def edits(self, index: int) -> bool:
+        """Return whether it changes read `index`; of another one a kernel may make the read, and asks nothing more."""
+        return True
 
     def edit(self, index: int, weights: Tensor) -> Tensor:
         """Return the weights that read `index` uses in place of `weights`, both (tokens, sources). They are used as

@@ -161,7 +161,7 @@ class DepthAttention(Queried):
         )
 
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
-        """The state with the output of sublayer `index` among, or to be added to, the group's open sources."""
+        """Return the state with the output of sublayer `index` among, or to be added to, the group's open sources."""
         raise NotImplementedError
 
     @property
@@ -254,7 +254,7 @@ class DepthAttention(Queried):
         if count == 1:  # one source: itself, and exactly no gradient for the query
             h = embedding if isinstance(norm, Norm) else embedding.to(stream)
             return self.normed(h, index, norm, values=[h]), state
-        if self.special is not None or self.editor is not None:
+        if self.special is not None or (self.editor is not None and self.editor.edits(index)):
             return self._read_plainly(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
