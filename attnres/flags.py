@@ -6,6 +6,7 @@ import difflib
 import inspect
 import io
 import json
+import os
 import re
 import sys
 from collections.abc import Generator
@@ -119,7 +120,8 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
             raise _unknown_option(rest[0].split("=")[0], name, flags)
         raise UserError(f"unexpected argument '{rest[0]}': options start with --, see {name} --help")
     _refuse_empty(values)
-    if program == "attnres" and command in LONG and sys.stderr.isatty():
+    first = os.environ.get("RANK", "0") == "0"  # torchrun's: one process says it
+    if program == "attnres" and command in LONG and sys.stderr.isatty() and first:
         print(f"{name}: {LONG[command]} ...", file=sys.stderr, flush=True)
     return values
 

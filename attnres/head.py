@@ -277,6 +277,7 @@ class _InParts(torch.autograd.Function):
 
 def _is_fused(x: Tensor) -> bool:
     """Return whether losses and gradients of hidden states like x are one kernel, that of `attnres.loss_kernel`."""
+    # of CUDA's kernels alone, in a module below those that know of devices
     return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and _has_triton()
 
 

@@ -5,7 +5,7 @@ import io
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 UNKNOWN = "–"
 AMOUNTS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
@@ -36,14 +36,13 @@ def number(value: float | None, digits: int = 3, *, signed: bool = False) -> str
     return text.replace("-", "−") if text.strip("+-0.") else text.lstrip("+-")
 
 
-def short(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
-    """Return `number` without a leading zero, for columns of weights.
+def chance(p: float) -> str:
+    """Return a probability in three digits, four below 0.1.
 
-    >>> short(0.412), short(-0.05), short(1.0)
-    ('.41', '−.05', '1.00')
+    >>> chance(0.12345), chance(0.0123), chance(1e-9)
+    ('0.123', '0.0123', '< 0.0001')
     """
-    text = number(value, digits, signed=signed)
-    return text.replace("0.", ".", 1) if text.lstrip("+−").startswith("0.") else text
+    return "< 0.0001" if p < 0.00005 else number(p, 3 if p >= 0.1 else 4)
 
 
 def tick(value: float) -> str:
@@ -70,15 +69,8 @@ def digits_for(value: float, error: float | None) -> int:
     return max(digits, min(6, needed))
 
 
-def with_error(
-    value: float | None,
-    error: float | None,
-    *,
-    signed: bool = False,
-    form: Callable[..., str] = number,
-    digits: int | None = None,
-) -> str:
-    """Value ± standard error, both in `form` and by default to `digits_for` them; no error where it is not known.
+def with_error(value: float | None, error: float | None, *, signed: bool = False, digits: int | None = None) -> str:
+    """Value ± standard error, both by default to `digits_for` them; no error where it is not known.
 
     >>> with_error(-0.01234, 0.0004), with_error(494.4, 21.33), with_error(2.5, None)
     ('−0.0123 ± 0.0004', '494.40 ± 21.33', '2.500')
@@ -86,8 +78,8 @@ def with_error(
     if value is None:
         return UNKNOWN
     digits = digits_for(value, error) if digits is None else digits
-    text = form(value, digits, signed=signed)
-    return text if error is None or math.isnan(error) else f"{text} ± {form(error, digits)}"
+    text = number(value, digits, signed=signed)
+    return text if error is None or math.isnan(error) else f"{text} ± {number(error, digits)}"
 
 
 def memory(size: float) -> str:
@@ -210,15 +202,13 @@ def visible(piece: str) -> str:
     words = piece.strip(" ")
     front = len(piece) - len(piece.lstrip(" "))
     shown = "␣" * front + words + "␣" * (len(piece) - front - len(words))
-    shown = shown.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥")
+    shown = shown.replace("\r", "\\r").replace("\n", "↵").replace("\t", "⇥")
     shown = "".join(map(_seen, shown)) or "∅"
     return f"\u2068{shown}\u2069" if any(unicodedata.bidirectional(c) in RIGHT_TO_LEFT for c in shown) else shown
 
 
 def _seen(letter: str) -> str:
     code = ord(letter)
-    if code < 32:
-        return chr(0x2400 + code)
-    if code == 127:
-        return "␡"
+    if code < 32 or code == 127:  # pictures of these, ␀ to ␡, are in few fonts
+        return f"\\x{code:02x}"
     return f"\\u{code:04x}" if letter != " " and unicodedata.category(letter) in UNSEEN else letter

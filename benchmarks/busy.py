@@ -31,7 +31,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from attnres.comparison.speed import TrainingStep, training_steps
+from attnres.comparison.speed import StepOptions, TrainingStep, training_steps
 from attnres.device import in_turn, seconds_of, spread
 from attnres.files import write_json
 from attnres.models.step_cost import peak_flops, step_flops
@@ -135,6 +135,7 @@ def measure(
     mode: str = "eager",
     seconds: float = 8.0,
     optimizer: Literal["adamw", "muon"] = "adamw",
+    plains: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of each variant as soon as it is measured; of one that fails, raise its error.
 
@@ -143,27 +144,36 @@ def measure(
         dtype: of `training_steps`.
         mode: of `MODES`, for the plain model too.
         seconds: of timing for each.
+        plains: takes the plain model's step, by mode, and gives it to later calls; None for a new one each time.
     """
     how: dict[str, Any] = {"vocab_size": size.vocabulary, "seq_len": size.length, "batch_size": size.batch}
-    how |= {"optim": OptimConfig(optimizer=optimizer), "dtype": dtype, "on": on}
+    how |= {"optim": OptimConfig(optimizer=optimizer), "dtype": dtype, "device": str(on)}
     how |= {
         "compile": "compile" in mode or mode == "reduce-overhead",
         "cuda_graphs": "graphs" in mode and mode != "graphs of layers",
     }
     for label in labels:
+        gc.collect()  # of the variant before, or of one whose error held on to what its frames had made
+        if on.type == "cuda":
+            torch.cuda.empty_cache()
         with _taken(mode):
             steps: dict[str, TrainingStep] = {}
             peaks: dict[str, int] = {}
             paths: dict[str, str | None] = {}
             for name in dict.fromkeys(("plain", label)):
+                if name == "plain" and plains and mode in plains:
+                    steps[name], peaks[name], paths[name] = plains[mode]
+                    continue
                 before = torch.cuda.memory_allocated() if on.type == "cuda" else 0
                 reset_peak_memory(on)
-                steps |= training_steps({name: VARIANTS[name]}, size=size.model, **how)
+                steps |= training_steps({name: VARIANTS[name]}, StepOptions(size.model, **how))
                 paths[name] = graph_layers(steps[name]) if mode == "graphs of layers" else None
                 for _ in range(6):  # which compile and capture
                     steps[name]()
                 seconds_of(lambda: None, on)
                 peaks[name] = peak_memory(on) - before
+                if name == "plain" and plains is not None:
+                    plains[mode] = steps[name], peaks[name], paths[name]
             times = in_turn(
                 {name: partial(seconds_of, step, on) for name, step in steps.items()}, rounds=200, seconds=seconds
             )
@@ -172,11 +182,8 @@ def measure(
                     row = _row(name, step, times, size, on, dtype) | {"mode": mode, "peak_bytes": peaks[name]}
                     yield row | {"step": paths[name] or step.path}
             del steps, step, times
-        if how["compile"]:
+        if how["compile"] and not plains:
             torch.compiler.reset()  # it holds on to the models
-        gc.collect()
-        if on.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 @contextmanager

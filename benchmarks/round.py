@@ -83,16 +83,23 @@ class Steps:
 
         size = Size(_qwen3(32, 4), 64, 2, 16) if place.tiny else SIZES[self.size].sized(self.batch, self.length)
         how: dict[str, Any] = {"dtype": self.dtype, "optimizer": self.optimizer, "seconds": 0.0 if place.tiny else 6.0}
+        how["plains"] = {}  # whose plain model serves all variants: a build of 0.6 B takes seconds, a compile more
         measured = {row["variant"] for row in done if "ms" in row}
+        failed = {(row["variant"], row["mode"]) for row in done if "error" in row and "mode" in row}
         for label in self.variants:
             if label in measured:
                 continue
             for mode in self.NEXT.get(self.mode, (self.mode,)):
+                if (label, mode) in failed:
+                    continue
                 shapes = {"variant": label, "mode": mode, "size": self.size, "tokens": size.batch * size.length}
                 try:
                     rows = list(busy.measure([label], size, torch.device(place.device), mode=mode, **how))
                 except Exception:
                     yield shapes | {"dtype": self.dtype, "error": traceback.format_exc()}
+                    how["plains"].clear()
+                    if is_lost(place.device):
+                        raise
                     continue
                 yield from (shapes | row for row in rows if row["variant"] == label or "plain" not in measured)
                 measured.add("plain")
@@ -111,9 +118,10 @@ class Equality:
     def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
         import torch
 
-        from attnres.comparison.speed import training_steps
+        from attnres.comparison.speed import StepOptions, training_steps
 
-        size = {"family": "gpt2", "n_embd": 128, "n_layer": 6, "n_head": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
+        # Of few layers: eager steps wait for the host, some 7 ms a sublayer with accumulation.
+        size = {"family": "gpt2", "n_embd": 128, "n_layer": 3, "n_head": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
         batch, length, vocabulary, count = 8, 128, 512, self.steps
         if place.tiny:
             size, batch, length, count = size | {"n_embd": 16, "n_layer": 2, "n_head": 2}, 2, 8, 8
@@ -133,8 +141,8 @@ class Equality:
             losses, paths = {}, {}
             for kind in ("eager", "again", "captured"):
                 shape: dict[str, Any] = {"size": size, "vocab_size": vocabulary, "seq_len": length, "batch_size": batch}
-                how = {"on": on, "accumulation": 2, "cuda_graphs": kind == "captured"}
-                step = training_steps({label: variant}, **shape, **how)[label]
+                options = StepOptions(**shape, accumulation=2, device=str(on), cuda_graphs=kind == "captured")
+                step = training_steps({label: variant}, options)[label]
                 torch.manual_seed(0)
                 values = []
                 for each in tokens:
@@ -155,6 +163,20 @@ class Equality:
             }
 
 
+def is_lost(device: str) -> bool:
+    """Return whether an error has left the process no use of the device: then only another process goes on."""
+    import torch
+
+    if device != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except Exception:
+        return True
+    return False
+
+
 def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Return the largest relative difference."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
@@ -162,7 +184,7 @@ def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Script:
-    """A benchmark of this folder, whose results are a file of theirs beside the rows.
+    """A benchmark of this folder, whose results are a file of theirs beside the rows, and in the row.
 
     Attributes:
         words: after its name on a GPU; `tiny` on a CPU, None for one that needs a GPU.
@@ -181,7 +203,7 @@ class Script:
         graphs = "_graphs" if "--graphs" in words else ""
         file = place.out / f"{self.script.removesuffix('.py')}{graphs}_{place.device}.json"
         run_script(self.script, [*words.split(), "--out", str(file)])
-        yield {"script": self.script, "words": words, "file": file.name}
+        yield {"script": self.script, "words": words, "result": json.loads(file.read_text("utf-8"))}
 
 
 def run_script(script: str, words: Sequence[str]) -> None:
@@ -209,17 +231,31 @@ class Tests:
 
         counts: dict[str, int] = {"passed": 0, "failed": 0, "skipped": 0}
         failures: list[str] = []
+        end = time.monotonic() + 0.75 * self.seconds  # the rest is for imports, and for the test that is running then
 
         class Reports:
+            def pytest_sessionstart(self, session: Any) -> None:
+                self.session = session
+
+            def pytest_collectreport(self, report: Any) -> None:
+                if report.failed:
+                    failures.append(f"{report.nodeid}\n{report.longreprtext[-4000:]}")
+
             def pytest_runtest_logreport(self, report: Any) -> None:
                 if report.when == "call" or not report.passed:
                     counts[report.outcome] += 1
                 if report.failed:
                     failures.append(f"{report.nodeid}\n{report.longreprtext[-4000:]}")
+                    print(failures[-1], flush=True)  # should the limit come before the row
+                if time.monotonic() > end:
+                    self.session.shouldstop = "its time is spent"
 
         os.chdir(ROOT)
-        status = pytest.main(["-m", "gpu", "-q", "-p", "no:cacheprovider", *self.words], plugins=[Reports()])
-        yield {"tests": list(self.words), "status": int(status), **counts, "failures": failures}
+        # Warnings are no errors here: the versions are others than those that tests are made on.
+        words = ["-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider", *self.words]
+        status = pytest.main(words, plugins=[Reports()])
+        cut = {"cut": "its time is spent"} if time.monotonic() > end else {}
+        yield {"tests": list(self.words), "status": int(status), **counts, **cut, "failures": failures}
 
 
 @dataclass(frozen=True)
@@ -377,22 +413,25 @@ def _training() -> dict[str, Any]:
 
 
 ROUNDS: dict[str, Any] = {
-    "tests": Tests(90, ("tests/gpu/test_graphs.py", "tests/gpu/test_models.py", "-k", "captured or graphs")),
-    "equality of captured steps": Equality(60),
-    "step 100m graphs": Steps(110, "100m", FOUR, "graphs", 16, 1024),
+    "tests": Tests(
+        60, ("tests/gpu/test_graphs.py", "tests/gpu/test_models.py", "-k", "(captured or graphs) and not compiled")
+    ),
+    "equality of captured steps": Equality(90),
+    "step 100m graphs": Steps(120, "100m", FOUR, "graphs", 16, 1024),
     "step 100m compile+graphs": Steps(150, "100m", (BLOCK8, "full"), "compile+graphs", 16, 1024),
-    "step 0.6b graphs": Steps(110, "0.6b", (BLOCK8, "full", "standard"), "graphs", 8, 2048),
+    "step 0.6b graphs": Steps(120, "0.6b", (BLOCK8, "full", "standard"), "graphs", 8, 2048),
     "step 100m eager, 64k tokens": Steps(60, "100m", ("standard", BLOCK8), "eager", 64, 1024),
     "step 1.7b graphs, bf16 parameters": Steps(100, "1.7b", (BLOCK8, "full"), "graphs", 4, 4096, "bf16-parameters"),
     "step 100m graphs, bf16 parameters": Steps(60, "100m", FOUR[:3], "graphs", 16, 1024, "bf16-parameters"),
     "step 0.6b compiled": Steps(200, "0.6b", (BLOCK8,), "compile", 8, 2048),
+    "tests of compiled models": Tests(150, ("tests/gpu/test_models.py", "-k", "compile")),
     "step 100m eager, parallel streams": Steps(60, "100m", ("standard", "mhc", "hyper_connections"), "eager", 16, 1024),
     "step 100m eager": Steps(50, "100m", (BLOCK8, "full", "standard"), "eager", 16, 1024),
     "step 100m graphs, muon": Steps(60, "100m", ("standard", BLOCK8), "graphs", 16, 1024, optimizer="muon"),
     "prefill and decode": Script(
         150,
         "decode.py",
-        "--device cuda --size 0.6b --batches 1 --prefill 8192 --seconds 2 --graphs",
+        "--device cuda --size 0.6b --batches 1 --prefill 8192 --seconds 2 --graphs --variants block full",
         "--device cpu --size nano --batches 1 --prefill 8 --context 6 --seconds 0",
     ),
     "held": Script(60, "held.py", "", None),
@@ -481,9 +520,9 @@ GOALS: tuple[tuple[str, str, str, str], ...] = (
 """What the page has of steps: (what, experiment, variant, goal as a ratio to plain)."""
 
 
-def page(rows: Sequence[Row], results: Path = ROWS.parent) -> str:
+def page(rows: Sequence[Row]) -> str:
     """Return the tables of docs/explanation/kernels.md: the last row of each experiment, "not measured" where there
-    is none. Results of scripts are files of the folder `results`."""
+    is none."""
     last = _last(rows)
     measured_by = f"captured beside eager, `{_command('equality of captured steps')}`"
     lines = [f"| {measured_by} | largest difference of a loss | of eager steps made again | |", "|---|---|---|---|"]
@@ -491,7 +530,7 @@ def page(rows: Sequence[Row], results: Path = ROWS.parent) -> str:
         row = last.get(("equality of captured steps", variant))
         found = "not measured | |" if row is None else f"{row['captured']:.1e} | {row['again']:.1e} | {row['step']}"
         lines.append(f"| {variant}, {row['steps'] if row else 200} steps | {found} |")
-    return "\n".join([*lines, "", steps_table(rows, GOALS), "", others_table(rows, results)])
+    return "\n".join([*lines, "", steps_table(rows, GOALS), "", others_table(rows)])
 
 
 def _command(experiment: str) -> str:
@@ -543,15 +582,14 @@ def _first_of(rows: Mapping[str, Row]) -> str:
     return f"{fastest}, ours {times['ours'] / times[fastest]:.3f} of its time"
 
 
-def others_table(rows: Sequence[Row], results: Path) -> str:
+def others_table(rows: Sequence[Row]) -> str:
     """Return the table of what is measured besides steps, and the command that measures it."""
     lines = ["| measure | goal | found | command |", "|---|---|---|---|"]
     for what, experiment, goal, found in OTHERS:
-        made = [row for row in rows if row.get("round") == experiment and ("file" in row or "tokens_per_s" in row)]
+        made = [row for row in rows if row.get("round") == experiment and ("result" in row or "tokens_per_s" in row)]
         value = "not measured"
         if made:
-            file = made[-1].get("file")
-            value = found(made[-1] if file is None else json.loads((results / file).read_text("utf-8")))
+            value = found(made[-1].get("result", made[-1]))
             value += f", {made[-1]['of']['device']}"
         lines.append(f"| {what} | {goal} | {value} | `{_command(experiment)}` |")
     return "\n".join(lines)
@@ -591,9 +629,9 @@ def _ratio(row: Row, plain: Row, name: str) -> str:
     return f"{row[name] / plain[name]:.3f}" if plain.get(name) else ""
 
 
-def pages(rows: Sequence[Row], results: Path = ROWS.parent) -> dict[Path, str]:
+def pages(rows: Sequence[Row]) -> dict[Path, str]:
     """Return what stands between the marks of each page."""
-    return {PAGE: page(rows, results)}
+    return {PAGE: page(rows)}
 
 
 def write_page(tables: str, path: Path) -> None:
@@ -634,8 +672,10 @@ class Command:
             add_row(self.path, head | {"error": traceback.format_exc(), "experiment": repr(ROUNDS[name])})
             if not isinstance(error, Exception | SystemExit):
                 raise
-            ended = "failed"
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
+            if is_lost(self.place.device):
+                return  # and another process goes on with what is left of it
+            ended = "failed"
         add_row(self.path, head | {"ended": ended, "seconds": time.monotonic() - began})
 
 
@@ -682,7 +722,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.page:
-        for path, tables in pages(read_rows(options.rows), options.rows.parent).items():
+        for path, tables in pages(read_rows(options.rows)).items():
             write_page(tables, path)
         return 0
     end = time.monotonic() + options.budget
@@ -708,25 +748,29 @@ def main(words: Sequence[str] | None = None) -> int:
             continue
         if ended and options.only is None:
             continue
-        left = end - time.monotonic()
-        if left < LEAST:
-            print(f"the budget is spent before {name}: the same command goes on there", flush=True)
-            break
-        if options.in_process:
-            command.run(name)
-            continue
-        arguments = ["--one", name, "--device", options.device, "--pack", options.pack, "--rows", options.rows]
-        try:
-            status = subprocess.run(
-                [sys.executable, __file__, *map(str, arguments)], timeout=min(limit, left), check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            print(f"{name}: ran past {min(limit, left):.0f} s", flush=True)
-            if limit <= left:  # else the budget cut it, and the next call goes on with what it lacks
-                add_row(options.rows, {"round": name, "of": command.of, "ended": f"stopped after {limit:.0f} s"})
-            continue
-        if not command.ended(name):  # killed, for memory or by the driver
-            add_row(options.rows, {"round": name, "of": command.of, "ended": f"died with status {status}"})
+        words = ["--one", name, "--device", options.device, "--pack", options.pack, "--rows", options.rows]
+        going_on = True
+        while going_on:
+            left, before = end - time.monotonic(), len(command.done(name))
+            if left < LEAST:
+                print(f"the budget is spent before {name}: the same command goes on there", flush=True)
+                return 0
+            if options.in_process:
+                command.run(name)
+                break
+            try:
+                status = subprocess.run(
+                    [sys.executable, __file__, *map(str, words)], timeout=min(limit, left), check=False
+                ).returncode
+                ending = f"died with status {status}"  # killed, for memory or by the driver, or its device was lost
+            except subprocess.TimeoutExpired:
+                print(f"{name}: ran past {min(limit, left):.0f} s", flush=True)
+                ending = f"stopped after {limit:.0f} s" if limit <= left else None  # else the budget cut it
+            made = command.done(name)[before:]
+            # With a row more, another process goes on with what it lacks: now, or where it took long in the next call.
+            going_on = bool(made) and "ended" not in made[-1] and str(ending).startswith("died")
+            if not made and ending is not None:
+                add_row(options.rows, {"round": name, "of": command.of, "ended": ending})
     return 0
 
 

@@ -39,7 +39,7 @@ from attnres.inspect.edits import Ablate, intervene
 from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
 from attnres.inspect.recording import record
 from attnres.models.open import open_checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 from attnres.report.runs import Run, load_study
 from attnres.stats import plain, standard_error
 from attnres.training.config import DataConfig

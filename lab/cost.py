@@ -1,4 +1,9 @@
-"""What the runs of a study cost: tokens, FLOPs, and hours at a speed that is measured or assumed."""
+"""What the runs of a study cost: tokens, FLOPs, and hours at a speed that is measured or assumed.
+
+The operations of a mechanism's reads and writes are counted while it makes them for a few tokens: matrix products, as
+torch's own counter has them, and one operation for each value of every other kind of arithmetic (an elementwise
+operation's result, what a sum or a softmax takes). Moving values is none.
+"""
 
 import functools
 import json
@@ -9,14 +14,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from attnres.comparison.plan import parse_variants
 from attnres.errors import UserError
-from attnres.ops.dispatch import accelerator, is_host, pick_device
+from attnres.ops import cpu, plain_torch
+from attnres.ops.devices import accelerator, is_host, pick_device
+from attnres.ops.norms import Norm
+from attnres.residuals.registry import make_residual
 from attnres.text import label_and_seed
 from attnres.training.config import TrainConfig, size_or_default, tokenizer_or_default
 from lab.design import Arm, branch_step
-from lab.operations import operations
 
 CALL = 2e-5
 """Seconds of an operation of PyTorch on a CPU, forward or backward, where calling it takes longer than computing it."""
@@ -37,7 +48,7 @@ STANDARD = Mechanism.of("standard")
 
 
 class StepKind(NamedTuple):
-    """What a training step's time depends on: a mechanism, the model's size as JSON, and the batch."""
+    """The facts that a training step's time depends on: the mechanism, the model's size as JSON, and the batch."""
 
     mechanism: Mechanism
     size: str
@@ -157,11 +168,10 @@ def measured_speeds(
 
 
 def _seconds(step: StepKind, config: TrainConfig) -> float:
-    from attnres.comparison.speed import step_times
+    from attnres.comparison.speed import StepOptions, step_times
 
     label = step.mechanism.residual
-    times = step_times(
-        {label: (label, json.loads(step.mechanism.settings))},
+    options = StepOptions(
         size=json.loads(step.size),
         vocab_size=step.vocabulary,
         seq_len=step.seq_len,
@@ -172,9 +182,8 @@ def _seconds(step: StepKind, config: TrainConfig) -> float:
         device="cuda" if on_gpu(config) else "cpu",
         compile=config.compile,
         cuda_graphs=config.cuda_graphs,
-        seconds=1.0,
-        least=2,
     )
+    times = step_times({label: (label, json.loads(step.mechanism.settings))}, options, seconds=1.0, least=2)
     return min(times["variants"][label]["times"])
 
 
@@ -183,3 +192,69 @@ def hours(costs: Sequence[Cost], flops_per_s: float, speeds: Mapping[StepKind, f
     known = speeds or {}
     by_step = (flops_per_s if cost.step is None else known.get(cost.step, flops_per_s) for cost in costs)
     return math.fsum(cost.flops / speed + cost.calls * CALL for cost, speed in zip(costs, by_step, strict=True)) / 3600
+
+
+# ------------------------------------------------------------------ operations of reads and writes
+
+
+TOKENS = 16
+_aten = torch.ops.aten
+_MOVING = {_aten._to_copy, _aten.clone, _aten.copy_, _aten.copy, _aten.fill_, _aten.zero_}
+_REDUCING = {
+    *(_aten.sum, _aten.mean, _aten.amax, _aten.max, _aten.logsumexp, _aten._softmax, _aten._log_softmax),
+    *(_aten.linalg_vector_norm, _aten.native_layer_norm, _aten.cumsum, _aten.prod, _aten.var),
+}
+_TWO = {_aten.addcmul, _aten.addcmul_, _aten.lerp, _aten.lerp_}
+
+
+def operations(residual: str, settings: dict[str, Any], num_sublayers: int, width: int) -> float:
+    """Return the operations of a forward pass for each token that a mechanism makes and the running sum does not.
+
+    Args:
+        residual: name of a mechanism; `settings` are its settings.
+
+    Example: Full's read of n sources is n products with a query and a sum of n, 4 n d, and norms of the sources.
+        >>> round(operations("full", {}, 24, 64) / 64 / sum(range(1, 26)), 1)
+        4.8
+    """
+    key = json.dumps(settings, sort_keys=True)
+    return max(0.0, _whole(residual, key, num_sublayers, width) - _whole("standard", "{}", num_sublayers, width))
+
+
+@functools.cache
+def _whole(residual: str, settings: str, num_sublayers: int, width: int) -> float:
+    # On numbers: an operation on a shape alone takes eight times as long. Drawn weights leave the generator as it was.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), plain_torch(), cpu.switched(on=False):
+        mechanism = make_residual(residual, num_sublayers, width, **json.loads(settings)).requires_grad_(False)
+        norm, vector = Norm(torch.ones(width)), torch.ones(TOKENS, width)
+        with _Counter() as counter:
+            state = mechanism("start", vector)
+            for index in range(num_sublayers):
+                _, state = mechanism("read", state, index, norm)
+                state = mechanism("write", state, index, vector.clone())
+            mechanism("finish", state, norm)
+    return counter.total / TOKENS
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        kind = func._overloadpacket
+        if kind in flop_registry:
+            self.total += flop_registry[kind](*args, **kwargs, out_val=result)
+        elif kind in (_aten.mv, _aten.dot):
+            self.total += 2 * args[0].numel()
+        elif kind in _REDUCING:
+            self.total += _largest(args)
+        elif torch.Tag.pointwise in func.tags and kind not in _MOVING:
+            self.total += _largest(result) * (2 if kind in _TWO else 1)
+        return result
+
+
+def _largest(values: Any) -> int:
+    return max((leaf.numel() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)), default=0)

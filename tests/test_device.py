@@ -5,7 +5,7 @@ import torch
 
 from attnres import UserError
 from attnres.device import autocast_dtype, in_turn, spread
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 
 
 def test_devices():

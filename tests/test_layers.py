@@ -26,7 +26,7 @@ ORDER = """
     figures
     report
     evals
-    inspect.texts inspect.look inspect.corpus inspect.steps figures.draw
+    inspect.texts inspect.tables inspect.look inspect.corpus figures.draw
     comparison
     app
     flags

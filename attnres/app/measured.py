@@ -1,12 +1,19 @@
-"""What a text does in a model, as it is and with cuts: readings, scores, patches and searches, kept."""
+"""What a text does in a model, as it is and with cuts: readings, scores, patches and searches, kept for a while."""
 
 import contextlib
 import math
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from attnres.app.reading import Cache, Encoder, Reading, Report
+import numpy as np
+from torch import Tensor
+
 from attnres.app.state import Cut
+from attnres.inspect import notebook
 from attnres.inspect.attention import TokenAttention, token_attention
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.circuits import Circuit, circuit
@@ -14,10 +21,15 @@ from attnres.inspect.corpus import Search, search
 from attnres.inspect.edits import Ablate, intervene
 from attnres.inspect.effects import predict
 from attnres.inspect.inspection import By
-from attnres.inspect.lens import Lens, logit_lens
+from attnres.inspect.lens import Lens, lens_of
 from attnres.inspect.patching import Patching, patch
-from attnres.inspect.recording import record
+from attnres.inspect.recording import Trace, recorded_by
+from attnres.inspect.subject import prompt_ids
 from attnres.models.encoding import characters
+from attnres.residuals import Read, Residual
+
+if TYPE_CHECKING:
+    from attnres.app.opened import Encoder
 
 CANDIDATES = 7
 """Next tokens that are shown."""
@@ -30,9 +42,177 @@ SCORED = 4096
 WINDOW = 256
 """Tokens in a window of a corpus."""
 
+Report = Callable[[int, int], None]
+"""Called with how much is done of how much; what it raises ends the work."""
+
+WAIT = 0.2
+"""Seconds between two reports of work that another thread does."""
+KEPT = 16
+"""Analyses kept for each model: going back to an earlier edit is then free."""
+KEPT_BYTES = 256e6
+"""Of their numbers, beyond which all but two go: vocabularies of 150,000 make 300 MB of one long text."""
+
+T = TypeVar("T")
+
+
+class Cache:
+    """The latest analyses of a model, by what they are of.
+
+    Attributes:
+        lock: held by the thread that runs the model: an observer sits on the model, so there is one pass at a time.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition(threading.Lock())
+        self._made, self._working = OrderedDict[Hashable, Any](), dict[Hashable, tuple[int, int]]()
+        self.partial = dict[Hashable, Any]()
+        """What work under way has so far, by what it is of."""
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def get(self, key: Hashable) -> Any:
+        """Return what was made under a key, or None."""
+        with self.lock:
+            return self._made[key] if self._touch(key) else None
+
+    def make(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return what was made under a key, or make it now."""
+        with self.lock:
+            return self._make(key, make)
+
+    def work(self, key: Hashable, make: Callable[[Callable[[int], None]], T], total: int, report: Report) -> T:
+        """Return what was made under a key, or make it now, which takes a while.
+
+        `make` is given a function to call with how much more of `total` it has done. Others may use the model during
+        that call; who asks for the same waits for it, and is told by `report` how far it is.
+        """
+        with self.lock:
+            while key in self._working:
+                done = self._working[key]
+                self.lock.release()
+                try:
+                    report(*done)
+                finally:
+                    self.lock.acquire()
+                self.lock.wait(WAIT)
+            self._working[key] = (0, total)
+            try:
+                return self._make(key, lambda: make(self.progress(report, total, key)))
+            finally:
+                del self._working[key]
+                self.partial.pop(key, None)
+                self.lock.notify_all()
+
+    def clear(self) -> None:
+        """Forget everything; for the thread that holds the lock."""
+        self._made.clear()
+
+    def progress(self, report: Report, total: int, key: Hashable = None) -> Callable[[int], None]:
+        """Return what long work, which holds the lock, calls with how much more of `total` it has done: it reports the
+        sum, and others may use the model meanwhile."""
+        done = 0
+
+        def progress(more: int) -> None:
+            nonlocal done
+            done = min(done + more, total)
+            if key is not None:
+                self._working[key] = (done, total)
+            self.lock.release()
+            try:
+                report(done, total)
+                time.sleep(0.005)  # long enough for a thread that waits
+            finally:
+                self.lock.acquire()
+
+        return progress
+
+    def _touch(self, key: Hashable) -> bool:
+        """Make it the latest; return whether it is there."""
+        if key in self._made:
+            self._made.move_to_end(key)
+        return key in self._made
+
+    def _make(self, key: Hashable, make: Callable[[], T]) -> T:
+        if not self._touch(key):
+            self._made[key] = make()
+            while len(self._made) > KEPT:
+                self._made.popitem(last=False)
+            sizes = [(old, _bytes(one)) for old, one in self._made.items()]
+            total = sum(size for _, size in sizes)
+            for old, size in sizes[:-2]:  # what has no arrays, as scores that took long, may stay
+                if size and total >= KEPT_BYTES:
+                    del self._made[old]
+                    total -= size
+        return self._made[key]
+
+
+def _bytes(kept: Any) -> int:
+    """Return the bytes of the tensors and arrays of an analysis."""
+    values = getattr(kept, "__dict__", {}).values()
+    arrays = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return sum(one.nbytes for one in arrays if isinstance(one, Tensor | np.ndarray))
+
+
+@dataclass(frozen=True)
+class Reading(notebook.Named):
+    """A text in a model.
+
+    Attributes:
+        ids: of the T tokens; `pieces` what each says, in whole characters, and `names` what to call it
+            (`attnres.models.encoding.characters`).
+        layout: the reads and what they mix; `reads` and `sources` are their names.
+        weights, contributions: for each read (T, sources); what each source is of the read, by projection on it.
+        vectors: what each read made, (T, d).
+        log_probs: (T, V): of the token after each.
+        losses: (T-1,) nats: of each token but the first.
+        outputs: (R, L+1) mean over the tokens of what each single output is of each read; None where a read is no such
+            sum.
+        notes: what a reader should know of this text, one sentence each.
+    """
+
+    ids: tuple[int, ...]
+    pieces: list[str]
+    names: list[str]
+    layout: tuple[Read, ...]
+    weights: list[np.ndarray]
+    contributions: list[np.ndarray]
+    vectors: list[Tensor]
+    log_probs: Tensor
+    losses: np.ndarray
+    outputs: np.ndarray | None
+    notes: list[str]
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss in nats per token; None for a single token."""
+        return float(self.losses.mean()) if len(self.losses) else None
+
+    @property
+    def underlined(self) -> int:
+        """The read whose largest sources the tokens are marked by: the last one before the output's that has several
+        sources."""
+        several = [read for read, one in enumerate(self.layout[:-1]) if len(one.sources) > 1]
+        return several[-1] if several else len(self.layout) - 1
+
+
+class Asked(NamedTuple):
+    """The prediction that is explained: of the id `target`, rather than of `against`, after a token of a text, with
+    cuts in place."""
+
+    text: str
+    token: int
+    target: int | None
+    against: int | None = None
+    cuts: frozenset[Cut] = frozenset()
+
 
 class Measured:
-    """What is computed of a model that is open; `attnres.app.opened.Opened` says which that is."""
+    """What is computed of a model that is open; `attnres.app.opened.Opened` says which that is.
+
+    Everything is kept. Methods raise UserError for a text that the model does not read (`Encoder.encode`) and for edges
+    or tokens that are not there.
+    """
 
     if TYPE_CHECKING:
         cache: Cache
@@ -45,153 +225,90 @@ class Measured:
         def tokenizer(self) -> Any: ...
 
         @property
-        def encoder(self) -> Encoder: ...
+        def encoder(self) -> "Encoder": ...
+
+        @property
+        def residual(self) -> Residual: ...
 
         @property
         def sources(self) -> list[list[str]]: ...
 
-    def read(self, text: str, cuts: Sequence[Cut] = ()) -> Reading:
-        """Run the model on `text`, with edges cut; kept.
+    def read(self, text: str, cuts: Iterable[Cut] = ()) -> Reading:
+        """Run the model on `text`, with edges cut."""
 
-        Raises:
-            UserError: no text, too long a text, one of which the tokenizer reads nothing, or edges that the model does
-                not have.
-        """
-        return self.cache.make(("read", text, frozenset(cuts)), lambda: self._read(text, cuts))
-
-    def attend(self, text: str, cuts: Sequence[Cut] = ()) -> TokenAttention:
-        """Return what the text's tokens attend to; kept.
-
-        Raises:
-            UserError: as for `read`, or a model that shows no weights of its attention.
-        """
-        ids = self.encoder.encode(text)[0]
-
-        def attend() -> TokenAttention:
+        def read() -> Reading:
+            ids, offsets = self.encoder.encode(text)
             with self.edited(cuts, len(ids)):
-                return token_attention(self.model, ids)
+                reading = self.read_ids(ids, *characters(self.tokenizer, ids, text, offsets))
+            reading.notes.extend(self.encoder.notes(text, ids))
+            return reading
 
-        return self.cache.make(("attention", text, frozenset(cuts)), attend)
+        return self.cache.make(("read", text, frozenset(cuts)), read)
 
-    def heads(self, text: str, token: int, cuts: Sequence[Cut] = ()) -> TokenAttention:
-        """Return what each head attends to at a token of a text; kept. Raises UserError as `attend`."""
-        ids = self.encoder.encode(text)[0][: token + 1]
+    def attend(self, text: str, cuts: Iterable[Cut] = (), token: int | None = None) -> TokenAttention:
+        """Return what the text's tokens attend to; of a token what each head does. Raises UserError too where the model
+        shows no weights of its attention."""
+        ids = self.encoder.encode(text)[0][: None if token is None else token + 1]
 
         def attend() -> TokenAttention:
             with self.edited(cuts, len(ids)):
                 return token_attention(self.model, ids, position=token)
 
-        return self.cache.make(("heads", text, token, frozenset(cuts)), attend)
+        return self.cache.make(("attention", text, token, frozenset(cuts)), attend)
 
-    def lens(self, text: str, token: int, target: int, cuts: Sequence[Cut] = ()) -> Lens:
-        """Return what each read of a token says, by the logit lens; kept.
-
-        Raises:
-            UserError: as for `read`, or a head that is not found.
-        """
-        ids = self.encoder.encode(text)[0][: token + 1]
+    def lens(self, asked: Asked) -> Lens:
+        """Return what each read of the token says, by the logit lens. Raises UserError too where no head is found."""
+        reading = self.read(asked.text, asked.cuts)
 
         def look() -> Lens:
-            with self.edited(cuts, len(ids)):
-                return logit_lens(self.model, ids, top=1, position=token, target=target)
+            ids = prompt_ids(self.model, reading.ids)[0]
+            at = {"top": 1, "position": asked.token, "target": asked.target}
+            return lens_of(self.model, ids, reading.layout, reading.vectors, **at)
 
-        return self.cache.make(("lens", text, token, target, frozenset(cuts)), look)
+        return self.cache.make(("lens", asked), look)
 
-    def score_key(self, text: str, token: int, target: int, against: int | None, cuts: Sequence[Cut]) -> Hashable:
-        """Return the name of scores among what is kept."""
-        return ("score", text, token, target, against, frozenset(cuts))
-
-    def scored(self, *of: Any) -> Attribution | None:
+    def scored(self, asked: Asked) -> Attribution | None:
         """Return scores (`score`), where they have been made or are being made."""
-        key = self.score_key(*of)
-        return self.cache.partial.get(key) or self.cache.get(key)
+        return self.cache.partial.get(("score", asked)) or self.cache.get(("score", asked))
 
-    def score(
-        self, text: str, token: int, target: int, against: int | None, cuts: Sequence[Cut], report: Report
-    ) -> Attribution:
-        """Measure what each of the `MEASURED` edges of the largest gradients, cut alone at all tokens, does to ln p of
-        `target` after `token`, less that of `against`; kept. `report` is called with edges done and edges in all, and
-        others may use the model then; who asks for what another is measuring waits for that. Meanwhile `scored` has
-        the gradients, and what was measured so far.
-
-        Raises:
-            UserError: as for `read`, or tokens that are not there.
-        """
-        key, ids = self.score_key(text, token, target, against, cuts), self.encoder.encode(text)[0]
-        edits = self.edits(cuts, token + 1)
-        edges = min(MEASURED, sum(len(row) for row in self.sources if len(row) > 1))
-        size = max(1, SCORED // (token + 1))
+    def score(self, asked: Asked, report: Report) -> Attribution:
+        """Measure what each of the `MEASURED` edges of the largest gradients, cut alone at all tokens, does to the
+        prediction. `report` is called with edges done and edges in all, and others may use the model then; who asks for
+        what another is measuring waits for that. Meanwhile `scored` has the gradients, and what was measured so far."""
+        most = min(MEASURED, sum(len(row) for row in self.sources if len(row) > 1))
 
         def measure(progress: Callable[[int], None]) -> Attribution:
             done = 0
 
             def so_far(one: Attribution) -> None:
                 nonlocal done
-                self.cache.partial[key] = one
+                self.cache.partial["score", asked] = one
                 there = sum(not math.isnan(value) for row in one.knockout for value in row)
                 progress(there - done)
                 done = there
 
-            options: dict[str, Any] = {"target": target, "against": against, "edits": edits, "most": edges}
-            return attribute(self.model, ids, position=token, batch_size=size, so_far=so_far, **options)
+            return attribute(self.model, **self._options(asked), most=most, so_far=so_far)
 
-        return self.cache.work(key, measure, edges, report)
+        return self.cache.work(("score", asked), measure, most, report)
 
-    def circuit(
-        self,
-        text: str,
-        token: int,
-        target: int,
-        against: int | None,
-        cuts: Sequence[Cut],
-        most: int,
-        report: Report = lambda done, whole: None,
-    ) -> Circuit:
-        """Return the attribution graph of a prediction, its `most` largest links measured; kept. `report` as for
-        `score`. Raises UserError as `attnres.inspect.circuit`."""
-        ids = self.encoder.encode(text)[0][: token + 1]
-        options: dict[str, Any] = {"target": target, "against": against, "edits": self.edits(cuts, len(ids))}
-        return self.cache.work(
-            ("circuit", text, token, target, against, frozenset(cuts), most),
-            lambda progress: circuit(
-                self.model,
-                ids,
-                most=most,
-                limit=LINKS,
-                batch_size=max(1, SCORED // len(ids)),
-                progress=progress,
-                **options,
-            ),
-            max(1, most),
-            report,
-        )
+    def circuit(self, asked: Asked, most: int, report: Report = lambda done, whole: None) -> Circuit:
+        """Return the prediction's attribution graph, its `most` largest links measured; `report` as for `score`."""
 
-    def patch(
-        self,
-        text: str,
-        other: str,
-        token: int,
-        target: int | None,
-        against: int | None,
-        cuts: Sequence[Cut],
-        report: Report,
-    ) -> Patching:
-        """Patch every edge of `text` with the vectors of `other`, to predict what follows `token`; kept. `report` as
-        for `score`; cuts are in place in both texts.
+        def measure(progress: Callable[[int], None]) -> Circuit:
+            return circuit(self.model, **self._options(asked), most=most, limit=LINKS, progress=progress)
 
-        Raises:
-            UserError: as `attnres.inspect.patch`.
-        """
-        ids, clean = (self.encoder.encode(one)[0] for one in (text, other))
-        edges, size = sum(map(len, self.sources)), max(1, SCORED // (token + 1))
-        options: dict[str, Any] = {"target": target, "against": against, "batch_size": size}
-        edits = self.edits(cuts, len(ids))
-        return self.cache.work(
-            ("patch", text, other, token, target, against, frozenset(cuts)),
-            lambda progress: patch(self.model, clean, ids, position=token, edits=edits, progress=progress, **options),
-            edges,
-            report,
-        )
+        return self.cache.work(("circuit", asked, most), measure, max(1, most), report)
+
+    def patch(self, asked: Asked, other: str, report: Report) -> Patching:
+        """Patch every edge of the text with the vectors of `other`; `report` as for `score`. Cuts are in place in both
+        texts. Raises UserError too as `attnres.inspect.patch`."""
+        clean = self.encoder.encode(other)[0]
+
+        def measure(progress: Callable[[int], None]) -> Patching:
+            options = self._options(asked)
+            return patch(self.model, clean, options.pop("input_ids"), progress=progress, **options)
+
+        return self.cache.work(("patch", asked, other), measure, sum(map(len, self.sources)), report)
 
     def search(
         self,
@@ -201,15 +318,11 @@ class Measured:
         by: By,
         least: bool,
         limit: int,
-        cuts: Sequence[Cut],
+        cuts: Iterable[Cut],
         report: Report,
     ) -> Search:
         """Find the tokens of documents at which `source` is most, or least, of a read, with cuts in place. `report` as
-        for `score`.
-
-        Raises:
-            UserError: no such edge, or no text.
-        """
+        for `score`."""
         context, on_tokens = min(self.context, WINDOW), self.cache.progress(report, limit)
         options: dict[str, Any] = {"by": by, "least": least, "limit": limit, "batch_size": max(1, SCORED // context)}
         with self.cache.lock, self.edited(cuts, context):
@@ -227,16 +340,9 @@ class Measured:
             ids += [i for i in after.log_probs[token].topk(count).indices.tolist() if i not in ids][: count // 2]
         return ids
 
-    def _read(self, text: str, cuts: Sequence[Cut]) -> Reading:
-        ids, offsets = self.encoder.encode(text)
-        with self.edited(cuts, len(ids)):
-            reading = self.read_ids(ids, *characters(self.tokenizer, ids, text, offsets))
-        reading.notes.extend(self.encoder.notes(text, ids))
-        return reading
-
     def read_ids(self, ids: tuple[int, ...], pieces: list[str], names: list[str]) -> Reading:
         """Run the model on tokens; not kept."""
-        with record(self.model, tokens=True) as trace:
+        with recorded_by(_Watching(self.residual, tokens=True), self.residual) as trace:
             prediction = predict(self.model, ids)
         return Reading(
             ids,
@@ -245,26 +351,47 @@ class Measured:
             trace.layout,
             [weights[0].numpy() for weights in trace.token_weights],
             [contributions[0].numpy() for contributions in trace.token_contributions],
+            [trace.vectors[index] for index in sorted(trace.vectors)],
             prediction.log_probs,
             prediction.losses.double().numpy(),
             trace.mixing_contribution,
             [],
         )
 
-    def edited(self, cuts: Sequence[Cut], tokens: int) -> contextlib.AbstractContextManager[None]:
+    def edited(self, cuts: Iterable[Cut], tokens: int) -> contextlib.AbstractContextManager[None]:
         """Cut edges while a block runs. Without cuts nothing is edited: reads keep their own kernels."""
         edits = self.edits(cuts, tokens)
         return intervene(self.model, *edits) if edits else contextlib.nullcontext()
 
-    def edits(self, cuts: Sequence[Cut], tokens: int) -> list[Ablate]:
+    def edits(self, cuts: Iterable[Cut], tokens: int) -> list[Ablate]:
         """Return cuts as edits of a text of so many tokens."""
-        places = sorted({(cut.read, -1 if cut.token is None else cut.token) for cut in cuts})
-        return [
-            Ablate(
-                sorted({self.sources[read][cut.source] for cut in cuts if (cut.read, cut.token) == (read, at)}),
-                reads=read,
-                tokens=at,
-            )
-            for read, at in ((read, None if token < 0 else token) for read, token in places)
-            if at is None or at < tokens
-        ]
+        by_read: dict[tuple[int, int | None], set[str]] = {}
+        for cut in cuts:
+            if cut.token is None or cut.token < tokens:
+                by_read.setdefault((cut.read, cut.token), set()).add(self.sources[cut.read][cut.source])
+        order = sorted(by_read.items(), key=lambda part: (part[0][0], -1 if part[0][1] is None else part[0][1]))
+        return [Ablate(sorted(sources), reads=read, tokens=token) for (read, token), sources in order]
+
+    def _options(self, asked: Asked) -> dict[str, Any]:
+        """Return the arguments by which `attnres.inspect` is asked for a prediction."""
+        ids = self.encoder.encode(asked.text)[0]
+        return {
+            "input_ids": ids,
+            "position": asked.token,
+            "target": asked.target,
+            "against": asked.against,
+            "edits": self.edits(asked.cuts, asked.token + 1),
+            "batch_size": max(1, SCORED // (asked.token + 1)),
+        }
+
+
+class _Watching(Trace):
+    """A recording that keeps what the reads of the last pass made, too."""
+
+    def __init__(self, residual: Residual, *, tokens: bool) -> None:
+        super().__init__(residual, tokens=tokens)
+        self.vectors: dict[int, Tensor] = {}
+
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+        super().on_read(index, h, weights, values)
+        self.vectors[index] = h.detach()[0]

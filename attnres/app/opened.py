@@ -4,7 +4,8 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,25 +17,90 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from attnres.app.measured import Measured
-from attnres.app.reading import Cache, Encoder, Reading
-from attnres.app.state import Cut, key_of
+from attnres.app.measured import Cache, Measured, Reading
+from attnres.app.state import MAX_CHARACTERS, Cut, key_of
 from attnres.errors import UserError
 from attnres.inspect.edits import source_names
 from attnres.inspect.geometry import query_cosine
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import TextModel, as_model, as_tokenizer, prompt_ids, tokenizer_of, vocab_size
 from attnres.models.convert import convert
-from attnres.models.encoding import piece, stated_context
+from attnres.models.encoding import check_length, encode_prompt, piece, stated_context
 from attnres.models.model_files import EXAMPLE, residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512
 """Tokens of a text: what a page draws and a processor computes while one waits."""
 SAMPLE = 4096
 """Numbers of each tensor by which models in memory are told apart."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A model's tokenizer.
+
+    Attributes:
+        name: the model's, for messages.
+        context: tokens that a text may have.
+        rows: of the model's embedding; None where its config does not say.
+    """
+
+    tokenizer: Any
+    name: str
+    context: int
+    rows: int | None
+
+    def encode(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Return ids of a text's tokens, and where in it each lies (nothing for a tokenizer that does not say).
+
+        Raises:
+            UserError: no text, too long a text, or as `encode_prompt`.
+        """
+        if not text.strip():
+            raise UserError("there is no text: type some, or take an example")
+        if len(text) > MAX_CHARACTERS:
+            raise UserError(f"the text has {len(text):,} characters and this page takes {MAX_CHARACTERS:,}: shorten it")
+        ids, offsets = encode_prompt(self.tokenizer, text, rows=self.rows, context=None, name=self.name)
+        check_length(len(ids), self.context, f"{self.name} on this page")
+        return tuple(ids), offsets
+
+    def beginning(self, text: str) -> str:
+        """As much of a text as the model takes here, to the end of a line or word where one ends; all of one that its
+        tokenizer cannot encode, of which `encode` says so."""
+        try:
+            spans = encode_prompt(self.tokenizer, text, rows=None, context=None)[1]
+        except UserError:
+            return text
+        if len(spans) <= self.context:
+            return text
+        cut = text[: spans[self.context - 1][1]]
+        return next((cut[:place] for mark in "\n " if (place := cut.rfind(mark)) > 0), cut)
+
+    def token_at(self, text: str, character: int) -> int | None:
+        """Return the number of the token of a text in which a character lies; None where the tokenizer does not say."""
+        spans = self.encode(text)[1]
+        return next((i for i, (start, end) in enumerate(spans) if start <= character < end), None)
+
+    def end_of(self, text: str, token: int) -> int | None:
+        """Return the last character of a token of a text; None where the tokenizer does not say, or the token has
+        none."""
+        start, end = next(iter(self.encode(text)[1][token : token + 1]), (0, 0))
+        return end - 1 if end > start else None
+
+    def notes(self, text: str, ids: Sequence[int]) -> list[str]:
+        """Return what a reader of a text's figures has to know of its tokens, in sentences."""
+        notes = []
+        decoded = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        lost = sorted({character for character in text if not character.isspace()} - set(decoded))
+        if self.tokenizer.unk_token_id in ids or (lost and not set(text.lower()) <= set(decoded.lower())):
+            some = " ".join(lost[:5])
+            which = f" ({some}{' ...' if len(lost) > 5 else ''})" if lost else ""
+            notes.append(f"The tokenizer of {self.name} has never seen some characters of this text{which}.")
+        if len(ids) == 1:
+            notes.append("One token: it has a next-token distribution, but no loss.")
+        return notes
 
 
 class Opened(Measured):
@@ -247,7 +313,8 @@ class Given(Opened):
 
     def _content(self) -> bytes:
         state = hashlib.sha256()
-        for name, tensor in self.model.state_dict().items():
+        tensors = {name: one for name, one in self.model.state_dict().items() if torch.is_tensor(one)}  # no extra state
+        for name, tensor in tensors.items():
             values = tensor.detach().flatten()
             sample = values[:: max(1, len(values) // SAMPLE)].float().cpu().numpy()
             state.update(f"{name} {tuple(tensor.shape)}".encode() + sample.tobytes())
@@ -296,7 +363,7 @@ class Learned(Opened):
     def details(self) -> str:
         return f"{sum(one.numel() for one in self.residual.parameters()):,} parameters of the residual alone"
 
-    def read(self, text: str, cuts: Sequence[Cut] = ()) -> Reading:
+    def read(self, text: str, cuts: Iterable[Cut] = ()) -> Reading:
         """Nothing. Raises UserError."""
         return self.model
 

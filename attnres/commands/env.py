@@ -50,7 +50,7 @@ def collect() -> dict[str, Any]:
     import attnres
     from attnres.files import cache_dir
     from attnres.ops import explain
-    from attnres.ops.dispatch import KERNELS
+    from attnres.ops.devices import KERNELS
     from attnres.training import graphs
     from attnres.training.environment import has_bf16, is_host, name_of, processor, version
 

@@ -86,7 +86,7 @@ def _model(options: PlanOptions, device: str) -> Any:
 
 def _measured(options: PlanOptions) -> tuple[list[float], float]:
     """Return seconds of each layer and of the head on this machine's device."""
-    from attnres.ops.dispatch import pick_device
+    from attnres.ops.devices import pick_device
     from attnres.scale.cut import layer_times
     from attnres.training.environment import has_bf16, tune
     from attnres.training.objective import precision
@@ -148,7 +148,10 @@ def run(arguments: list[str]) -> None:
         print(f"{stages}: --pp-layers {' '.join(map(str, layers))}")
     if standard is not None:
         slower = shown[0].seconds / standard.seconds - 1
-        print(f"The last row has the first layout; with {model.config.residual} a step takes {slower:.1%} longer.")
+        print(
+            f"The last row has the first layout; with {model.config.residual} a step takes {slower:.1%} longer in this "
+            "model of fused kernels at full bandwidth. Measured steps took more: docs/results/cost.md"
+        )
     print("Memory of the fullest rank; bytes that one rank sends, or its reads move, in a step; the time is a model:")
     for assumption in ASSUMPTIONS:
         print(f"- {assumption}")

@@ -13,7 +13,7 @@ import torch
 
 from attnres.errors import UserError, unknown
 from attnres.models import Checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.ops.devices import pick_device
 from attnres.residuals import RESIDUALS, residual_class, settings_of, source_file
 from attnres.residuals.registry import ships
 from attnres.text import run_name
@@ -174,7 +174,7 @@ class ComparisonPlan:
 
     @property
     def first(self) -> TrainConfig:
-        """A run, for what all have alike: data, batch, device, precision."""
+        """Return one of the runs, for what all of them share: data, batch, device, precision."""
         return next(iter(self.runs.values()))
 
 
@@ -248,11 +248,9 @@ def _training(variant: VariantSpec) -> dict[str, dict[str, Any]]:
 
 
 def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
-    """Return `optim` at another peak learning rate: Muon's, and the residual's own where one is given, by the same
-    factor."""
-    if lr is None:
-        return optim
-    if optim.lr <= 0:  # no rate to scale: the check of the run refuses it
+    """Return `optim` at another peak learning rate. Muon's rate, and the residual's where one is given, change by the
+    same factor."""
+    if lr is None or optim.lr <= 0:  # no rate to scale: the check of the run refuses it
         return optim
     factor = lr / optim.lr
     muon_lr = optim.muon_lr * factor if optim.optimizer == "muon" else optim.muon_lr

@@ -15,14 +15,15 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation.streamers import BaseStreamer
 
 from attnres.errors import UserError, foreign
-from attnres.evals import replays
 from attnres.evals.config import GenerateConfig
-from attnres.evals.speaker import Speaker, beside, fitting, open_speaker
+from attnres.evals.speaker import Speaker, beside, fitting, open_speaker, why_not_captured
 from attnres.head import evaluating
 from attnres.inspect.contribution import Contributions
 from attnres.inspect.recording import find_residual
 from attnres.models.encoding import context_of, piece
+from attnres.ops.devices import forked_generators
 from attnres.residuals import Observer, Source, depths, watched_by
+from attnres.text import number, visible
 
 TOP = 3
 """Sources of the output read that are named, those of the largest contributions, along the read or against it."""
@@ -52,14 +53,14 @@ class TokenDepth:
 
     token: int
     text: str
-    output: list[tuple[str, float]]
+    output: list[tuple[Source, float]]
     blocks: list[tuple[str, Source, float]]
 
     def line(self) -> str:
         """Return one line: the token, the largest sources of the output, and each block's largest source."""
-        output = ", ".join(f"{source} {part:.2f}" for source, part in self.output[:TOP])
-        blocks = "  ".join(f"{name} {source.short} {part:.2f}" for name, source, part in self.blocks)
-        return f"{self.text!r:16} output: {output} | {blocks}"
+        output = ", ".join(f"{source.label} {number(part, 2)}" for source, part in self.output[:TOP])
+        blocks = "  ".join(f"{name} {source.short} {number(part, 2)}" for name, source, part in self.blocks)
+        return f"{visible(self.text):14} output: {output} | {blocks}"
 
 
 class DepthReader(Observer):
@@ -113,15 +114,14 @@ class DepthReader(Observer):
         """Return what the pass that predicted `token` did; call it before the next pass."""
         sublayers = self.residual.num_sublayers
         rows = {index: parts[0].tolist() for index, parts in self.contributions.tokens.items()}
-        names = [source.name for source in self.sources[-1]]
-        output = sorted(zip(names, rows[len(self.sources) - 1]), key=lambda pair: -abs(pair[1]))
+        output = sorted(zip(self.sources[-1], rows[len(self.sources) - 1]), key=lambda pair: -abs(pair[1]))
         blocks = []
         sealed = [source for row in self.sources for source in row if source.kind in ("block", "state")]
         ends = {source.span.stop - 1 for source in sealed if source.span} or set(
             range(0, sublayers, -(-sublayers // PARTS))
         )
         bounds = sorted({0, *ends, sublayers})
-        for number, (start, stop) in enumerate(pairwise(bounds), 1):
+        for block, (start, stop) in enumerate(pairwise(bounds), 1):
             reads = [index for index, sublayer in enumerate(self.depths) if start <= sublayer < stop]
             sums: dict[str, float] = {}
             sources: dict[str, Source] = {}
@@ -130,7 +130,7 @@ class DepthReader(Observer):
                     sums[source.name] = sums.get(source.name, 0.0) + part / len(reads)
                     sources[source.name] = source
             largest = max(sums, key=lambda name: abs(sums[name]))
-            blocks.append((f"b{number}", sources[largest], sums[largest]))
+            blocks.append((f"b{block}", sources[largest], sums[largest]))
         return TokenDepth(token, piece(self.tokenizer, token), output, blocks)
 
 
@@ -145,7 +145,7 @@ LOWEST = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. None takes the model's own setting (generation_config.json), else none is made.
+    """How the next token is chosen. None takes the model's own setting (generation_config.json).
 
     Attributes:
         greedy: always the likeliest, after what the model's own settings take off it (a repetition penalty).
@@ -221,14 +221,12 @@ def generate(
         speaker = Speaker(type(model).__name__, model, tokenizer, context_of(model.config, tokenizer))
     ids = speaker.encode(prompt, chat=chat)
     new = min(max_new_tokens, speaker.context - ids.shape[1])
-    streamers: list[BaseStreamer] = []
-    if on_text is not None:
-        streamers.append(_Pieces(speaker.tokenizer, on_text))
-    if on_token is None:
-        return _run(speaker, ids, _settings(speaker.model, sampling, new), streamers, seed)
-    with DepthReader(speaker.model, speaker.tokenizer) as reader:
-        streamers.append(_Tokens(lambda token: on_token(reader.read(token))))
-        return _run(speaker, ids, _settings(speaker.model, sampling, new), streamers, seed)
+    settings, on_id = _settings(speaker.model, sampling, new), None
+    with ExitStack() as stack:
+        if on_token is not None:
+            reader = stack.enter_context(DepthReader(speaker.model, speaker.tokenizer))
+            on_id = lambda token: on_token(reader.read(token))  # noqa: E731
+        return _run(speaker, ids, settings, _Streamer(speaker.tokenizer, on_text, on_id), seed)
 
 
 def speak(config: GenerateConfig) -> None:
@@ -265,23 +263,20 @@ def _check_length(max_new_tokens: int) -> None:
         raise UserError(f"max_new_tokens is {max_new_tokens}: expected a whole number, at least 1")
 
 
-def _run(
-    speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamers: Sequence[BaseStreamer], seed: int
-) -> str:
+def _run(speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamer: BaseStreamer, seed: int) -> str:
     model = speaker.model
-    devices = [model.device] if model.device.type == "cuda" else []
     broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and its config.json as it was made?")
     more: dict[str, Any] = {}
     with ExitStack() as stack:
-        for context in (broken, evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode()):
+        for context in (broken, evaluating(model), forked_generators([model.device]), torch.inference_mode()):
             stack.enter_context(context)
-        if replays.why_not(model) is None:
+        if why_not_captured(model) is None:
             settings.disable_compile = True  # which Transformers does for static caches
             length = ids.shape[1] + int(settings.max_new_tokens or 0)
             more["past_key_values"] = stack.enter_context(speaker.replays.of(model, length))
         torch.manual_seed(seed)
         out = model.generate(  # ty: ignore[not-callable]
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=_Several(streamers), **more
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer, **more
         )
     return str(speaker.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
@@ -309,43 +304,25 @@ def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> Generatio
         )
 
 
-class _Several(BaseStreamer):
-    """Hands what is generated to several streamers, or to none."""
+class _Streamer(TextStreamer):
+    """Hands over text as whole words and characters become known, and the id of each new token."""
 
-    def __init__(self, streamers: Sequence[BaseStreamer]) -> None:
-        self.streamers = streamers
-
-    def put(self, value: Tensor) -> None:
-        for streamer in self.streamers:
-            streamer.put(value)
-
-    def end(self) -> None:
-        for streamer in self.streamers:
-            streamer.end()
-
-
-class _Pieces(TextStreamer):
-    """Hands over text as whole words and characters become known."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        on_text: Callable[[str], None] | None,
+        on_id: Callable[[int], None] | None,
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text = on_text
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self.on_text(text)
-
-
-class _Tokens(BaseStreamer):
-    """Hands over the id of each new token."""
-
-    def __init__(self, on_id: Callable[[int], None]) -> None:
-        self.on_id, self.prompt_seen = on_id, False
+        self.on_text, self.on_id, self.prompt_seen = on_text, on_id, False
 
     def put(self, value: Tensor) -> None:
-        if self.prompt_seen:
+        if self.on_text is not None:
+            super().put(value)
+        if self.on_id is not None and self.prompt_seen:
             self.on_id(int(value.flatten()[0]))
         self.prompt_seen = True
 
-    def end(self) -> None:
-        pass
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if self.on_text is not None and text:
+            self.on_text(text)

@@ -11,7 +11,7 @@ from matplotlib.colors import FuncNorm, LinearSegmentedColormap, LogNorm, Normal
 from matplotlib.figure import Figure
 
 from attnres.figures import style
-from attnres.figures.plot import log_numbers, number, numbers_on, plain, thin_ticks
+from attnres.figures.plot import in_cell, log_numbers, numbers_on, plain, thin_ticks
 from attnres.figures.style import sheet
 from attnres.inspect.colours import DIVERGING, ink_on, signed_root
 from attnres.inspect.inspection import By
@@ -91,7 +91,7 @@ def cell_numbers(
     values: np.ndarray,
     tops: np.ndarray,
     size: float,
-    text: Callable[[float], str] = number,
+    text: Callable[[float], str] = in_cell,
 ) -> None:
     """Write the value in each cell, black or white, whichever is readable on it."""
     for r, c in zip(*np.nonzero(~np.isnan(values))):

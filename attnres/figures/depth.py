@@ -21,7 +21,6 @@ from attnres.figures.plot import (
     depth_axis,
     depth_line,
     head,
-    label,
     legend,
     log_if_wide,
     numbers_on,
@@ -259,7 +258,7 @@ def source_norms(comparison: Comparison) -> Plot:
         places = np.arange(len(sources))
         ax.plot(places, rms, "o-", color=look["color"], linewidth=0.7, markersize=3 if len(sources) < 60 else 1.6)
         log_if_wide(ax, np.concatenate([values for *_, values in shown]))
-        thin_ticks(ax.xaxis, places.tolist(), [label(source) for source in sources], (width - 1) / columns)
+        thin_ticks(ax.xaxis, places.tolist(), [source.label for source in sources], (width - 1) / columns)
         for tick in ax.get_xticklabels():
             tick.set(rotation=90, ha="center")
         ax.grid(visible=False, axis="x")

@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch
 
 from attnres.figures import style
 from attnres.figures.cells import SIGNED_MAP, cells, named, rooted, scale
-from attnres.figures.plot import NotShown, Plot, canvas, label, plain
+from attnres.figures.plot import NotShown, Plot, canvas, plain
 from attnres.figures.style import sheet
 from attnres.inspect.colours import LESS, MORE, source_colours
 from attnres.inspect.inspection import Routing
@@ -36,8 +36,8 @@ def edge_map(measured: "Attribution | Patching", title: str) -> Plot:
     height = min(0.16 * len(values), 7.0)
     figure, axes = canvas(width, height + 0.9)
     mesh = cells(axes[0, 0], values, norm=rooted(end_of_scale(values)), colourmap=SIGNED_MAP)
-    names = [label(read) for read in measured.layout]
-    named(axes[0, 0], [label(one) for one in across], names, np.arange(len(values), dtype=float), width - 1.3, height)
+    names = [read.label for read in measured.layout]
+    named(axes[0, 0], [one.label for one in across], names, np.arange(len(values), dtype=float), width - 1.3, height)
     scale(figure, mesh, axes[0, 0], "restored" if patched else "change of ln p without it, nats", fraction=0.05)
     what = (
         "What of the clean prompt's prediction each edge's vector restores in the corrupted one: 0 nothing, 1 all."

@@ -18,7 +18,6 @@ from attnres.figures.plot import (
     depth_axis,
     depth_line,
     head,
-    label,
     numbers_on,
     per_layer,
     side_by_side,
@@ -41,7 +40,7 @@ def queries(inspection: "Inspection") -> Plot:
     across = min(count, side_by_side(3))
     down = count // across
     figure, axes = canvas(sheet().page if pca else sheet().column, down * (side + 0.35), down, across)
-    ax, names = axes[0, 0], [label(read) for read in inspection.layout]
+    ax, names = axes[0, 0], [read.label for read in inspection.layout]
     mesh = cells(ax, cosine, norm=SIGNED, colourmap=SIGNED_MAP)
     named(ax, names, names, np.arange(len(cosine), dtype=float), side - 0.6, side - 0.4)
     ax.set_aspect("equal")
@@ -86,7 +85,7 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: Sequence[Read]) -
     first, last = np.flatnonzero(there)[[0, -1]]
     for i in (first, last):
         ax.annotate(
-            label(reads[i]),
+            reads[i].label,
             points[i],
             xytext=(4, 4),
             textcoords="offset points",
@@ -116,7 +115,7 @@ def keys(inspection: "Inspection") -> Plot:
         raise NotShown("the output's read is no softmax over more than one source")
     assert inspection.routing is not None
     cosine = np.array(inspection.key_cosine, dtype=float)
-    names = [label(source) for source in inspection.layout[-1].sources]
+    names = [source.label for source in inspection.layout[-1].sources]
     side = sheet().column - 1.45
     figure, axes = canvas(sheet().column, side + 0.75)
     mesh = cells(axes[0, 0], cosine, norm=SIGNED, colourmap=SIGNED_MAP)
@@ -187,10 +186,11 @@ def _counted(inspection: "Inspection", axes: Sequence[str], axis: int, count: in
     """Return names along an axis of a learned table."""
     kind = axes[axis] if axis < len(axes) else ""
     if kind in ("read", "sublayer") and count <= len(inspection.layout):
-        return [label(read) for read in inspection.layout[:count]]
+        return [read.label for read in inspection.layout[:count]]
     if kind == "source" and count == len(inspection.layout[-1].sources):
-        return [label(source) for source in inspection.layout[-1].sources]
+        return [source.label for source in inspection.layout[-1].sources]
     if kind == "source":  # outputs, or whole layers' after the embedding
-        names = [f"layer {i}" for i in range(count - 1)] if axes[0] == "layer" else map(label, outputs(count)[1:])
-        return ["embedding", *names]
+        if axes[0] == "layer":
+            return ["embedding", *(f"layer {i}" for i in range(count - 1))]
+        return [one.label for one in outputs(count)]
     return [f"{kind} {i}".strip() for i in range(count)]

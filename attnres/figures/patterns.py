@@ -21,7 +21,6 @@ from attnres.figures.plot import (
     canvas,
     edge_head,
     head,
-    label,
     numbers_on,
     plain,
     side_by_side,
@@ -134,14 +133,14 @@ def patterns(inspection: "Inspection", by: By = "contribution", narrow: bool = F
         if panel / len(columns) > 0.17 * sheet().scale and row_inches > 0.12 * sheet().scale:
             cell_numbers(ax, mesh, values, tops, size=sheet().font - 0.5)
         names = ["output" if read.number is None else f"layer {read.number}" for read in reads]
-        named(ax, [label(source) for source in columns], names, tops, panel, row_inches * len(reads))
+        named(ax, [source.label for source in columns], names, tops, panel, row_inches * len(reads))
         titles = {"attention": "before attention", "mlp": "before the MLP", "output": "at the output"}
         head(ax, titles.get(kind, f"before {kind}") + (f", {into}" if into else ""))
     scale(figure, mesh, [ax for ax in axes.flat if ax.figure is not None], axis(routing), aspect=22 * down)
     caption = f"{what_numbers_are(inspection, routing)} of each source (columns) in each read (rows)"
     caption += f" over {inspection.data['tokens']:,} tokens." if "tokens" in inspection.data else "."
     caption += " Hatched: no source of that read."
-    caption += "".join(f" {label(source).capitalize()}: {source.meaning}." for source in columns if source.open)
+    caption += "".join(f" {source.label.capitalize()}: {source.meaning}." for source in columns if source.open)
     return Plot("patterns", f"{inspection.model['name']}: {TITLES[routing.by]}", caption, figure)
 
 
@@ -167,7 +166,7 @@ def at_boundaries(inspection: "Inspection", by: By = "contribution") -> Plot:
     mesh = cells(ax, values, **look_of(routing.by, values))
     if (width - 1.2) / len(columns) > 0.22 * sheet().scale:
         cell_numbers(ax, mesh, values, tops, size=sheet().font - 0.5)
-    named(ax, [label(source) for source in columns], [label(read) for read in reads], tops, width - 1.2, height)
+    named(ax, [source.label for source in columns], [read.label for read in reads], tops, width - 1.2, height)
     scale(figure, mesh, ax, axis(routing), fraction=0.05)
     caption = f"{what_numbers_are(inspection, routing)} of each source in the reads with which blocks begin, "
     caption += "and at the output."
@@ -219,7 +218,7 @@ def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
         f"{what_numbers_are(inspection, routing)} {of}, by kind of token, {which_reads(routing)}. "
         f"Bars: standard error over documents; line: all of these tokens."
     )
-    caption += left_out(label(routing.layout[row]) for row, *_ in constant)
+    caption += left_out(routing.layout[row].label for row, *_ in constant)
     return Plot("kinds", f"{inspection.model['name']}: {TITLES[routing.by]}, by kind of token", caption, figure)
 
 
@@ -267,7 +266,7 @@ def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
     width = figure.get_figwidth() - 1.9
     ax, tops = axes[0, 0], np.arange(len(names), dtype=float)
     mesh = cells(ax, values, norm=Normalize(-largest, largest), colourmap=SIGNED_MAP)
-    named(ax, [label(source) for source in columns], names, tops, width, height)
+    named(ax, [source.label for source in columns], names, tops, width, height)
     scale(figure, mesh, ax, "less or more than all tokens", fraction=0.05)
     caption = (
         f"{what_numbers_are(inspection, routing)} of each source at the read '{routing.layout[row].name}' by kind of "
@@ -312,8 +311,8 @@ def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
     for i, (one, values) in enumerate(tables):
         ax, reads = axes.flat[i], one.mean.layout
         mesh = cells(ax, values, **look)
-        across = [label(part) for part in outputs(values.shape[1])]
-        named(ax, across, [label(part) for part in reads], np.arange(len(values), dtype=float), side, side)
+        across = [part.label for part in outputs(values.shape[1])]
+        named(ax, across, [part.label for part in reads], np.arange(len(values), dtype=float), side, side)
         ax.set_aspect("equal" if len(values) == len(across) else "auto")
         if len(tables) > 1:
             head(ax, one.label, inches=side + 0.1)

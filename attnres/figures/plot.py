@@ -16,8 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarForm
 from attnres.figures import style
 from attnres.figures.style import sheet
 from attnres.residuals import Read, Source
-from attnres.text import short as short_number
-from attnres.text import tick
+from attnres.text import number, tick
 
 LINE = 1.12
 """Of a tick's letters: the room that a name beside an axis needs, by its size."""
@@ -31,7 +30,6 @@ LOSS, TRAIN_LOSS = f"held-out loss, nats per token{LOWER}", f"training loss, nat
 DIFFERENCE = f"difference, nats per token{LOWER}"
 STEP, TOKENS, RATE, LAYER = "step", "training tokens", "peak learning rate", "layer"
 """Names beside axes."""
-_WORDS = {"mlp": "MLP", "partial": "partial sum"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def head(ax: Axes, text: str, pad: float = 5, inches: float | None = None) -> No
 def edge_head(ax: Axes, read: Read, source: Source, inches: float, after: str = "", pad: float = 5) -> None:
     """The title of a panel of one source of one read; the source on a line of its own where both are wider than
     `inches`."""
-    text = f"{label(read)} ← {label(source)}{after}"
+    text = plain(f"{read.label} ← {source.label}{after}")
     wide = len(text) * 0.62 * (sheet().font + 1) / 72 > inches
     ax.set_title(text.replace(" ← ", "\n← ") if wide else text, fontsize=sheet().font + 1, pad=pad)
 
@@ -123,19 +121,6 @@ def fit(text: str, inches: float, size: float = 8.0) -> str:
 def plain(text: str) -> str:
     """Return text that Matplotlib shows as it is: a dollar sign begins no formula."""
     return text.replace("$", r"\$")
-
-
-def label(part: Read | Source) -> str:
-    """Return a source's or read's name on an axis: embedding, L3 attention, L3 MLP, block 2, output."""
-    into = part.into if isinstance(part, Read) else None
-    word = _WORDS.get(part.kind, part.kind)
-    if part.number is None:
-        name = word
-    elif isinstance(part, Read) or part.kind in ("attention", "mlp"):
-        name = f"L{part.number} {word}"
-    else:
-        name = f"{word} {part.number}"
-    return plain(f"{name} {into}" if into else name)
 
 
 def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches: float) -> None:
@@ -308,7 +293,7 @@ def legend(figure: Figure, *axes: Axes) -> None:
     figure.legend(list(entries.values()), names, loc="outside upper left", ncols=columns, **look)
 
 
-def number(value: float) -> str:
-    """Return two digits without the leading zero, for a cell: .07, 1, -.3."""
-    text = short_number(value)
+def in_cell(value: float) -> str:
+    """Return two digits without the leading zero, which a cell has little room for: .07, 1, -.3."""
+    text = number(value, 2).replace("0.", ".", 1)
     return {"1.00": "1", ".00": "0"}.get(text, text)

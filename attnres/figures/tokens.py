@@ -22,8 +22,6 @@ from attnres.figures.plot import (
     Plot,
     canvas,
     edge_head,
-    label,
-    number,
     numbers_on,
     plain,
     side_by_side,
@@ -34,6 +32,7 @@ from attnres.inspect.colours import source_colours
 from attnres.inspect.inspection import FIELD, By, Routing, amounts
 from attnres.inspect.notebook import FLOOR, end_of_scale
 from attnres.residuals import Source
+from attnres.text import number
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -58,7 +57,7 @@ def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
     groups = _grouped(shown_read.sources)
     parts = np.stack([values[:, members].sum(1) for members in groups])
     firsts, lasts = ([shown_read.sources[members[i]] for members in groups] for i in (0, -1))
-    titles = [label(a) if a == b else f"{label(a)} – {label(b)}" for a, b in zip(firsts, lasts)]
+    titles = [a.label if a == b else f"{a.label} – {b.label}" for a, b in zip(firsts, lasts)]
     kinds = [{shown_read.sources[place].kind for place in members} for members in groups]
     looks = [Source("block", i) if len(of) > 1 else one for i, (of, one) in enumerate(zip(kinds, firsts))]
     bars = int(sheet().page / (BAR * max(1.0, (sheet().font - 1) / 6)) + 0.1)
@@ -160,7 +159,7 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
         ax.grid(visible=False)
         for spine in ax.spines.values():
             spine.set_visible(False)
-        mean = f": mean {number(float(values.mean()))}"
+        mean = f": mean {number(float(values.mean()), 2)}"
         edge_head(ax, routing.layout[row], routing.layout[row].sources[place], inches, mean, pad=3)
     signed = any(values.min() < -FLOOR / 2 for *_, values in panels)
     colours = matplotlib.cm.ScalarMappable(Normalize(-largest, largest), SIGNED_MAP)
@@ -175,7 +174,7 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
     which = (
         "one source, that which differs most from token to token" if routing.by == "contribution" else "the embedding"
     )
-    dropped = [label(routing.layout[row]) for _, row, *_ in chosen if row not in [one[1] for one in panels]]
+    dropped = [routing.layout[row].label for _, row, *_ in chosen if row not in [one[1] for one in panels]]
     caption = (
         f"Each token of the example on the colour of {which}, {which_reads(routing)}: "
         f"{what[0].lower()}{what[1:]}. After a line: its line break.{cut}{left_out(dropped)}"

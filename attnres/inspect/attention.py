@@ -65,13 +65,14 @@ class TokenAttention(notebook.Result):
         """
         return notebook.frame(self._records(position))
 
-    def _repr_html_(self) -> str:
-        rows = []
-        for i, layer in enumerate(self.layers):
-            best = int(self.mean[i, -1].argmax())
-            rows.append((layer, best, self.words(self.tokens[best]), f"{self.mean[i, -1, best]:.3f}"))
+    def as_table(self) -> notebook.Table:
+        best = self.mean[:, -1].argmax(-1).tolist()
+        rows = [
+            (f"L{layer}", t, self.words(self.tokens[t]), self.mean[i, -1, t].item())
+            for i, (layer, t) in enumerate(zip(self.layers, best, strict=True))
+        ]
         head = ("layer", "position", "token", "mean over heads")
-        return notebook.table(f"{self!r}: what the last token attends to most", head, rows)
+        return notebook.Table(f"{self!r}: what the last token attends to most", head, rows)
 
 
 def token_attention(model: Any, text: Text, *, position: int | None = None) -> TokenAttention:

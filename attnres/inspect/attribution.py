@@ -18,7 +18,7 @@ from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, Token, as_model, last_log_probs, prompt_ids, token_id
 from attnres.models.replay import Replay
 from attnres.ops import compute_dtype
-from attnres.residuals import Read, Residual, watched_by
+from attnres.residuals import Read, Residual, Source, watched_by
 
 ALONG = 0.02
 """Part of a gradient along a read above which what follows sees the read's length; a norm leaves rounding and eps."""
@@ -162,7 +162,7 @@ def attribute(
     with evaluating(model):
         probe, known, row = _backward(model, residual, ids, target_id, rival, edits)
         edges = [(index, source) for index, names in enumerate(probe.sources) for source in names]
-        gradient = [probe.estimate(index, source, everywhere) for index, source in edges]
+        gradient = [value for index in range(len(probe.sources)) for value in probe.estimates(index, everywhere)]
         knockout = [math.nan] * len(edges)
         choice = [len(probe.sources[index]) > 1 for index, _ in edges]
         before = margin(row, known, rival).item()
@@ -292,11 +292,13 @@ class _Probe(Edits):
 
     def __init__(self, residual: Residual, edits: Sequence[Edit]) -> None:
         super().__init__(residual, edits)
-        self.layout = residual.layout()
         self.weights: list[Tensor] = []
         self.zeros: list[Tensor] = []
         self.products: list[Tensor] = []
         self.grads: Sequence[Tensor] = ()
+
+    def edits(self, index: int) -> bool:
+        return True
 
     def edit(self, index: int, weights: Tensor) -> Tensor:
         weights = super().edit(index, weights)
@@ -318,20 +320,22 @@ class _Probe(Edits):
         along = (grad * weights).sum(-1).abs()
         return bool(along.sum() <= ALONG * (steepest * _lengths(weights, products)).sum())
 
-    def estimate(self, index: int, source: str, everywhere: bool) -> float:
-        """d(l, i) of one edge, from one text's weights and their gradients (T, n)."""
-        weights, grad = self.weights[index], self.grads[index]
-        edited = Ablate(source).reweigh(weights, self.sources[index], self.residual.traits.sums_to_one)
+    def estimates(self, index: int, everywhere: bool) -> list[float]:
+        """Return d(l, i) of a read's edges, from one text's weights and their gradients (T, n)."""
+        weights, grad, names = self.weights[index], self.grads[index], self.sources[index]
+        sums_to_one = self.residual.traits.sums_to_one
+        edited = torch.stack([Ablate(name).reweigh(weights, names, sums_to_one) for name in names])
         if self.lengthless(index):
             products = self.products[index]
-            edited = edited * (_lengths(weights, products) / _lengths(edited, products).clamp_min(1e-30))[:, None]
+            lengths = _lengths(weights, products), _lengths(edited, products)
+            edited = edited * (lengths[0] / lengths[1].clamp_min(1e-30))[..., None]
         change = ((edited - weights) * grad).sum(-1, dtype=torch.float64)
-        return (change.sum() if everywhere else change[-1]).item()
+        return (change.sum(-1) if everywhere else change[:, -1]).tolist()
 
 
 def _lengths(weights: Tensor, products: Tensor) -> Tensor:
-    """Return (T,) |sum_i p_i v_i| from weights (T, n) and inner products (T, n, n)."""
-    return torch.einsum("ti,tij,tj->t", weights, products.to(weights), weights).clamp_min(0).sqrt()
+    """Return (..., T) |sum_i p_i v_i| from weights (..., T, n) and inner products (T, n, n)."""
+    return torch.einsum("...ti,tij,...tj->...t", weights, products.to(weights), weights).clamp_min(0).sqrt()
 
 
 def _backward(
@@ -355,11 +359,8 @@ def _backward(
     return probe, target, row.detach()
 
 
-def by_size(
-    reads: Sequence[str], sources: Sequence[Sequence[str]], rows: Sequence[Sequence[float]]
-) -> list[tuple[str, str, float]]:
+def by_size(layout: Sequence[Read], rows: Sequence[Sequence[float]]) -> list[tuple[Read, Source, float]]:
     """Return (read, source, value) of reads with a choice, the largest in absolute value first."""
-    edges = [
-        (read, *edge) for read, names, row in zip(reads, sources, rows) if len(names) > 1 for edge in zip(names, row)
-    ]
+    pairs = [(read, row) for read, row in zip(layout, rows, strict=True) if len(read.sources) > 1]
+    edges = [(read, *edge) for read, row in pairs for edge in zip(read.sources, row, strict=True)]
     return sorted(edges, key=lambda edge: -abs(edge[2]))

@@ -194,6 +194,9 @@ class Parts(Edits):
         self.rows: list[Tensor] = []
         self.zeros: list[Tensor] = []
 
+    def edits(self, index: int) -> bool:
+        return True
+
     def edit(self, index: int, weights: Tensor) -> Tensor:
         weights = super().edit(index, weights)
         row = self.residual.mixing_row(index, weights.detach().float().reshape(-1, weights.shape[-1]), self.rows)
@@ -224,7 +227,7 @@ class Parts(Edits):
         brought to its length first, as in `attribute`.
         """
         h, grad = self.h[index].float(), grad.flatten(0, -2).float()
-        written = depths(self.residual.layout())[index] + 1
+        written = depths(self.layout)[index] + 1
         vectors = torch.stack([one.detach().flatten(0, -2).float() for one in self.outputs[:written]])
         rows = self.rows[index][:, :written].expand(len(h), -1)
         change = -rows * torch.einsum("td,ntd->tn", grad, vectors)
@@ -278,7 +281,7 @@ def circuit(
     parts = Parts(residual, edits)
     with evaluating(model):
         known, row, grads, between = _backward(model, parts, ids, target_id, rival)
-        layout = residual.layout()
+        layout = parts.layout
         written = depths(layout)
         value = margin(row, known, rival).item()
         estimates = [parts.estimates(index, grad) for index, grad in enumerate(grads)]
@@ -357,7 +360,7 @@ def _backward(
         grads = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
     between = {}
     if given:
-        first = {read.number: i for i, read in reversed(list(enumerate(residual.layout()))) if read.kind == "attention"}
+        first = {read.number: i for i, read in reversed(list(enumerate(parts.layout))) if read.kind == "attention"}
         for layer, weights, grad in zip(
             attending_layers(model.config, len(given)), given, grads[len(parts.zeros) :], strict=True
         ):

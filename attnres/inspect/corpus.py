@@ -1,6 +1,5 @@
 """The tokens of a corpus at which one source is most, or least, of one read."""
 
-import heapq
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -8,6 +7,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -27,10 +27,10 @@ from attnres.inspect.recording import find_residual, record
 from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, vocab_size
 from attnres.inspect.survey import batches, check_documents, encode
 from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
-from attnres.models.encoding import check_ids, pieces, spelled, token_in_front
-from attnres.ops.dispatch import pick_device
+from attnres.models.encoding import check_ids, pieces, token_in_front
+from attnres.ops.devices import pick_device
 from attnres.progress import counting, grid, say, wide
-from attnres.text import counted, short
+from attnres.text import counted, number, visible
 
 CONTEXT = 60
 """Characters of text on either side of a token that is shown."""
@@ -38,7 +38,7 @@ CONTEXT = 60
 
 APART = 12
 """Tokens between two that are shown, at least, and on either side of one whose numbers are shown."""
-RESERVOIR = 512
+DRAWN = 512
 """Tokens drawn at random, of which those at the quantiles are shown."""
 SAMPLED = (0.99, 0.9, 0.75, 0.5, 0.25, 0.1)
 """Quantiles at which a token is shown."""
@@ -95,7 +95,9 @@ class Search(notebook.Result):
 
     def _about(self) -> str:
         which = "least" if self.least else "most"
-        return f"{self.source} in {self.read}: {which} by {self.by} of {self.tokens:,} tokens, mean {short(self.mean)}"
+        return (
+            f"{self.source} in {self.read}: {which} by {self.by} of {self.tokens:,} tokens, mean {number(self.mean, 2)}"
+        )
 
     def _records(self) -> Iterator[dict[str, Any]]:
         return map(asdict, self.hits)
@@ -107,13 +109,13 @@ class Search(notebook.Result):
 
     def spread(self) -> str:
         """Return the quantiles as a sentence."""
-        parts = [f"{float(share):.0%} {short(value)}" for share, value in self.quantiles.items()]
+        parts = [f"{float(share):.0%} {number(value, 2)}" for share, value in self.quantiles.items()]
         return f"{self.by} below which a share of tokens lies: {', '.join(parts)}"
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f"<tr><td>{short(getattr(hit, self.by))}</td><td>{hit.quantile:.1%}</td><td>{escape(hit.name)}</td>"
-            f'<td style="text-align:left;font-family:monospace">{self._coloured(hit)}</td></tr>'
+            f"<tr><td>{number(getattr(hit, self.by), 2)}</td><td>{hit.quantile:.1%}</td><td>{escape(hit.name)}</td>"
+            f'<td style="text-align:left;font-family:monospace;overflow-wrap:anywhere">{self._coloured(hit)}</td></tr>'
             for hit in (*self.hits, *self.samples)
         )
         head = "".join(f"<th>{title}</th>" for title in (self.by, "above", "where", "in its text, coloured by it"))
@@ -125,7 +127,7 @@ class Search(notebook.Result):
         for place, (text, value) in enumerate(hit.around):
             colour, border = self.shade(value), "outline:1px solid;" * (place == hit.here)
             look = f"{border}background:{colour};color:{ink_on(colour)}"
-            parts.append(f'<span style="{look}" title="{short(value)}">{escape(spelled(text))}</span>')
+            parts.append(f'<span style="{look}" title="{number(value, 2)}">{escape(visible(text))}</span>')
         return "".join(parts)
 
 
@@ -174,28 +176,32 @@ def search(
     for name, value, fewest in (("context", context, len(before) + 1), ("top", top, 1), ("batch_size", batch_size, 1)):
         if value < fewest:
             raise UserError(f"{name} is {value}: expected {fewest} or more")
-    best, sample, every = _Best(top), _Sample(), list[torch.Tensor]()
-    numbers = set[int]()
     device, known = device_of(model), vocab_size(model)
+    seen: list[_Seen] = []
     for batch in batches(_windows(tokenizer, documents, context - len(before), limit), batch_size):
-        ids = torch.tensor([[*before, *window.ids] for window in batch])
+        ids = torch.tensor(np.stack([np.concatenate([before, window.ids]) for window in batch]), dtype=torch.long)
         check_ids(ids, known)
-        weights, contributions = _of_edge(model, ids.to(device), index, place)
-        for window, *rows in zip(batch, weights[:, len(before) :], contributions[:, len(before) :], strict=True):
-            numbers.add(window.document)
-            rows = [row.float().cpu() for row in rows]
-            values = rows[by == "contribution"]
-            every.append(values)
-            best.add(window, -values if least else values, *rows)
-            sample.add(window, values, *rows)
+        rows = (row[:, len(before) :].float().cpu() for row in _of_edge(model, ids.to(device), index, place))
+        seen += map(_Seen, batch, *rows)
         if on_tokens is not None:
             on_tokens(ids.numel())
-    if not every:
+    if not seen:
         raise UserError("there is no text to search: the documents are empty")
-    ordered = torch.cat(every).sort().values
+    every = torch.cat([one.contributions if by == "contribution" else one.weights for one in seen])
+    ends = np.cumsum([len(one.weights) for one in seen])
+
+    def place_of(number: int) -> tuple[_Seen, int]:
+        """Return the window of a token, counted over all, and its place in it."""
+        which = int(np.searchsorted(ends, number, side="right"))
+        return seen[which], int(number - ends[which] + len(seen[which].weights))
+
+    ordered = every.sort().values
     shares = {f"{share:g}": _below(ordered, share) for share in (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)}
-    hits = [_hit(tokenizer, by, ordered, *entry) for entry in best.sorted()]
-    samples = [_hit(tokenizer, by, ordered, *entry) for entry in sample.at([_below(ordered, one) for one in SAMPLED])]
+    best = _apart(map(place_of, every.argsort(descending=not least, stable=True).tolist()), top)
+    drawn = random.Random(0).sample(range(len(every)), min(DRAWN, len(every)))
+    quantiles = (_below(ordered, share) for share in SAMPLED)
+    sample = [place_of(min(drawn, key=lambda i: abs(float(every[i]) - value))) for value in quantiles]
+    hits, samples = ([_hit(tokenizer, by, ordered, *one) for one in chosen] for chosen in (best, sample))
     return Search(
         layout[index].name,
         layout[index].sources[place].name,
@@ -203,7 +209,7 @@ def search(
         least,
         float(ordered.double().mean()),
         len(ordered),
-        len(numbers),
+        len({one.window.document for one in seen}),
         shares,
         hits,
         samples,
@@ -238,81 +244,49 @@ class _Window(NamedTuple):
     name: str
     text: str
     start: int
-    ids: list[int]
-    offsets: list[tuple[int, int]]
+    ids: np.ndarray
+    offsets: np.ndarray
 
     def words(self, place: int) -> tuple[int, ...]:
         """Return the ids of a token and of its neighbours: what it stands in."""
-        return tuple(self.ids[max(0, place - 2) : place + 3])
+        return tuple(self.ids[max(0, place - 2) : place + 3].tolist())
 
 
-_Entry = tuple[_Window, int, torch.Tensor, torch.Tensor]
-"""A window, a token's place in it, and the weights and contributions of its tokens."""
+class _Seen(NamedTuple):
+    """A window with the weights and contributions of its tokens."""
+
+    window: _Window
+    weights: torch.Tensor
+    contributions: torch.Tensor
 
 
-class _Best:
-    """The largest `count` values so far, each with where it stands: no two of a window within `APART` tokens of one
-    another, no two in the same words."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._kept: list[tuple[float, int, _Entry]] = []
-        self._order = 0
-
-    def add(self, window: _Window, values: torch.Tensor, weights: torch.Tensor, contributions: torch.Tensor) -> None:
-        taken = list[int]()
-        for t in values.argsort(descending=True, stable=True).tolist():
-            if (len(self._kept) == self.count and values[t] <= self._kept[-1][0]) or len(taken) == self.count:
-                return
-            if any(abs(t - other) <= APART for other in taken):
-                continue
-            taken.append(t)
-            self._order -= 1  # among equals the first stays
-            self._keep((float(values[t]), self._order, (window, t, weights, contributions)))
-
-    def _keep(self, entry: tuple[float, int, _Entry]) -> None:
-        window, place, *_ = entry[2]
-        for i, (value, _, (other, there, *_)) in enumerate(self._kept):
-            if other.words(there) == window.words(place):
-                if value >= entry[0]:
-                    return
-                del self._kept[i]
+def _apart(places: Iterable[tuple[_Seen, int]], count: int) -> list[tuple[_Seen, int]]:
+    """Return the first `count` tokens of which no two are of a window within `APART` tokens of one another, and no two
+    in the same words."""
+    best: list[tuple[_Seen, int]] = []
+    taken: dict[tuple[int, int], list[int]] = {}
+    words = set[tuple[int, ...]]()
+    for one, t in places:
+        window = one.window
+        beside = taken.setdefault((window.document, window.start), [])
+        if window.words(t) not in words and all(abs(t - other) > APART for other in beside):
+            best.append((one, t))
+            beside.append(t)
+            words.add(window.words(t))
+            if len(best) == count:
                 break
-        self._kept = heapq.nlargest(self.count, [*self._kept, entry], key=lambda one: one[:2])
-
-    def sorted(self) -> Iterator[_Entry]:
-        return (entry for *_, entry in self._kept)
-
-
-class _Sample:
-    """Tokens drawn at random from all, each as likely (Vitter 1985, algorithm R), always the same ones."""
-
-    def __init__(self) -> None:
-        self._draw, self._seen = random.Random(0), 0
-        self._kept: list[tuple[float, _Entry]] = []
-
-    def add(self, window: _Window, values: torch.Tensor, *rows: torch.Tensor) -> None:
-        for t, value in enumerate(values.tolist()):
-            self._seen += 1
-            place = len(self._kept) if self._seen <= RESERVOIR else self._draw.randrange(self._seen)
-            if place < RESERVOIR:
-                self._kept[place : place + 1] = [(value, (window, t, rows[0], rows[1]))]
-
-    def at(self, values: Iterable[float]) -> Iterator[_Entry]:
-        """Yield for each value the token that is nearest to it."""
-        for value in values:
-            yield min(self._kept, key=lambda one: abs(one[0] - value))[1]
+    return best
 
 
 def _windows(tokenizer: Any, documents: Iterable[Text], room: int, limit: int | None) -> Iterator[_Window]:
     left = limit
-    for number, text in enumerate(documents):
+    for place, text in enumerate(documents):
         encoded = encode(tokenizer, text)
-        ids = encoded.ids.tolist()[:left]
+        ids, offsets = encoded.ids[:left], np.array(encoded.offsets, dtype=np.int32).reshape(-1, 2)
         for start in range(0, len(ids), room):
             part = slice(start, start + room)
-            words, name = text if isinstance(text, str) else "", getattr(text, "name", f"document {number}")
-            yield _Window(number, name, words, start, ids[part], encoded.offsets[: len(ids)][part])
+            words, name = text if isinstance(text, str) else "", getattr(text, "name", f"document {place}")
+            yield _Window(place, name, words, start, ids[part], offsets[: len(ids)][part])
         if left is not None and not (left := left - len(ids)):
             return
 
@@ -326,23 +300,14 @@ def _of_edge(model: Any, ids: torch.Tensor, index: int, place: int) -> tuple[tor
     return trace.token_weights[index][..., place], trace.token_contributions[index][..., place]
 
 
-def _hit(
-    tokenizer: Any,
-    by: By,
-    ordered: torch.Tensor,
-    window: _Window,
-    place: int,
-    weights: torch.Tensor,
-    contributions: torch.Tensor,
-) -> Hit:
+def _hit(tokenizer: Any, by: By, ordered: torch.Tensor, seen: _Seen, place: int) -> Hit:
     """Return a token with its text around it; `ordered`: the numbers of all tokens."""
-    if tokenizer is None:
-        words = [f" {token}" for token in window.ids]
-    else:
-        words = pieces(tokenizer, window.ids, window.text, window.offsets)
-    if window.offsets:
-        first, last = window.offsets[0][0], window.offsets[-1][1]
-        text, (start, end) = window.text[first:last], window.offsets[place]
+    window, weights, contributions = seen
+    ids, offsets = window.ids.tolist(), window.offsets.tolist()
+    words = [f" {token}" for token in ids] if tokenizer is None else pieces(tokenizer, ids, window.text, offsets)
+    if offsets:
+        first, last = offsets[0][0], offsets[-1][1]
+        text, (start, end) = window.text[first:last], offsets[place]
         at, token, rest = start - first, window.text[start:end], window.text[end:last]
     else:
         text, at, token, rest = "".join(words), len("".join(words[:place])), words[place], "".join(words[place + 1 :])
@@ -402,7 +367,7 @@ def find_tokens(config: SearchConfig, console: Console | None = None) -> Search:
         console,
         f"{checkpoint.title()}: where {result.source} is {'least' if result.least else 'most'} of the read of "
         f"{result.read}, by {result.by}; {text.name}, {counted(result.tokens, 'token')} of "
-        f"{counted(result.documents, 'document')}, mean {short(result.mean)}",
+        f"{counted(result.documents, 'document')}, mean {number(result.mean, 2)}",
     )
     say(console, result.spread())
     console.print(_listing(result, result.hits))
@@ -422,10 +387,14 @@ def _listing(result: Search, hits: Iterable[Hit]) -> Table:
     for hit in hits:
         line = RichText()
         for place, (text, value) in enumerate(hit.around):
-            colour, word = result.shade(value), spelled(text)
+            colour, word = result.shade(value), visible(text)
             look = f"{ink_on(colour)} on {colour}"
             line.append(f"[{word}]" if place == hit.here else word, f"bold {look}" if place == hit.here else look)
         table.add_row(
-            short(hit.contribution), short(hit.weight), f"{hit.quantile:.1%}", f"{hit.name}:{hit.position}", line
+            number(hit.contribution, 2),
+            number(hit.weight, 2),
+            f"{hit.quantile:.1%}",
+            f"{hit.name}:{hit.position}",
+            line,
         )
     return table

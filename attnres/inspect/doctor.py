@@ -100,7 +100,7 @@ def _parameters(model: nn.Module, residual: Residual) -> Iterator[Finding]:
     if frozen and any(parameter.requires_grad for parameter in model.parameters()):
         yield Finding(
             "frozen",
-            f"{listed(frozen)} of the residual need no gradient, while other parameters train",
+            f"{listed(frozen)} of the residual without gradient, while other parameters train",
             "depth reads stay as they are: at zero queries the plain model, only slower",
             "Set requires_grad_(True) on the residual's parameters (PEFT: modules_to_save=['residual'])",
         )
@@ -388,8 +388,8 @@ def _unmoved(residual: Residual) -> Iterator[str]:
 
 
 def _read(residual: Residual, trace: Trace) -> Iterator[Finding]:
-    """Yield the sources that no read takes; at zero queries, a start, nothing has chosen yet."""
-    if residual.traits.has_query and not any(value for value in sharpness(residual) or []):
+    """Yield the sources that no read takes; a residual without parameters, or with zero queries, chooses none."""
+    if not [*residual.parameters()] or (residual.traits.has_query and not any(sharpness(residual) or [])):
         return
     shares: dict[str, float] = {}
     for read, row in zip(residual.layout(), trace.contribution or [], strict=False):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError, unknown
 from attnres.inspect.recording import find_residual
-from attnres.residuals import Editor, Residual, Source, depths, outputs, watched_by
+from attnres.residuals import Editor, Read, Residual, depths, outputs, watched_by
 
 Reads = str | int | Collection[str | int] | None
 """Which reads: names ("mlp 3", "attention 2 key", "output"), all of a kind ("mlp") or of a sublayer ("attention 2"),
@@ -21,9 +21,8 @@ Tokens = Tensor | int | Sequence[int] | None
 """Which tokens: a bool mask (B, T) or (T,), or positions in each row (negative ones from the end); None is all."""
 
 
-def with_choice(sources: Sequence[str], reads: Sequence[int], residual: Residual) -> list[int]:
+def with_choice(sources: Sequence[str], reads: Sequence[int], layout: Sequence[Read]) -> list[int]:
     """Return the reads that have one of the sources and another one too; all of them where none does."""
-    layout = residual.layout()
     rows = {index: [source.name for source in layout[index].sources] for index in reads}
     return [index for index, row in rows.items() if len(row) > 1 and set(sources) & set(row)] or list(reads)
 
@@ -106,9 +105,8 @@ def source_names_of(source: str | Sequence[str]) -> Sequence[str]:
     return names
 
 
-def check_sources(names: Sequence[str], reads: Sequence[int], residual: Residual) -> None:
+def check_sources(names: Sequence[str], reads: Sequence[int], layout: Sequence[Read]) -> None:
     """Raise a UserError unless each source is among those of at least one of the reads."""
-    layout = residual.layout()
     rows = [[source.name for source in read.sources] for read in layout]
     if not names:
         raise UserError("no source is given: name one, such as 'embedding'")
@@ -117,10 +115,11 @@ def check_sources(names: Sequence[str], reads: Sequence[int], residual: Residual
             continue
         last = max(reads)
         has = f"'{layout[last].name}' reads {', '.join(rows[last])}"
-        written = [output.name for output in outputs(residual.num_sublayers + 1, residual.sublayers)]
+        order, kinds = depths(layout), tuple(dict.fromkeys(read.kind for read in layout[:-1]))
+        written = [output.name for output in outputs(order[-1] + 1, kinds)]
         if name in written:
             number = written.index(name)
-            if number > depths(layout)[last]:
+            if number > order[last]:
                 raise UserError(f"source '{name}' is written after read '{layout[last].name}': choose a later read")
             holders = [f"'{s.name}'" for s in layout[last].sources if s.span is not None and number in s.span]
             where = f"inside {' and '.join(holders)}" if holders else "inside other sources"
@@ -154,10 +153,10 @@ class Edit:
         """Whether it matters which tokens a forward pass holds."""
         return self.tokens is not None
 
-    def check(self, reads: Sequence[int], residual: Residual) -> None:
+    def check(self, reads: Sequence[int], layout: Sequence[Read], width: int) -> None:
         """Raise a UserError if the edit cannot be made at the reads of these numbers."""
 
-    def choose(self, reads: Sequence[int], residual: Residual) -> Sequence[int]:
+    def choose(self, reads: Sequence[int], layout: Sequence[Read]) -> Sequence[int]:
         """Return the reads that are edited, of those that `reads` names."""
         return reads
 
@@ -191,13 +190,12 @@ class Ablate(Edit):
     tokens: Tokens = None
     renormalise: bool = True
 
-    def check(self, reads: Sequence[int], residual: Residual) -> None:
-        check_sources(source_names_of(self.source), reads, residual)
+    def check(self, reads: Sequence[int], layout: Sequence[Read], width: int) -> None:
+        check_sources(source_names_of(self.source), reads, layout)
 
-    def choose(self, reads: Sequence[int], residual: Residual) -> Sequence[int]:
-        names = [read.name for read in residual.layout()]
-        of_kind = isinstance(self.reads, str) and self.reads not in names
-        return with_choice(source_names_of(self.source), reads, residual) if of_kind else reads
+    def choose(self, reads: Sequence[int], layout: Sequence[Read]) -> Sequence[int]:
+        of_kind = isinstance(self.reads, str) and self.reads not in [read.name for read in layout]
+        return with_choice(source_names_of(self.source), reads, layout) if of_kind else reads
 
     def reweigh(self, weights: Tensor, names: Sequence[str], sums_to_one: bool) -> Tensor:
         gone = torch.tensor([name in source_names_of(self.source) for name in names], device=weights.device)
@@ -225,7 +223,7 @@ class Reweigh(Edit):
     reads: Reads = None
     tokens: Tokens = None
 
-    def check(self, reads: Sequence[int], residual: Residual) -> None:
+    def check(self, reads: Sequence[int], layout: Sequence[Read], width: int) -> None:
         if not callable(self.function):
             raise UserError(f"the weights are {self.function!r}: expected a function of weights and names of sources")
 
@@ -255,17 +253,17 @@ class _Vectors(Edit):
     def positional(self) -> bool:
         return self.tokens is not None or torch.as_tensor(self.vector).dim() > 1
 
-    def check(self, reads: Sequence[int], residual: Residual) -> None:
+    def check(self, reads: Sequence[int], layout: Sequence[Read], width: int) -> None:
         if self.source is not None:
-            check_sources((self.source,), reads, residual)
+            check_sources((self.source,), reads, layout)
         try:
             shape = tuple(torch.as_tensor(self.vector).shape)
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"the vector is {type(self.vector).__name__}: expected numbers ({error})") from error
-        if not 1 <= len(shape) <= 3 or shape[-1] != residual.width:
+        if not 1 <= len(shape) <= 3 or shape[-1] != width:
             raise UserError(
-                f"a vector of shape {shape} in a model of width {residual.width}: expected ({residual.width},), or one "
-                f"a token, (T, {residual.width}) or (B, T, {residual.width})"
+                f"a vector of shape {shape} in a model of width {width}: expected ({width},), or one a token, "
+                f"(T, {width}) or (B, T, {width})"
             )
 
     def changes(self, source: str | None) -> bool:
@@ -331,14 +329,15 @@ def source_names(model: Any) -> list[list[str]]:
     Raises:
         UserError: the residual mixes by no weights (DeepNorm).
     """
-    return [[source.name for source in row] for row in _rows(find_residual(model))]
+    return [[source.name for source in read.sources] for read in _mixing(find_residual(model))]
 
 
-def _rows(residual: Residual) -> list[tuple[Source, ...]]:
-    rows = [read.sources for read in residual.layout()]
-    if not all(rows):
+def _mixing(residual: Residual) -> tuple[Read, ...]:
+    """Return the layout of a residual that mixes by weights. Raises UserError."""
+    layout = residual.layout()
+    if not all(read.sources for read in layout):
         raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")
-    return rows
+    return layout
 
 
 @contextmanager
@@ -395,17 +394,18 @@ class Edits(Watch):
 
     def __init__(self, residual: Residual, edits: Iterable[Edit]) -> None:
         super().__init__(residual)
-        self.sources = [[source.name for source in row] for row in _rows(residual)]
-        names = [read.name for read in residual.layout()]
+        self.layout = _mixing(residual)
+        self.sources = [[source.name for source in read.sources] for read in self.layout]
+        names = [read.name for read in self.layout]
         self.by_read: dict[int, list[Edit]] = {}
         self.positional, self.cached = False, False
         for edit in edits:
             if not isinstance(edit, Edit):
                 raise UserError(f"{edit!r} is no edit: expected Ablate, Reweigh, Patch or Steer")
             reads = choose_reads(edit.reads, names)
-            edit.check(reads, residual)
+            edit.check(reads, self.layout, residual.width)
             self.positional |= edit.positional
-            for index in edit.choose(reads, residual):
+            for index in edit.choose(reads, self.layout):
                 self.by_read.setdefault(index, []).append(edit)
 
     def see_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -419,6 +419,9 @@ class Edits(Watch):
                 "an edit of some tokens in a pass that continues from a KV cache and so holds new tokens only: pass "
                 "use_cache=False, or edit all tokens"
             )
+
+    def edits(self, index: int) -> bool:
+        return index in self.by_read
 
     def edit(self, index: int, weights: Tensor) -> Tensor:
         if index not in self.by_read:
@@ -465,16 +468,17 @@ def find_ablation(source: str, where: str | None, model: Any) -> Ablate:
     Raises:
         UserError: no such read, or none of them has the source.
     """
-    residual = find_residual(model)
-    names = [read.name for read in residual.layout()]
+    layout = find_residual(model).layout()
+    names = [read.name for read in layout]
     reads = choose_reads(where, names)
     if where not in names:  # a read without its only source has no input at all
-        reads = with_choice((source,), reads, residual)
+        reads = with_choice((source,), reads, layout)
     edit = Ablate(source, reads=reads)
     with intervene(model, edit):  # says what is wrong with it
         return edit
 
 
 def _spaced(name: str) -> str:
-    """Return "mlp3", "mlp_3", "mlp-3" and "MLP 3" as "mlp 3"; "attention2key" as "attention 2 key"."""
-    return re.sub(r"^([a-z]+)[ _-]*(\d+)[ _-]*([a-z]*)$", r"\1 \2 \3", name.strip().lower()).strip()
+    """Return "mlp3", "mlp_3", "MLP 3" and the label "L3 MLP" as "mlp 3"; "attention2key" as "attention 2 key"."""
+    name = re.sub(r"^l(\d+)[ _-]*([a-z]+)", r"\2 \1", name.strip().lower()).replace("partial sum", "partial")
+    return re.sub(r"^([a-z]+)[ _-]*(\d+)[ _-]*([a-z]*)$", r"\1 \2 \3", name).strip()

@@ -15,7 +15,7 @@ from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Speller, Text, as_model, prompt_ids
 from attnres.residuals import Read, watched_by
 from attnres.stats import or_none, ratio
-from attnres.text import short, with_error
+from attnres.text import chance, with_error
 
 Edits = Edit | Sequence[Edit]
 
@@ -30,9 +30,7 @@ class Prediction(notebook.Result):
 
     def _about(self) -> str:
         best = int(self.log_probs[-1].argmax())
-        return (
-            f"{len(self.ids)} tokens, then “{self.words(best)}” with {short(self.log_probs[-1, best].exp().item(), 3)}"
-        )
+        return f"{len(self.ids)} tokens, then “{self.words(best)}” with {chance(self.log_probs[-1, best].exp().item())}"
 
     def _records(self) -> Iterator[dict[str, Any]]:
         return (
@@ -81,9 +79,9 @@ class Effect(notebook.Result):
         rows = zip(self.before.ids[1:].tolist(), self.loss_before, self.loss_after, self.kl)
         return ({"token": self.words(i), "id": i, "before": a, "after": b, "kl": kl} for i, a, b, kl in rows)
 
-    def _repr_html_(self) -> str:
-        rows = [(self.words(part["id"]), short(part["before"], 3), short(part["after"], 3)) for part in self.top]
-        return notebook.table(f"{self!r}; likeliest after the text:", ("token", "before", "after"), rows)
+    def as_table(self) -> notebook.Table:
+        rows = [(self.words(part["id"]), chance(part["before"]), chance(part["after"])) for part in self.top]
+        return notebook.Table(f"{self!r}; likeliest after the text:", ("token", "p before", "p after"), rows)
 
 
 def predict(model: Model, input_ids: Text) -> Prediction:

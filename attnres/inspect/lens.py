@@ -5,7 +5,7 @@ output's read is a sum and the head is linear, so that once the norm's scale is 
 a sum over sources: W_y . N(p_i v_i), and what is left (biases, gates).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,22 +23,23 @@ from attnres.inspect.effects import read_vectors
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Speller, Text, TextModel, Token, as_model, prompt_ids, token_id
 from attnres.ops import Norm
+from attnres.residuals import Read
 from attnres.residuals import outputs as outputs_of
 from attnres.residuals.watch import with_norm
 from attnres.streams.known_norms import describe_norm
 from attnres.streams.passes import FINISHED, note_progress
-from attnres.text import short
+from attnres.text import chance, number
 
 ROWS = 256
 """Vectors that go through the head at once."""
 
 
 @dataclass(frozen=True, repr=False)
-class Lens(notebook.Result):
+class Lens(notebook.Named, notebook.Result):
     """Every read as a prediction.
 
     Attributes:
-        reads: R names, the output's last: the model's own prediction. tokens: ids (T).
+        layout: the R reads, the output's last: the model's own prediction; reads: their names. tokens: ids (T).
         top: (R, T, k) likeliest ids after each token. probability: theirs.
         target: (R, T) ln p of the text's next token, of the last the model's likeliest.
         divergence: (R, T) sum_x p(x) ln(p(x) / q(x)) in nats, p the model's prediction and q the read's.
@@ -46,7 +47,7 @@ class Lens(notebook.Result):
     The data frame has a row a read and position: likeliest token, its id and probability, target and divergence.
     """
 
-    reads: list[str]
+    layout: Sequence[Read]
     tokens: list[int]
     top: list[list[list[int]]]
     probability: list[list[list[float]]]
@@ -72,13 +73,14 @@ class Lens(notebook.Result):
             for t in range(len(self.tokens))
         )
 
-    def _repr_html_(self) -> str:
+    def as_table(self) -> notebook.Table:
+        last = zip(self.layout, self.top, self.probability, self.target, self.divergence, strict=True)
         rows = [
-            (read, self.words(self.top[r][-1][0]), short(self.probability[r][-1][0], 3), short(self.divergence[r][-1]))
-            for r, read in enumerate(self.reads)
+            (read.label, self.words(ids[-1][0]), chance(p[-1][0]), target[-1], apart[-1])
+            for read, ids, p, target, apart in last
         ]
-        head = ("read", "likeliest token", "p", "KL to the output, nats")
-        return notebook.table(f"{self!r}, after the last token", head, rows)
+        head = ("read", "likeliest token", "p", "ln p of the target", "KL to the output, nats")
+        return notebook.Table(f"{self!r}, after the last token", head, rows)
 
 
 def logit_lens(
@@ -103,26 +105,43 @@ def logit_lens(
         raise UserError(f"top is {top}: expected at least one token a read")
     model = as_model(model)
     vectors = read_vectors(model, text)
-    top = min(top, len(vectors.log_probs))
-    at = slice(None) if position is None else slice(place := position_of(position, len(vectors.ids)), place + 1)
-    norm, predictions, _ = _end(model, vectors.ids)
+    place = None if position is None else position_of(position, len(vectors.ids))
+    goal = None if target is None else token_id(model, target)
+    return lens_of(model, vectors.ids, vectors.layout, vectors.reads, top=top, position=place, target=goal)
+
+
+def lens_of(
+    model: Any,
+    ids: Tensor,
+    layout: Sequence[Read],
+    reads: Sequence[Tensor],
+    *,
+    top: int,
+    position: int | None,
+    target: int | None,
+) -> Lens:
+    """Return the lens of a text (T,) whose `reads` (T, d) are known; as `logit_lens`, position and target as
+    numbers."""
+    at = slice(None) if position is None else slice(position, position + 1)
+    norm, predictions, _ = _end(model, ids)
     with evaluating(model), torch.no_grad():
-        last = predictions(with_norm(vectors.reads[-1][at], norm))
-        following = torch.cat([vectors.ids[1:], vectors.log_probs.argmax().view(1)])[at]
+        last = predictions(with_norm(reads[-1][at], norm))
+        following = ids.roll(-1)[at].clone()
         if target is not None:
-            following = torch.full_like(following, token_id(model, target))
+            following = torch.full_like(following, target)
+        elif position is None or position == len(ids) - 1:
+            following[-1] = last[-1].argmax()
         rows: list[tuple[Any, ...]] = []
         size = max(1, ROWS // len(last))
-        for start in range(0, len(vectors.reads), size):
-            normed = [with_norm(h[at], norm) for h in vectors.reads[start : start + size]]
+        for start in range(0, len(reads), size):
+            normed = [with_norm(h[at], norm) for h in reads[start : start + size]]
             for read in predictions(torch.cat(normed)).split(len(last)):
-                best = read.topk(top)
+                best = read.topk(min(top, read.shape[1]))
                 apart = nn.functional.kl_div(read, last, reduction="none", log_target=True).sum(-1)
                 goal = read.gather(1, following[:, None])[:, 0]
                 rows.append((best.indices.tolist(), best.values.exp().tolist(), goal.tolist(), apart.tolist()))
-    ids, chances, targets, divergence = (list(column) for column in zip(*rows, strict=True))
-    names = [read.name for read in vectors.layout]
-    return Lens(names, vectors.ids[at].tolist(), ids, chances, targets, divergence, Speller(model))
+    likeliest, chances, targets, divergence = (list(column) for column in zip(*rows, strict=True))
+    return Lens(layout, ids[at].tolist(), likeliest, chances, targets, divergence, Speller(model))
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,10 +177,9 @@ class Direct(notebook.Result):
         rows = {**parts, "rest": self.logit - sum(parts.values())}
         return ({"part": name, "logit": value} for name, value in rows.items())
 
-    def _repr_html_(self) -> str:
-        rows = [(name, short(value, signed=True)) for name, value in {**self.sources, "rest": self.rest}.items()]
-        title = f"What sources add to the {self._about()} in all"
-        return notebook.table(title, ("source", "logit"), rows)
+    def as_table(self) -> notebook.Table:
+        rows = [(name, number(value, signed=True)) for name, value in {**self.sources, "rest": self.rest}.items()]
+        return notebook.Table(f"What sources add to the {self._about()} in all", ("source", "logit"), rows)
 
 
 def direct(

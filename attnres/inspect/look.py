@@ -12,31 +12,42 @@ from rich.console import Console
 from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.folders import refuse_other
-from attnres.inspect.attribution import Attribution
+from attnres.inspect.attribution import Attribution, attribute
+from attnres.inspect.circuits import circuit
 from attnres.inspect.config import InspectConfig
-from attnres.inspect.edits import Ablate, find_ablation, intervene, source_and_read
+from attnres.inspect.edits import Ablate, find_ablation, intervene, source_and_read, source_names
+from attnres.inspect.effects import Effect, effect
 from attnres.inspect.inspection import Inspection, dynamics
 from attnres.inspect.inspector import inspect_model
-from attnres.inspect.prediction import (
-    Prediction,
+from attnres.inspect.lens import logit_lens
+from attnres.inspect.patching import patch
+from attnres.inspect.prune import check_prunable, prune_report
+from attnres.inspect.steps import StepChange, change_since
+from attnres.inspect.survey import Encoded, Survey, encode, survey
+from attnres.inspect.tables import (
     attribution_table,
+    knock_out_table,
     lens_table,
-    neuronpedia_graph,
     next_tokens,
     patching_table,
+    prune_table,
+    show,
+    since_table,
 )
-from attnres.inspect.prune import check_prunable, prune_report
-from attnres.inspect.steps import change_since, since_table
-from attnres.inspect.survey import Survey, encode, survey
-from attnres.inspect.tables import knock_out_table, prune_table, show
-from attnres.inspect.texts import LookText, batch_size_of, context_of, open_residual, text_of
-from attnres.models.encoding import check_text, token_in_front
-from attnres.models.open import Checkpoint
-from attnres.ops.dispatch import pick_device
+from attnres.inspect.texts import LookText, Prediction, batch_size_of, context_of, open_residual, text_of
+from attnres.models.encoding import check_text, piece, token_in_front
+from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.ops.devices import pick_device
 from attnres.progress import counting, say, wide
 from attnres.residuals import traits_of
 from attnres.text import listed
+from attnres.training.checkpoint import kept
 from attnres.training.records import read_metrics
+
+MOST = 200
+"""Links of a graph that are measured."""
+LEAST = 0.01
+"""Nats of an effect from which a link is one of the graph that is written."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +84,32 @@ class _Subject:
 
     def prediction(self, text: str) -> Prediction:
         """Return the prediction of a text that the options name. Raises UserError."""
-        return Prediction.of(self.checkpoint, self.model, text, self.context, self.config, self.console)
+        return Prediction.of(self.checkpoint.tokenizer, text, self.context, self.config)
 
     def survey(self, tokens: int, what: str, *edits: Ablate) -> Survey:
         """Measure losses on the text with edits of the reads; a bar that is full after `tokens` says `what` is
         measured."""
-        documents = _encoded(self.checkpoint, self.text, self.config.limit)
         edited = intervene(self.model, *edits) if edits else nullcontext()
         with edited, counting(what, tokens, "tokens", shown=self.config.progress) as on_tokens:
             return survey(
                 self.model,
-                documents,
+                self.documents(),
                 before=token_in_front(self.checkpoint.tokenizer),
                 on_tokens=on_tokens,
                 context=self.context,
                 batch_size=self.batch_size,
             )
+
+    def documents(self) -> Iterator[Encoded]:
+        """Yield the documents as the inspection read them, without labels."""
+        left = self.config.limit
+        for document in self.text.read():
+            encoded = encode(self.checkpoint.tokenizer, document)
+            if len(encoded.ids):
+                yield encoded._replace(ids=encoded.ids[:left], labels=encoded.labels[:left])
+            left -= len(encoded.ids)
+            if left <= 0:
+                return
 
 
 class _Out:
@@ -131,9 +152,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
 
     inspection = _inspect(subject, out)
     if change is not None:
-        then = partial(_load, config)
-        record = since_table(change, checkpoint, inspection, then, subject.inspect, config.by, console)
-        out.write_record("since.json", record)
+        out.write_record("since.json", _since(subject, change, inspection))
     _remove(subject, inspection, knock_outs, out)
     _explain(subject, out)
     _draw(subject, inspection, out)
@@ -182,6 +201,17 @@ def _inspect(subject: _Subject, out: _Out) -> Inspection:
     return inspection
 
 
+def _since(subject: _Subject, change: StepChange, now: Inspection) -> dict[str, Any]:
+    """Print and return what changed since a step; the reads of a step are known of one whose checkpoint was kept."""
+    checkpoint, then = subject.checkpoint, None
+    assert checkpoint.run is not None
+    if (folder := kept(checkpoint.run, change.first)).is_dir():
+        earlier = open_checkpoint(folder, trust_remote_code=checkpoint.trusted)
+        name = f"{checkpoint.title()} at step {change.first:,}"
+        then = subject.inspect(_load(subject.config, earlier), name)
+    return since_table(change, then, now, subject.config.by, subject.console)
+
+
 def _remove(subject: _Subject, inspection: Inspection, knock_outs: list[tuple[str, Ablate]], out: _Out) -> None:
     """Print and write what the loss is without edges that hardly count (--prune), and without each that was named."""
     config, text = subject.config, subject.text
@@ -195,27 +225,48 @@ def _remove(subject: _Subject, inspection: Inspection, knock_outs: list[tuple[st
     if knock_outs:
         rows = knock_out_table(knock_outs, plain, survey_again, subject.console)
         if text.alone is not None:
-            following = next_tokens(subject.prediction(text.alone), knock_outs)
-            rows = [row | {"next_tokens": tokens} for row, tokens in zip(rows, following, strict=True)]
+            prediction, before, effects = subject.prediction(text.alone), None, dict[str, Effect]()
+            ids = prediction.ids[: prediction.position + 1]
+            for name, edit in knock_outs:
+                effects[name] = effect(subject.model, ids, edit, top=5, before=before)
+                before = effects[name].before
+            next_tokens(effects, subject.console)
+            for row, change in zip(rows, effects.values(), strict=True):
+                row["next_tokens"] = [{"token": piece(prediction.tokenizer, one["id"]), **one} for one in change.top]
         out.write_record("knock_out.json", rows)
 
 
 def _explain(subject: _Subject, out: _Out) -> None:
     """Print and write what one prediction of the text depends on, and draw it with --graph."""
-    config, text = subject.config, subject.text.alone
+    config, model, console, text = subject.config, subject.model, subject.console, subject.text.alone
     if text is None or not (config.attribute or config.lens or config.patch is not None):
         return
-    prediction = subject.prediction(text)
+    prediction, checkpoint = subject.prediction(text), subject.checkpoint
+    ids, asked, shown = prediction.ids, prediction.asked, config.progress
+    edges = sum(map(len, source_names(model)))
     if config.attribute:
-        attribution = attribution_table(prediction)
+        with counting("without each edge", edges, "edges", shown=shown) as on_edges:
+            attribution = attribute(model, ids, **asked, progress=on_edges)
+        attribution_table(attribution, prediction, console)
         out.write("attribution.json", attribution.save)
         if config.graph and out.folder is not None:
-            out.files += _pictures(attribution, subject.checkpoint.title(), out.folder)
-            out.write_record("graph.json", neuronpedia_graph(prediction))
+            out.files += _pictures(attribution, checkpoint.title(), out.folder)
+            with counting("links", MOST, "links", shown=shown) as on_links:
+                graph = circuit(model, ids, most=MOST, **asked, progress=on_links)
+            record = graph.neuronpedia(LEAST, model=checkpoint.title())
+            links = f"{len(record['links'])} links of at least {LEAST:g} nats that lead to the output"
+            say(console, f"graph of tokens and layers: {links}")
+            out.write_record("graph.json", record)
     if config.patch is not None:
-        out.write("patching.json", patching_table(prediction, config.patch).save)
+        clean = [*token_in_front(prediction.tokenizer), *encode(prediction.tokenizer, config.patch).ids.tolist()]
+        with counting("each edge from the other text", edges, "edges", shown=shown) as on_edges:
+            patching = patch(model, clean, ids, **asked, progress=on_edges)
+        patching_table(patching, prediction, console)
+        out.write("patching.json", patching.save)
     if config.lens:
-        out.write("lens.json", lens_table(prediction).save)
+        lens = logit_lens(model, ids, top=1, position=prediction.position, target=config.target)
+        lens_table(lens, prediction, console)
+        out.write("lens.json", lens.save)
 
 
 def _draw(subject: _Subject, inspection: Inspection, out: _Out) -> None:
@@ -262,14 +313,3 @@ def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: LookText, insp
         if count := int((ids == unknown_id).sum()):
             remarks.append(f"{count} of {len(ids)} tokens are what the tokenizer has for characters it does not know")
     return remarks
-
-
-def _encoded(checkpoint: Checkpoint, text: LookText, limit: int) -> Iterator[Any]:
-    """Yield the documents as the inspection read them, without labels."""
-    for document in text.read():
-        encoded = encode(checkpoint.tokenizer, document)
-        if len(encoded.ids):
-            yield encoded._replace(ids=encoded.ids[:limit], labels=encoded.labels[:limit])
-        limit -= len(encoded.ids)
-        if limit <= 0:
-            return

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields, is_dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +15,7 @@ from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.inspect.colours import ink_on, place_of_size, signed_colour, source_colours
 from attnres.residuals import Read, columns, labels
-from attnres.text import short
+from attnres.text import number
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -71,6 +71,19 @@ FLOOR = 0.02
 """The least that a scale of changes runs to, nats or a share: what is smaller stays pale."""
 
 
+class Table(NamedTuple):
+    """A caption, the names of the columns, and rows of what is in them."""
+
+    title: str
+    head: Sequence[str]
+    rows: Iterable[Sequence[object]]
+
+
+def cell(value: object) -> str:
+    """Return what stands in a table's cell: a number in three digits, nothing known as a dash."""
+    return number(value) if isinstance(value, float | None) else str(value)
+
+
 class Named:
     """A result with numbers for the sources of reads: has the names of both, from its `layout`."""
 
@@ -105,11 +118,14 @@ class Result:
         """Yield the rows of the data frame, as names and values."""
         raise NotImplementedError
 
-    def _repr_html_(self) -> str:
-        """Return the HTML that a notebook shows: the rows of the data frame."""
+    def as_table(self) -> "Table":
+        """Return the table that a notebook and the terminal show: by default the rows of the data frame."""
         rows = list(self._records())
-        cells = ([short(v, 3) if isinstance(v, float) else v for v in row.values()] for row in rows)
-        return table(repr(self), list(rows[0]) if rows else [], cells)
+        return Table(repr(self), list(rows[0]) if rows else [], [list(row.values()) for row in rows])
+
+    def _repr_html_(self) -> str:
+        """Return the HTML that a notebook shows."""
+        return table(*self.as_table())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._about()})"
@@ -169,9 +185,9 @@ def edges(
 
 def table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return an HTML table, all text escaped."""
-    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><caption>{escape(title)}</caption><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
+    titles = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell(value))}</td>' for value in row)}</tr>" for row in rows)
+    return f"<table><caption>{escape(title)}</caption><thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def heat(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]], least: float = FLOOR) -> str:
@@ -184,15 +200,16 @@ def heat(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]], 
         by_name = {source.name: value for source, value in zip(read.sources, row)}
         cells = []
         for source in across:
-            value = by_name.get(source.name)
-            if value is None:
+            if source.name not in by_name:
                 cells.append("<td></td>")
                 continue
+            value = by_name[source.name]
             colour = signed_colour(place_of_size(value, top))
             style = f"background:{colour};color:{ink_on(colour)};text-align:right"
-            cells.append(f'<td style="{style}" title="{escape(f"{read.name} ← {source.name}")}">{short(value)}</td>')
-        lines.append(f"<tr><th>{escape(read.name)}</th>{''.join(cells)}</tr>")
-    head = "".join(f"<th>{escape(source.short)}</th>" for source in across)
+            tip = escape(f"{read.label} ← {source.label}")
+            cells.append(f'<td style="{style}" title="{tip}">{number(value, 2)}</td>')
+        lines.append(f"<tr><th>{escape(read.label)}</th>{''.join(cells)}</tr>")
+    head = "".join(f'<th title="{escape(source.label)}">{escape(source.short)}</th>' for source in across)
     return (
         f'<div style="overflow-x:auto"><table style="font-size:11px"><caption>{escape(title)}</caption>'
         f"<thead><tr><th></th>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"

@@ -54,7 +54,7 @@ class Patching(notebook.Named, notebook.Result):
 
     def top(self, k: int = TOP) -> list[tuple[str, str, float]]:
         """Return the k (read, source, restored) that change most."""
-        return by_size(self.reads, self.sources, self.restored)[:k]
+        return [(read.name, source.name, value) for read, source, value in by_size(self.layout, self.restored)[:k]]
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"restored": self.restored}

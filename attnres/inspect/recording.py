@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -476,9 +476,18 @@ def record(model: Any, *, tokens: bool = False, labels: int = 0, contributions: 
         UserError: the model has no residual of this package, or is being recorded already.
     """
     residual = find_residual(model)
+    with recorded_by(Trace(residual, tokens=tokens, labels=labels, contributions=contributions), residual) as trace:
+        yield trace
+
+
+_T = TypeVar("_T", bound=Trace)
+
+
+@contextmanager
+def recorded_by(trace: _T, residual: Residual) -> Generator[_T]:
+    """Record what a residual does while the block runs in a trace of its own. Raises UserError as `record`."""
     if residual.observer is not None:
         raise UserError("this model is being recorded already: leave the first `record` block before a second")
-    trace = Trace(residual, tokens=tokens, labels=labels, contributions=contributions)
     # Only where something may be compiled: importing torch._dynamo takes seconds.
     uncompiled = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     with uncompiled, watched_by(residual, observer=trace):

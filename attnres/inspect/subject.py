@@ -16,7 +16,7 @@ from attnres.errors import UserError, first_line
 from attnres.head import evaluating, log_probs
 from attnres.inspect.recording import find_residual
 from attnres.models.encoding import check_ids, check_length, encode_prompt, piece, rows_of, stated_context, tokenise
-from attnres.residuals.watch import unwatched
+from attnres.residuals.watch import unwatched, watched_by
 from attnres.text import visible
 
 Text = str | Tensor | Sequence[int]
@@ -25,6 +25,19 @@ Token = int | str
 """A token: its id, or its letters."""
 Model = nn.Module | Callable[..., Any]
 """A model of Transformers; a module that makes logits (B, T, V) of ids (B, T), or a method of it; or a `TextModel`."""
+
+
+class _Start:
+    """An observer that keeps the shape of the embedding."""
+
+    shape = torch.Size()
+
+    def on_start(self, embedding: Tensor) -> None:
+        self.shape = embedding.shape
+
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None: ...
+
+    def on_write(self, index: int, output: Tensor) -> None: ...
 
 
 class TextModel(nn.Module):
@@ -67,15 +80,16 @@ class TextModel(nn.Module):
 
     @cached_property
     def vocab_size(self) -> int:
-        """V, of a pass of one token.
+        """V, of a pass of two tokens.
 
         Raises:
-            UserError: the module makes no logits of token ids.
+            UserError: the module makes no logits of token ids, or its stream is not (batch, time, width).
         """
-        ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(self))
+        ids = torch.zeros(1, 2, dtype=torch.long, device=device_of(self))
+        residual, start = find_residual(self), _Start()
         try:
-            with evaluating(self), torch.no_grad(), unwatched(find_residual(self)):
-                return self(ids).logits.shape[-1]
+            with evaluating(self), torch.no_grad(), unwatched(residual), watched_by(residual, observer=start):
+                logits = self(ids).logits
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError) as error:
             if isinstance(error, UserError):
                 raise
@@ -83,6 +97,12 @@ class TextModel(nn.Module):
                 f"{self.name} takes no token ids ({first_line(error)}): give TextModel(module, function) with what "
                 "makes logits of ids; record, intervene and from_trace look at a module of any inputs"
             ) from error
+        if start.shape[:-1] != ids.shape:
+            raise UserError(
+                f"the hidden state of {self.name} is {tuple(start.shape)} for ids {tuple(ids.shape)}: expected (batch, "
+                "time, width); record, intervene and from_trace look at a module of any layout"
+            )
+        return logits.shape[-1]
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
         """Return `logits` (B, T, V). Raises UserError."""

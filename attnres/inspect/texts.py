@@ -1,8 +1,9 @@
-"""The model and the text that a command looks at, and in what windows it reads them."""
+"""The model, the text and the prediction that a command looks at, and in what windows it reads the text."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -11,11 +12,14 @@ from attnres.data.sources import open_source
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
 from attnres.files import user_path
-from attnres.inspect.config import LookConfig
-from attnres.models.encoding import check_text
+from attnres.inspect.config import InspectConfig, LookConfig
+from attnres.inspect.edits import position_of
+from attnres.inspect.survey import encode
+from attnres.models.encoding import check_text, piece, token_in_front
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.progress import say
 from attnres.reading import read_json, read_text
+from attnres.text import visible
 from attnres.training.records import ADVICE, RunConfig
 from attnres.typed import checked
 
@@ -103,3 +107,46 @@ def batch_size_of(batch_tokens: int, checkpoint: Checkpoint, context: int) -> in
     if batch_tokens < 1:
         raise UserError(f"batch_tokens is {batch_tokens}: expected at least 1")
     return max(1, min(batch_tokens // context, LOGIT_BYTES // (context * (checkpoint.vocab_size or 1) * 4)))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction that --position, --target and --against name.
+
+    Attributes:
+        ids: of the text, with the tokens that the tokenizer puts in front; of a longer text than the model takes a part
+            that holds the position and the token that follows. position: in `ids`.
+        batch_size: copies of the text in one forward pass.
+    """
+
+    tokenizer: Any
+    ids: list[int]
+    position: int
+    target: str | None
+    against: str | None
+    batch_size: int
+
+    @classmethod
+    def of(cls, tokenizer: Any, text: str, context: int, config: InspectConfig) -> "Prediction":
+        """Find it. Raises UserError for a position that the text does not have."""
+        front, ids = token_in_front(tokenizer), encode(tokenizer, text).ids.tolist()
+        place = position_of(config.position, len(ids))
+        room = context - len(front)
+        start = max(0, min(place + 2, len(ids)) - room)
+        ids = [*front, *ids[start : start + room]]
+        size = max(1, config.batch_tokens // len(ids))
+        return cls(tokenizer, ids, len(front) + place - start, config.target, config.against, size)
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """The arguments by which `attribute`, `patch` and `circuit` are asked for it."""
+        return {name: getattr(self, name) for name in ("position", "target", "against", "batch_size")}
+
+    def word(self, token: int) -> str:
+        """Return a token in quotation marks."""
+        return f"“{visible(piece(self.tokenizer, token))}”"
+
+    def what(self, target: int, against: int | None) -> str:
+        """Return the name of the number that is measured."""
+        less = "" if against is None else f" less that of {self.word(against)}"
+        return f"ln p of {self.word(target)}{less} after {self.word(self.ids[self.position])}"

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from attnres.head import evaluating
+from attnres.ops.devices import forked_generators
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 """By arithmetic: the largest difference of two logits, as a part of the largest logit, that counts as rounding."""
@@ -172,7 +173,7 @@ def training_difference(one: PreTrainedModel, other: PreTrainedModel) -> float |
     buffers = [(buffer, buffer.clone()) for buffer in one.buffers()]
     # Transformers draws masks of sound by numpy's global generator
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng({parameter.device for parameter in one.parameters() if parameter.is_cuda}):
+    with forked_generators(parameter.device for parameter in one.parameters()):
         for model in (one, other):
             torch.manual_seed(0)
             random.seed(0)

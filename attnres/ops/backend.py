@@ -61,15 +61,15 @@ class Sealed(NamedTuple):
         outputs: S tensors (T, d), each read's mixture of the sealed sources.
         top, total: (S, T), the largest logit and the sum of exp(logit - top). Not their log-sum-exp: rounding that
             would cost a digit where logits are of order ten.
-        logits: (T, n, S).
-        inv_rms: (T, n), 1 / sqrt(mean(v^2) + eps) of each source.
+        logits: (T, n, S). inv_rms: (T, n), 1 / sqrt(mean(v^2) + eps) of each source. Both are for the backward, and may
+            be None in a bank, which has none.
     """
 
     outputs: list[Tensor]
     top: Tensor
     total: Tensor
-    logits: Tensor
-    inv_rms: Tensor
+    logits: Any
+    inv_rms: Any
 
 
 class ReadGradInputs(NamedTuple):
@@ -100,7 +100,8 @@ class MergeInputs(NamedTuple):
         norm: that consumes the read, or None.
         dtype: the sum and the read are rounded to it.
         saves: "nothing" if no backward follows; "least" leaves out an h that this backend's backward makes again from
-            what there is; "h" has it in any case, for those who watch.
+            what there is; "h" has it in any case, for those who watch; "h alone" has nothing else, as no backward
+            follows.
     """
 
     opens: Sequence[Tensor]
@@ -112,7 +113,7 @@ class MergeInputs(NamedTuple):
     total: Tensor | None
     norm: Norm | None
     dtype: torch.dtype
-    saves: Literal["nothing", "least", "h"] = "h"
+    saves: Literal["nothing", "least", "h", "h alone"] = "h"
 
 
 class Scalars(NamedTuple):
@@ -219,6 +220,23 @@ class Connection(NamedTuple):
     sinkhorn_eps: float = 0.0
     late: bool = False
 
+    @property
+    def number(self) -> int:
+        """Of the kind, as kernels know it."""
+        return ("sum", "gate", "identity", "sinkhorn", "tanh").index(self.kind)
+
+    def columns(self, n: int) -> int:
+        """Return M, the columns of the table for n streams."""
+        return {"sum": 0, "gate": n, "identity": 2 * n, "sinkhorn": 2 * n + n * n, "tanh": n + 2}[self.kind]
+
+    def groups(self, n: int) -> int:
+        """Return G, how many products with the table a token has: one, or one for each stream."""
+        return n if self.kind == "tanh" else 1
+
+    def count(self, n: int) -> int:
+        """Return C, the coefficients of a token."""
+        return 2 * n + n * n if self.kind == "tanh" else self.columns(n)
+
 
 class Connect(NamedTuple):
     """Inputs of a write of parallel streams and the read after it, as `streams.connect` takes them."""
@@ -294,7 +312,7 @@ class Call(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """A row of `dispatch.KERNELS`: the kernels of one device, and what else depends on that device.
+    """A row of `devices.KERNELS`: the kernels of one device, and what else depends on that device.
 
     Attributes:
         device: its type.
@@ -346,7 +364,7 @@ class Kernels(NamedTuple):
 
 
 KERNELS: dict[str, Kernels] = {}
-"""The kernels of each type of device, as `dispatch` has registered them."""
+"""The kernels of each type of device, as `devices` has registered them."""
 
 
 def why_not_connected(call: Call) -> str | None:
@@ -381,7 +399,7 @@ def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]
 
 
 def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1, nbytes: int | None = None) -> bool:
-    """Whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases.
+    """Return whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases.
 
     `nbytes` are those of the sealed sources, where a kernel takes any number of them: what is in a cache is not moved.
     """

@@ -14,62 +14,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from attnres.errors import UserError
-from attnres.ops import cpu, eager, gpu
+from attnres.ops import eager
 from attnres.ops.backend import (
-    KERNELS,
     MAX_ONE_PASS,
     Backend,
     Call,
     Connect,
     ConnectingBackend,
     Connection,
-    Kernels,
     in_two_phases,
     vectors_moved,
     why_not_connected,
 )
+from attnres.ops.devices import KERNELS
 from attnres.ops.precision import compute_dtype
 from attnres.ops.sharded import refuse_sharded
 
-KERNELS.update((row.device, row) for row in (cpu.KERNELS, gpu.KERNELS))  # another device: a folder, and its row here
-
 _log = logging.getLogger("attnres")
-
-
-def accelerator() -> Kernels | None:
-    """Return the row of the first kind of device that is here, besides the processor; None where there is none."""
-    return next((row for row in KERNELS.values() if not row.host and row.devices()), None)
-
-
-def is_host(device: torch.device) -> bool:
-    """Return whether tensors are in the process's own memory and computed by its threads."""
-    return device.type in KERNELS and KERNELS[device.type].host
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device of a name: `auto` is an accelerator where there is one, else the CPU.
-
-    Raises:
-        UserError: no such device, or one that PyTorch does not find.
-    """
-    if name == "auto":
-        found = accelerator()
-        return torch.device("cpu" if found is None else found.device)
-    *names, last = "auto", *KERNELS
-    expected = f"expected {', '.join(names)} or {last}"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"device {name} does not exist: {expected}") from error
-    if device.type not in KERNELS:
-        raise UserError(f"device {name} is none that depth reads run on: {expected}")
-    row = KERNELS[device.type]
-    if not row.host and not row.devices():
-        raise UserError(f"device {name} was asked for, but {row.missing()}: use --device cpu")
-    if not row.host and (device.index or 0) >= len(row.devices()):
-        raise UserError(f"device {name} does not exist: the last one here is {row.devices()[-1]}")
-    return device
 
 
 @dataclass(frozen=True)
@@ -125,7 +86,8 @@ def backend_for(
     streams: int = 0,
     form: Connection | None = None,
 ) -> Backend:
-    """The backend that takes these (..., d) tensors and makes such vectors, with queries and norms' `parameters`.
+    """Return the backend that takes these (..., d) tensors and makes such vectors, with queries and norms'
+    `parameters`.
 
     `reads` share them in phase 1, or `opens` of them are the open sources of one merge, or they are parallel streams.
 
@@ -183,7 +145,8 @@ def explain_connection(stream: Tensor, form: Connection, streams: int) -> Plan:
 
 
 def bank_plan(device: str, *, in_common: bool) -> Plan:
-    """How the reads of a pass in a bank (bank.py) are made, whose groups share sources in two phases or do not."""
+    """Return how the reads of a pass in a bank (bank.py) are made, whose groups share sources in two phases or do
+    not."""
     schedule = "two phases" if in_common else "one pass"
     why = "a group's sources are more than a cache holds" if in_common else "its sources are few, or stay in a cache"
     return Plan(KERNELS[device].name, schedule, ("no gradients are needed and nobody watches", why), "bank")
@@ -199,7 +162,7 @@ def stored_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, training: bool | None = None) -> Plan:
-    """Which path `reads` reads over these sources take, and why.
+    """Return which path `reads` reads over these sources take, and why.
 
     Args:
         sources: the sealed sources, (..., d).

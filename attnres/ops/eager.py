@@ -185,8 +185,8 @@ def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
     return torch.ops.aten._unsafe_view(tensor, shape)
 
 
-def read_sealed(r: ReadInputs) -> Sealed:
-    """Phase 1 of S reads."""
+def read_sealed(r: ReadInputs, out: Sealed | None = None) -> Sealed:
+    """Phase 1 of S reads. out: memory that a backend may put the results into, which this one does not."""
     first = r.sources[0]
     check_shapes(r.sources, first.shape)
     check_shapes((r.queries,), (len(r.queries), first.shape[-1]))
@@ -205,8 +205,9 @@ def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     return dqueries, [_shaped(grad, shape) for grad in dsources]
 
 
-def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
-    """Phase 2 and the norm: return x, what backward needs, and the last open source with `added` in it, if that is."""
+def merge(m: MergeInputs, partial: Tensor | None = None) -> tuple[Tensor, MergeSaved, Tensor | None]:
+    """Phase 2 and the norm: return x, what backward needs, and the last open source with `added` in it, if that is.
+    partial: memory that a backend may put that into, which this one does not."""
     first = m.opens[0] if m.opens else m.output
     assert first is not None
     shape = first.shape

@@ -10,13 +10,15 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits, softmax and norm statistics: at least fp32, fp64 for fp64 sources."""
+    """Return the dtype of logits, softmax and norm statistics: at least fp32, fp64 for fp64 sources."""
     return torch.float32 if dtype in _NARROW else torch.promote_types(dtype, torch.float32)
 
 
-def rounded_sum(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x + y rounded once, to `dtype`: under autocast both may be in less than the stream is."""
-    return (x.to(torch.promote_types(x.dtype, dtype)) + y).to(dtype)
+def rounded_sum(x: Tensor, y: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return x + y rounded once, to `dtype`: under autocast both may be in less than the stream is. It is written into
+    `out`, of that dtype, where there is one; no gradient passes then."""
+    x = x.to(torch.promote_types(x.dtype, dtype))
+    return (x + y).to(dtype) if out is None else torch.add(x, y, out=out)
 
 
 def full_precision(reference: Tensor) -> AbstractContextManager[Any]:

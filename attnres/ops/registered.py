@@ -25,7 +25,8 @@ from attnres.ops.backend import (
     ReadInputs,
     Sealed,
 )
-from attnres.ops.dispatch import KERNELS, backend_for
+from attnres.ops.devices import KERNELS
+from attnres.ops.dispatch import backend_for
 from attnres.ops.precision import compute_dtype
 
 _LIBRARY = torch.library.Library("attnres", "DEF")

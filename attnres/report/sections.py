@@ -12,7 +12,7 @@ import numpy as np
 from attnres.figures import FIGURES, Plot
 from attnres.figures.comparison import Comparison, LossDifference, Points, Variant
 from attnres.figures.patterns import differ
-from attnres.figures.plot import STEP, TOKENS, NotShown, number
+from attnres.figures.plot import STEP, TOKENS, NotShown
 from attnres.figures.tokens import example_columns
 from attnres.figures.write import noted
 from attnres.inspect.inspection import FIELD, Inspection, amounts, by_in, dynamics
@@ -28,6 +28,7 @@ from attnres.report.stats import (
     strongest_baseline,
 )
 from attnres.residuals import Source
+from attnres.text import number
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -195,17 +196,16 @@ def example(inspection: "Inspection") -> str:
         tokens = [
             _token(text, kind, amounts(row, routing.by), read.sources, float(part)) for text, kind, row, part in parts
         ]
-        what = f"{routing.by} of {read.sources[place].name}"
-        lead = (
-            f"{read.name}, {what}: mean {number(float(values.mean()))}, largest {number(float(np.abs(values).max()))}"
-        )
+        what = f"{read.label}, {routing.by} of {read.sources[place].label}"
+        numbers = [number(float(value), 2) for value in (values.mean(), np.abs(values).max())]
+        lead = f"{what}: mean {numbers[0]}, largest {numbers[1]}"
         blocks.append(f'<div><h3>{escape(lead)}</h3><pre class="tokens">{"".join(tokens)}</pre></div>')
     return f'<div class="figures texts">{"".join(blocks)}</div>' if blocks else ""
 
 
 def _token(text: str, kind: str, values: np.ndarray, sources: Sequence[Source], part: float) -> str:
     most = np.argsort(-np.abs(values))[:NAMED]
-    title = f"{kind}: " + ", ".join(f"{sources[i].name} {number(float(values[i]))}" for i in most)
+    title = f"{kind}: " + ", ".join(f"{sources[i].label} {number(float(values[i]), 2)}" for i in most)
     sign = ' class="less"' if part < 0 else ""
     size = f"--w:{DEEPEST * abs(part):.0f}%"
     return f'<span{sign} style="{size}" title="{escape(title, quote=True)}">{escape(text)}</span>'

@@ -1,21 +1,20 @@
 """The class that a residual mechanism subclasses: sublayers read from a network's depth and write to it."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from attnres.ops.bank import Banks
-from attnres.residuals.arithmetic import Precise
 from attnres.residuals.described import Described
 from attnres.residuals.program import Banked, has_hooks
 from attnres.residuals.state import Cut, State, Ways
 from attnres.residuals.watch import NormLike, Watched
 
 
-class Residual(Described, Watched, Cut, Banked, Precise):
+class Residual(Described, Watched, Cut, Banked):
     """Connect the sublayers of one network: their reads and writes, and the parameters these have.
 
     A *sublayer* takes from the stream and writes to it once: an attention or an MLP. `num_sublayers` is their number L.
@@ -24,9 +23,9 @@ class Residual(Described, Watched, Cut, Banked, Precise):
     values of an attention are read apart.
 
     A mechanism is a subclass with a `name` and `traits`, whose keyword arguments after `width` are its settings. It
-    defines `start, read, write, finish, hidden_state`, which never change a state in place. `sources` and `implied`
-    (`Described`) say what its reads mix. The other parts have defaults: who watches (`Watched`), what crosses a cut of
-    a pipeline (`Cut`), which passes take a bank (`Banked`).
+    defines `start, read, write, hidden_state`, which never change a state in place, and `finish` where the head's read
+    is unlike the others. `sources` and `implied` (`Described`) say what its reads mix. The other parts have defaults:
+    who watches (`Watched`), what crosses a cut of a pipeline (`Cut`), which passes take a bank (`Banked`).
 
     All parameters live in this one module: it is small, fp32, and takes no weight decay. A model calls the module,
     `residual("read", state, index, norm)`, so that hooks on it (adapters, offloading, sharding) work.
@@ -78,8 +77,9 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         raise NotImplementedError
 
     def finish(self, state: State, norm: NormLike) -> Tensor:
-        """Return the normed input of the head, which is the output's read."""
-        raise NotImplementedError
+        """Return the normed input of the head, which is the output's read; unless a mechanism says otherwise, as `read`
+        makes it after the last sublayer."""
+        return cast(Tensor, self.read(state, self.num_sublayers, norm)[0])
 
     def hidden_state(self, state: State) -> Tensor:
         """Return the state as a vector (..., d) for `output_hidden_states`: of depth reads, the sum of all sources."""
@@ -112,6 +112,17 @@ class Residual(Described, Watched, Cut, Banked, Precise):
         if self.heeds_recompute or self.watched:  # who watches would see a read twice
             return call(*args)
         return checkpoint(call, *args, use_reentrant=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Residual":
+        """Move or cast as asked, but keep parameters in fp32 where 16 bits are asked for (`.to(torch.bfloat16)`,
+        Lightning's bf16-true): steps of a small rate would round to nothing there."""
+
+        def precise(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            narrows = tensor.is_floating_point() and new.element_size() < 4 <= tensor.element_size()
+            return tensor.to(new.device) if narrows else new
+
+        return super()._apply(precise, recurse)
 
     def itself(self) -> "Residual":
         """Return this module, also from under a wrapper: `wrapped("itself")`."""

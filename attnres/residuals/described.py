@@ -14,8 +14,7 @@ from attnres.residuals.values import ValueResidual
 class Described(nn.Module):
     """The description of a residual as data, which recording, edits, figures and reports ask for.
 
-    Reads are numbered from 0 as `layout` lists them, the output's last; `index` of `sources`, `implied`, `direction`,
-    `sharpness` and `mixing_row` is such a number, that of `ways` and `first_row` a sublayer's.
+    Reads are numbered from 0 as `layout` lists them, the output's last: `read` is such a number, `index` a sublayer's.
 
     Unless a mechanism says otherwise, every sublayer has one read, of the embedding and all outputs so far where its
     traits are linear; weights are those of `implied` where they are the same for every token.
@@ -51,10 +50,10 @@ class Described(nn.Module):
         """Return the number of the first read of sublayer `index`; of L, the output's."""
         return sum(len(self.ways(earlier)) for earlier in range(index))
 
-    def sources(self, index: int) -> tuple[Source, ...]:
-        """Return what read `index` mixes, a function of depth alone; empty where it is no weighted sum. Unless a
+    def sources(self, read: int) -> tuple[Source, ...]:
+        """Return what read number `read` mixes, a function of depth alone; empty where it is no weighted sum. Unless a
         mechanism says otherwise, the embedding and the outputs so far where its traits are linear, else nothing."""
-        return outputs(self.places()[index][0] + 1, self.sublayers) if self.traits.linear else ()
+        return outputs(self.places()[read][0] + 1, self.sublayers) if self.traits.linear else ()
 
     def layout(self) -> tuple[Read, ...]:
         """Return the reads with their sources, in order; the output's is the last."""
@@ -65,20 +64,20 @@ class Described(nn.Module):
         )
         return (*inner, Read("output", None, self.sources(len(places) - 1)))
 
-    def implied(self, index: int) -> Tensor | None:
-        """Return the weights of read `index` (sources,) where they are the same for every token, else None."""
+    def implied(self, read: int) -> Tensor | None:
+        """Return the weights of read number `read` (sources,) where they are the same for every token, else None."""
         return None
 
-    def direction(self, index: int) -> Tensor | None:
-        """Return the vector (d,) whose angle to a source decides the source's logit in read `index`; None without."""
+    def direction(self, read: int) -> Tensor | None:
+        """Return the vector (d,) whose angle to a source decides the source's logit in a read; None without."""
         return None
 
-    def sharpness(self, index: int) -> float | None:
-        """Return the largest logit that read `index` can give, None without a query.
+    def sharpness(self, read: int) -> float | None:
+        """Return the largest logit that read number `read` can give, None without a query.
 
         |w . (g * v / rms(v))| <= |w * g| |v / rms(v)| = |w * g| sqrt(d)    (Cauchy-Schwarz)
         """
-        query = self.direction(index)
+        query = self.direction(read)
         return None if query is None else float(query.detach().double().norm()) * math.sqrt(self.width)
 
     def learned(self) -> dict[str, Learned]:
@@ -89,11 +88,11 @@ class Described(nn.Module):
         """Return all that is learned here besides queries and gains, of a value residual too."""
         return self.learned() | ({} if self.value_mix is None else self.value_mix.learned())
 
-    def mixing_row(self, index: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
-        """Return the row of read `index` in the depth mixing matrix, h_l = sum_i M_{i->l} v_i, of each token.
+    def mixing_row(self, read: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
+        """Return the row of read number `read` in the depth mixing matrix, h_l = sum_i M_{i->l} v_i, of each token.
 
         Args:
-            weights: (tokens, sources) of read `index`. rows: the rows (tokens, L+1) of the reads before it.
+            weights: (tokens, sources) of read number `read`. rows: the rows (tokens, L+1) of the reads before it.
 
         Returns:
             (tokens, L+1), column 0 the embedding; None where h is no sum with one number a source.
@@ -101,7 +100,7 @@ class Described(nn.Module):
         if not self.traits.linear:
             return None
         row = weights.new_zeros(1, self.num_sublayers + 1)
-        for place, source in enumerate(self.sources(index)):
+        for place, source in enumerate(self.sources(read)):
             weight = weights[:, place, None]
             if source.span is not None:
                 row = row + weight * self.spanned(source.span).to(weights)

@@ -10,6 +10,7 @@ _SHORT = {"embedding": "emb", "attention": "a", "mlp": "m", "block": "b", "state
 _SHORT |= {"stream": "str", "null": "0", "layer": "l", "middle": "mid"}
 _MEANING = {"partial": "the block in progress", "stream": "the running sum", "null": "nothing: a source of zeros"}
 _MEANING |= {"middle": "the sum of the layers between"}
+_WORDS = {"mlp": "MLP", "partial": "partial sum"}
 _OPEN = ("partial", "stream", "null")
 """Kinds whose sources are unfinished, or nothing: of use where a file of an earlier version names sources only."""
 
@@ -37,6 +38,15 @@ class Source(NamedTuple):
     def name(self) -> str:
         """ "block 3", "embedding": what users call it."""
         return self.kind if self.number is None else f"{self.kind} {self.number}"
+
+    @property
+    def label(self) -> str:
+        """ "L3 MLP", "block 3", "embedding": what readers call it."""
+        if self.number is None:
+            return _WORDS.get(self.kind, self.kind)
+        sums = self.kind == "block" or self.kind.endswith("_sum")
+        single = self.kind in ("attention", "mlp") or (self.span is not None and len(self.span) == 1 and not sums)
+        return f"L{self.number} {_WORDS.get(self.kind, self.kind)}" if single else self.name
 
     @property
     def meaning(self) -> str:
@@ -110,6 +120,12 @@ class Read(NamedTuple):
         return " ".join(str(part) for part in parts if part is not None)
 
     @property
+    def label(self) -> str:
+        """ "L3 MLP", "output", "L2 attention key": what readers call it."""
+        parts = (None if self.number is None else f"L{self.number}", _WORDS.get(self.kind, self.kind), self.into)
+        return " ".join(part for part in parts if part is not None)
+
+    @property
     def sublayer(self) -> str:
         """ "mlp 3", "output", "attention 2": what it belongs to, which several reads may share."""
         return self._replace(into=None).name
@@ -174,22 +190,15 @@ def depths(layout: Sequence[Read]) -> list[int]:
 
 
 def labels(layout: Sequence[Read]) -> dict[Read | Source, str]:
-    """Return what readers call each read and source: "L3 attention", "L3 MLP", "block 2 (L1-L2)", "output".
+    """Return the labels of each read and source, a sum's with its layers: "L3 MLP", "block 2 (L1-L2)", "output".
 
     Layers count from 0, blocks from 1 with the layers of what they sum; a mechanism's own words stay as they are.
     """
     per_layer = len({read.kind for read in layout if read.number == 0}) or 1
-    words = {"mlp": "MLP"}
 
     def label(one: Read | Source) -> str:
-        if one.number is None:
-            return one.name
-        into = f" {one.into}" if isinstance(one, Read) and one.into else ""
-        sums = one.kind == "block" or one.kind.endswith("_sum")
-        if isinstance(one, Read) or (one.span is not None and len(one.span) == 1 and not sums):
-            return f"L{one.number} {words.get(one.kind, one.kind)}{into}"
-        if one.span is None or not len(one.span):
-            return one.name
+        if isinstance(one, Read) or one.number is None or not one.span or one.label != one.name:
+            return one.label
         first, last = ((place - 1) // per_layer for place in (max(1, one.span[0]), max(1, one.span[-1])))
         return f"{one.name} (L{first}{'' if first == last else f'-L{last}'})"
 
@@ -265,7 +274,7 @@ def sublayer_name(index: int, kinds: Sequence[str] = ("attention", "mlp")) -> st
 
 
 def outputs(count: int, kinds: Sequence[str] = ("attention", "mlp")) -> tuple[Source, ...]:
-    """The embedding and the first `count - 1` sublayers' outputs, each a source of its own."""
+    """Return the embedding and the first `count - 1` sublayers' outputs, each a source of its own."""
     return (
         EMBEDDING,
         *(Source(kinds[i % len(kinds)], i // len(kinds), range(i + 1, i + 2)) for i in range(count - 1)),
@@ -273,8 +282,8 @@ def outputs(count: int, kinds: Sequence[str] = ("attention", "mlp")) -> tuple[So
 
 
 def block_sources(bounds: Sequence[int], index: int) -> tuple[Source, ...]:
-    """The embedding, the sums of the blocks that have ended before sublayer `index` (L: the head), and that of the one
-    in progress there.
+    """Return the embedding, the sums of the blocks that have ended before sublayer `index` (L: the head), and that of
+    the one in progress there.
 
     Args:
         bounds: how many sublayers have written where blocks end, from 0 on.

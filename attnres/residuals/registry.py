@@ -50,14 +50,11 @@ def register(mechanism: type[Residual]) -> type[Residual]:
     ...     def write(self, state, index, output):
     ...         return state[0] + output, state[1]
     ...
-    ...     def finish(self, state, norm):
-    ...         return self.read(state, self.num_sublayers, norm)[0]
-    ...
     ...     def hidden_state(self, state):
     ...         return state[0]
     ...
-    ...     def implied(self, index):
-    ...         return torch.tensor([2.0] + [1.0] * index)
+    ...     def implied(self, read):
+    ...         return torch.tensor([2.0] + [1.0] * read)
     >>> read = make_residual("anchored", num_sublayers=4, width=8).layout()[2]
     >>> read.name, [source.name for source in read.sources]
     ('attention 1', ['embedding', 'attention 0', 'mlp 0'])
@@ -78,9 +75,9 @@ def register(mechanism: type[Residual]) -> type[Residual]:
         raise UserError(f"class {label} has the name {name!r}: give it a class attribute `name` of letters and _")
     if not isinstance(getattr(mechanism, "traits", None), Traits):
         raise UserError(f"class {label} has no traits: give it a class attribute `traits = Traits(...)`")
-    for verb in ("start", "read", "write", "finish"):
+    for verb in ("start", "read", "write"):
         if getattr(mechanism, verb) is getattr(Residual, verb):
-            raise UserError(f"class {label} does not define {verb}: a mechanism says start, read, write and finish")
+            raise UserError(f"class {label} does not define {verb}: a mechanism says start, read and write")
     if ships(name) and _MECHANISMS[name] is not mechanism:
         raise UserError(f"'{name}' is the name of a mechanism of attnres: give class {label} another one")
     _MECHANISMS[name] = mechanism
@@ -116,12 +113,12 @@ def residual_class(name: str, file: str | None = None) -> type[Residual]:
 
 
 def ships(name: str) -> bool:
-    """Whether a mechanism of this name comes with the package."""
+    """Return whether a mechanism of this name comes with the package."""
     return name in _MECHANISMS and _MECHANISMS[name].__module__.startswith("attnres.residuals.")
 
 
 def is_known(name: str) -> bool:
-    """Whether a mechanism has this name: one that ships with attnres, was registered, or is in a file that the
+    """Return whether a mechanism has this name: one that ships with attnres, was registered, or is in a file that the
     environment variable ATTNRES_RESIDUALS names.
 
     Raises:
@@ -164,14 +161,12 @@ def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
 
 
 def _from_file(entry: str) -> type[Residual]:
-    mechanism, file, content = from_file(entry, "class", _is_mechanism)
+    mechanism, file, content = from_file(
+        entry, "class", lambda one: isinstance(one, type) and issubclass(one, Residual) and hasattr(one, "name")
+    )
     register(mechanism)
     _FILES[mechanism.name] = file, content
     return mechanism
-
-
-def _is_mechanism(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Residual) and hasattr(value, "name")
 
 
 def settings_of(name: str) -> dict[str, Any]:

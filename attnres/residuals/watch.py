@@ -45,7 +45,7 @@ class Observer(Protocol):
 
 
 class Editor(Protocol):
-    """Changes what a forward pass reads. While a residual has one, its reads are made in plain torch.
+    """Changes what a forward pass reads. The reads that it edits are made in plain torch.
 
     Attributes:
         outputs: the running pass's embedding and sublayer outputs so far, (..., d) each, kept from `on_start` and
@@ -59,6 +59,10 @@ class Editor(Protocol):
 
     def on_write(self, index: int, output: Tensor) -> None:
         """Sublayer `index` wrote `output` (..., d)."""
+
+    def edits(self, index: int) -> bool:
+        """Return whether it changes read `index`; of another one a kernel may make the read, and asks nothing more."""
+        return True
 
     def edit(self, index: int, weights: Tensor) -> Tensor:
         """Return the weights that read `index` uses in place of `weights`, both (tokens, sources). They are used as
@@ -104,30 +108,17 @@ def unwatched(residual: "Residual") -> Generator[None]:
         residual.observer, residual.editor = watchers
 
 
-def showing_start(start: Callable[..., Any]) -> Any:
-    """Return a mechanism's `start` that tells those who watch of the embedding before it runs."""
+def showing(verb: str, method: Callable[..., Any]) -> Any:
+    """Return a mechanism's `start` or `write` that tells those who watch of the embedding, or the output, before it
+    runs."""
 
-    @functools.wraps(start)
-    def shown(self: "Residual", embedding: Tensor) -> Any:
-        if self.watched and type(self).start is shown:  # not once more for super().start
+    @functools.wraps(method)
+    def shown(self: "Residual", *args: Any) -> Any:
+        if self.watched and getattr(type(self), verb) is shown:  # not once more for super().start
             for watcher in (self.observer, self.editor):
                 if watcher is not None:
-                    watcher.on_start(embedding)
-        return start(self, embedding)
-
-    return shown
-
-
-def showing_write(write: Callable[..., Any]) -> Any:
-    """Return a mechanism's `write` that tells those who watch of the output before it runs."""
-
-    @functools.wraps(write)
-    def shown(self: "Residual", state: Any, index: int, output: Tensor) -> Any:
-        if self.watched and type(self).write is shown:
-            for watcher in (self.observer, self.editor):
-                if watcher is not None:
-                    watcher.on_write(index, output)
-        return write(self, state, index, output)
+                    watcher.on_start(*args) if verb == "start" else watcher.on_write(*args[1:])  # without the state
+        return method(self, *args)
 
     return shown
 
@@ -202,10 +193,9 @@ class Watched(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let the mechanism's `start` and `write` show what they are given, whoever calls them."""
         super().__init_subclass__(**kwargs)
-        if "start" in vars(cls):
-            cls.start = showing_start(cls.start)
-        if "write" in vars(cls):
-            cls.write = showing_write(cls.write)
+        for verb in ("start", "write"):
+            if verb in vars(cls):
+                setattr(cls, verb, showing(verb, vars(cls)[verb]))
 
     @property
     def watched(self) -> bool:

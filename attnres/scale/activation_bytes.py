@@ -169,7 +169,7 @@ class Activations:
         """Count those of `batch` sequences of `context` tokens; `itemsize` and `checkpointing` as in `kept_bytes`."""
         self.model, self.tokens, self.itemsize = model, batch * context, itemsize
         self.made_again = checkpointing in ("layer", "sublayer")
-        small = is_small(model, self.tokens, torch.device("cuda"))
+        small = is_small(model, self.tokens, torch.device("cuda"))  # a plan is for GPUs, wherever it is made
         losses = partial(called_losses, kind="whole" if small else "chunked")
         count = partial(kept_bytes, model, 1, itemsize=itemsize, losses=losses)
         few, more = (count(tokens=n, checkpointing=checkpointing) for n in (COUNTED, 2 * COUNTED))

@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 from attnres.errors import UserError, first_line
 from attnres.head import evaluating
+from attnres.ops.devices import forked_generators
 from attnres.residuals import Residual, make_residual, residual_class, settings_of
 from attnres.streams.find import Found, NoFitError, find_layers, find_reads
 from attnres.streams.layers import attach_stream, kinds_of
@@ -158,8 +159,8 @@ class _Example:
 
     def _tensors(self) -> list[Tensor]:
         """Return the floating-point tensors of a pass in evaluation mode, with the same random numbers each time."""
-        devices = {one.device for one in self.module.parameters() if one.is_cuda}
-        with evaluating(self.module), torch.no_grad(), torch.random.fork_rng(devices):
+        devices = {one.device for one in self.module.parameters()}
+        with evaluating(self.module), torch.no_grad(), forked_generators(devices):
             torch.manual_seed(0)
             leaves = _pytree.tree_leaves(self.run())
         return [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point() and not one.is_meta]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.residuals import Residual
 from attnres.streams.banked import start_stream
-from attnres.streams.neighbours import fit_fsdp1, keep_from_decay, tell_of_frozen_reads
+from attnres.streams.neighbours import tell_neighbours
 from attnres.streams.passes import FINISHED, STARTED, WAITING, note_progress, progress
 from attnres.streams.readers import (
     REMEDY,
@@ -30,9 +30,7 @@ _CAPTURES = "transformers.utils.output_capturing"
 """Where Transformers' hooks are from that collect hidden states."""
 
 
-keep_from_decay()
-fit_fsdp1()
-tell_of_frozen_reads()
+tell_neighbours()
 
 
 def attach_stream(

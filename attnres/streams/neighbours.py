@@ -12,13 +12,9 @@ from attnres.residuals import Residual
 from attnres.residuals.queries import Queried
 
 
-def keep_from_decay() -> None:
+def _spare_residuals(trainer: Any) -> None:
     """Let Transformers' `Trainer`, and those made of it, decay nothing of a residual: decay would pull queries back to
     the mean and gains to zero. An optimizer that a user passes is as it was made."""
-    when_imported("transformers.trainer", _spare_residuals)
-
-
-def _spare_residuals(trainer: Any) -> None:
     plain = trainer.Trainer.get_decay_parameter_names
 
     @functools.wraps(plain)
@@ -34,12 +30,8 @@ def _spare_residuals(trainer: Any) -> None:
     trainer.Trainer.get_decay_parameter_names = get_decay_parameter_names
 
 
-def fit_fsdp1() -> None:
-    """Let FSDP 1 take fp32 reads beside weights in 16 bits as a unit of their own, or say that they have to be one."""
-    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", _fit_fsdp1)
-
-
 def _fit_fsdp1(fsdp: Any) -> None:
+    """Let FSDP 1 take fp32 reads beside weights in 16 bits as a unit of their own, or say that they have to be one."""
     plain = fsdp.FullyShardedDataParallel.__init__
 
     @functools.wraps(plain)
@@ -63,13 +55,9 @@ def _fit_fsdp1(fsdp: Any) -> None:
     fsdp.FullyShardedDataParallel.__init__ = __init__
 
 
-def tell_of_frozen_reads() -> None:
+def _tell_of_frozen_reads(peft: Any) -> None:
     """Let PEFT warn where a new adapter freezes depth reads that were to be trained: with zero queries the model is
     then the plain one, and slower."""
-    when_imported("peft.peft_model", _tell_of_frozen_reads)
-
-
-def _tell_of_frozen_reads(peft: Any) -> None:
     plain = peft.PeftModel.__init__
 
     @functools.wraps(plain)
@@ -86,6 +74,19 @@ def _tell_of_frozen_reads(peft: Any) -> None:
             )
 
     peft.PeftModel.__init__ = __init__
+
+
+_PATCHES = {
+    "transformers.trainer": _spare_residuals,
+    "torch.distributed.fsdp.fully_sharded_data_parallel": _fit_fsdp1,
+    "peft.peft_model": _tell_of_frozen_reads,
+}
+
+
+def tell_neighbours() -> None:
+    """Change each of these modules once it is imported, or now where it is."""
+    for name, patch in _PATCHES.items():
+        when_imported(name, patch)
 
 
 def share_defaults(model_type: str, plain: str) -> None:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.files import copy_files, recover_folder, replaced_folder, user_path, write_json, writing
 from attnres.folders import refuse_other
+from attnres.ops.devices import is_host
 from attnres.progress import quiet_transformers
 from attnres.reading import read_json
 from attnres.residuals import changed_settings
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FORMAT = "attnres-checkpoint-1"
+
+
+# ------------------------------------------------------------------ writing
 
 
 def save(
@@ -76,6 +80,12 @@ def save(
         write_json(temporary / "state.json", {"format": FORMAT, **state, "checksums": sums})
 
 
+def save_model(model: Any, folder: Path) -> None:
+    """Write the model in Hugging Face layout; LoRA's tensors are no part of it."""
+    with quiet_transformers():
+        model.save_pretrained(folder, state_dict=finetune.base_state(model))
+
+
 def keep(run: Path, step: int) -> None:
     """Copy the checkpoint of a run's folder to where `kept` says, whole or not at all. Raises UserError."""
     with replaced_folder(kept(run, step)) as temporary:
@@ -94,10 +104,7 @@ def reconfigure(run: Path, config: dict[str, Any]) -> None:
         write_json(state, {**read_json(state), "config": config})
 
 
-def save_model(model: Any, folder: Path) -> None:
-    """Write the model in Hugging Face layout; LoRA's tensors are no part of it."""
-    with quiet_transformers():
-        model.save_pretrained(folder, state_dict=finetune.base_state(model))
+# ------------------------------------------------------------------ reading
 
 
 def restore(
@@ -191,9 +198,6 @@ def load_optimizers(
         load_state_tensors(optimizers, ours)
     except (OSError, SafetensorError, LookupError, ValueError) as error:
         raise UserError(f"cannot load the optimizer state {path} ({error}): {DAMAGED}") from error
-
-
-# ------------------------------------------------------------------ checks
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
@@ -353,7 +357,7 @@ def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's, PyTorch's and (on CUDA) the device's generators, as plain JSON."""
+    """Return the states of Python's, NumPy's, PyTorch's and an accelerator's generators, as plain JSON."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (other code draws there)
     state = {
@@ -361,8 +365,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
         "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": _encode(torch.get_rng_state()),
     }
-    if device.type == "cuda":
-        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    if not is_host(device):
+        state[device.type] = _encode(torch.get_device_module(device).get_rng_state(device))
     return state
 
 
@@ -373,8 +377,8 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
     torch.set_rng_state(_decode(state["torch"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_decode(state["cuda"]), device)
+    if not is_host(device) and device.type in state:
+        torch.get_device_module(device).set_rng_state(_decode(state[device.type]), device)
 
 
 def _encode(state: Tensor) -> str:

@@ -22,7 +22,7 @@ from attnres import typed
 from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.ops import explain
-from attnres.ops.dispatch import KERNELS, is_host
+from attnres.ops.devices import KERNELS, is_host
 from attnres.reading import read_json
 from attnres.text import listed
 from attnres.training.parallel import Processes

@@ -1,4 +1,7 @@
-"""What goes to the device and what comes back without the one waiting for the other: batches ahead, numbers behind."""
+"""What goes to the device and what comes back without the one waiting for the other: batches ahead, numbers behind.
+
+Pinned memory and events are those of CUDA, by which alone a host may go on before a copy or a step has ended.
+"""
 
 import time
 from collections import deque

@@ -106,3 +106,13 @@ def test_compile_checkpointing_and_tools(note):
     model = GPT.random_queries()
     note("checkpointing", f"its own needs CUDA; {checks.checkpointed(GPT, model, model.decoder.layers)}")
     checks.tools(GPT, note)
+
+
+def test_explore_refuses_a_stream_of_time_before_batch():
+    def logits(model):
+        return lambda ids: model(
+            ids, torch.arange(ids.shape[1]).expand_as(ids), MASK[..., : ids.shape[1], : ids.shape[1]]
+        )
+
+    with pytest.raises(attnres.UserError, match=r"\(2, 1, 32\).*batch"):
+        checks.explored(GPT, logits)

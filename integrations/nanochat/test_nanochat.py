@@ -64,6 +64,7 @@ def test_the_model(subject, gpt, note):
     note("compile", checks.compiled(subject, subject.random_queries()))
     note("checkpointing", "has none")
     checks.tools(subject, note)
+    checks.explored(subject)
     added = len(re.findall(r"(?m)^\+[^+]", (HERE / "README.md").read_text("utf-8")))
     note("how", f"adapter, {added} lines of gpt.py")
 

@@ -170,5 +170,6 @@ def test_its_checkpointing_and_compilation(note):
     note("cache", "has none")
 
 
-def test_record_and_intervene(note):
+def test_record_intervene_and_explore(note):
     checks.tools(LLAMA, note)
+    checks.explored(LLAMA)

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 from attnres.app import serve
+from attnres.app.measured import KEPT, Asked, _bytes
 from attnres.app.opened import Opened, choose_threads, find_demo, open_models
 from attnres.app.page import Page
-from attnres.app.reading import KEPT, _bytes
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
 from attnres.inspect import attribute, circuit, patch, token_attention
@@ -180,15 +180,15 @@ def test_scores_come_as_gradients_first_and_of_many_edges_the_largest_are_measur
 
 
 def test_a_click_takes_few_forward_passes(folders):
-    """A new text three, for the reading, what is attended to and the lens; another token of it the lens alone."""
+    """A new text two, for the reading and what is attended to; another token of it none: the lens has its reads."""
     model, cut = Opened(folders["block"]), (Cut(0, 3, 0),)
     page, passes = Page([model]), []
     model.model.model.layers[0].register_forward_hook(lambda *args: passes.append(1))
     for view, count in (
-        (View(TEXT, token=4), 3),
-        (View(TEXT, token=5), 1),
+        (View(TEXT, token=4), 2),
+        (View(TEXT, token=5), 0),
         (View(TEXT, token=4), 0),
-        (View(TEXT, token=4, cuts=cut), 3),
+        (View(TEXT, token=4, cuts=cut), 2),
         (View(TEXT, token=4, cuts=cut, edited=False), 0),
         (View(TEXT, token=4, layer=3), 0),
         (View(TEXT, token=4, layer=2), 1),
@@ -263,7 +263,7 @@ def test_layers_count_from_0_and_blocks_from_1_with_their_layers(page):
     shown = pane(page, View(TEXT))
     assert [one["label"] for one in shown["reads"]][:4] == ["L0 attention", "L0 MLP", "L1 attention", "L1 MLP"]
     assert [one["label"] for one in shown["columns"]] == [
-        "embedding", "block 1 (L0)", "block 2 (L1)", "block 3 (L2)", "partial",
+        "embedding", "block 1 (L0)", "block 2 (L1)", "block 3 (L2)", "partial sum",
     ]  # fmt: skip
 
 
@@ -447,7 +447,7 @@ def test_what_is_being_scored_is_scored_once(folders, monkeypatch):
                 time.sleep(0.5)
 
         with contextlib.suppress(Left):
-            results[name] = model.score(TEXT, token, 5, None, (), report)
+            results[name] = model.score(Asked(TEXT, token, 5), report)
 
     second = threading.Thread(target=ask, args=("second", 3))
     ask("first", 3)
@@ -459,16 +459,16 @@ def test_what_is_being_scored_is_scored_once(folders, monkeypatch):
     ask("first", 4)
     assert results["first"] is results["second"], "it has left: nothing of token 4 yet"
     ask("second", 4)
-    assert len(begun) == 2 and model.scored(TEXT, 4, 5, None, ()) is results["second"] and not model.cache._working
+    assert len(begun) == 2 and model.scored(Asked(TEXT, 4, 5)) is results["second"] and not model.cache._working
 
 
 def test_scores_that_are_looked_at_stay(folders):
     model = Opened(folders["block"])
-    of = (TEXT, 3, 5, None, ())
-    scores = model.score(*of, nothing)
+    of = Asked(TEXT, 3, 5)
+    scores = model.score(of, nothing)
     for i in range(2 * KEPT):
         model.read(f"text {i}")
-        assert model.scored(*of) is scores
+        assert model.scored(of) is scores
 
 
 def test_attention_over_tokens_is_that_of_the_model(page, block):
@@ -645,7 +645,7 @@ def test_few_analyses_are_kept_of_a_large_vocabulary(folders, monkeypatch):
     for i in range(20):
         model.read(f"text {i}")
     assert len(model.cache) == KEPT
-    monkeypatch.setattr("attnres.app.reading.KEPT_BYTES", 1.0)
+    monkeypatch.setattr("attnres.app.measured.KEPT_BYTES", 1.0)
     model.cache.make("scores", lambda: "what took long and has no tensors")
     for i in range(3):
         model.read(f"one more {i}")
@@ -655,7 +655,7 @@ def test_few_analyses_are_kept_of_a_large_vocabulary(folders, monkeypatch):
 
 def test_all_numbers_of_a_reading_are_counted(block):
     reading = block.read(TEXT)
-    rows = [*reading.weights, *reading.contributions]
+    rows = [*reading.weights, *reading.contributions, *reading.vectors]
     assert (
         _bytes(reading)
         == sum(row.nbytes for row in rows) + reading.log_probs.nbytes + reading.losses.nbytes + reading.outputs.nbytes

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_layers_are_captured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> No
     import busy
     from step import Size, _qwen3
 
-    from attnres.comparison.speed import training_steps
+    from attnres.comparison.speed import StepOptions, training_steps
 
     calls: list[int] = []
 
@@ -104,7 +105,7 @@ def test_layers_are_captured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> No
     size = Size(_qwen3(32, 4), 64, 2, 16)
     how: dict[str, Any] = {"vocab_size": 64, "seq_len": 16, "batch_size": 2, "size": size.model}
     for variant in ((None, {}), ("block", {"num_blocks": 2})):
-        taken, expected = (training_steps({"a": variant}, on=torch.device("cpu"), **how)["a"] for _ in range(2))
+        taken, expected = (training_steps({"a": variant}, StepOptions(**how))["a"] for _ in range(2))
         calls.clear()
         assert busy.graph_layers(taken).startswith("captured")
         expected()  # the step that graph_layers takes
@@ -129,7 +130,8 @@ def test_the_whole_command_ends_with_rows_of_each_experiment(
     """At the size for trying it, its steps captured; the compiler and the tests of a GPU are left out. What needs a GPU
     says so."""
     monkeypatch.setattr(torch, "compile", lambda function, **how: function)
-    monkeypatch.delitem(gpu_round.ROUNDS, "tests")
+    for name in [name for name, each in gpu_round.ROUNDS.items() if isinstance(each, gpu_round.Tests)]:
+        monkeypatch.delitem(gpu_round.ROUNDS, name)
     with cpu.switched(on=False):
         rows = run(only=False)
     wrong = {row["round"]: row.get("error") or row.get("ended") for row in rows if row.get("ended", "done") != "done"}
@@ -237,6 +239,57 @@ def test_an_experiment_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatc
     assert [row["ended"] for row in gpu_round.read_rows(rows)] == ["stopped after 0 s"]
 
 
+def test_another_process_goes_on_where_one_died(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as each adds a row; what took too long is left to the next call, if it added one."""
+    rows = tmp_path / "gpu.jsonl"
+    monkeypatch.setattr(gpu_round, "facts", lambda device: {})
+    monkeypatch.setattr(gpu_round, "ROUNDS", {name: gpu_round.NotYet(50, "") for name in ("died", "long")})
+    started: list[str] = []
+
+    def process(words: Any, timeout: float, check: bool) -> Any:
+        name = words[words.index("--one") + 1]
+        started.append(name)
+        if started.count(name) < 3:
+            gpu_round.add_row(rows, {"round": name, "of": {}, "variant": str(len(started))})
+        if name == "long":
+            raise subprocess.TimeoutExpired(words, timeout)
+        return subprocess.CompletedProcess(words, -9)
+
+    monkeypatch.setattr(subprocess, "run", process)
+
+    def ended() -> dict[str, str]:
+        assert gpu_round.main(["--device", "cpu", "--rows", str(rows)]) == 0
+        return {row["round"]: row["ended"] for row in gpu_round.read_rows(rows) if "ended" in row}
+
+    died = {"died": "died with status -9"}
+    assert ended() == died and started == ["died"] * 3 + ["long"]
+    assert ended() == died and ended() == died | {"long": "stopped after 50 s"}
+    assert started == ["died"] * 3 + ["long"] * 3 and ended() and len(started) == 6
+
+
+def test_a_variant_that_lost_the_device_is_left_to_another_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which does not try again what failed, and goes on with the next way."""
+    import busy
+
+    tried: list[str] = []
+
+    def failing(labels: Any, size: Any, on: Any, *, mode: str, **how: Any) -> Any:
+        tried.append(mode)
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(busy, "measure", failing)
+    monkeypatch.setattr(gpu_round, "is_lost", lambda device: True)
+    experiment = dataclasses.replace(gpu_round.ROUNDS["step 100m graphs"], variants=("standard",))
+    monkeypatch.setitem(gpu_round.ROUNDS, "step 100m graphs", experiment)
+    for count in (1, 2):
+        rows = run("step 100m graphs")
+        assert len(tried) == count and not any("ended" in row for row in rows)
+        assert (
+            "illegal memory" in rows[0]["error"]
+            and rows[0]["mode"] == tried[-1] == experiment.NEXT["graphs"][count - 1]
+        )
+
+
 def test_the_page_has_the_rows(tmp_path: Path) -> None:
     of = {"device": "H200"}
     base = {"round": "step 100m graphs", "of": of, "step": "captured"}
@@ -255,7 +308,7 @@ def test_the_page_has_the_rows(tmp_path: Path) -> None:
     assert page in file.read_text() and file.read_text().startswith("before") and file.read_text().endswith("after")
 
 
-def test_the_page_has_what_scripts_have_found(tmp_path: Path) -> None:
+def test_the_page_has_what_scripts_have_found() -> None:
     rows: list[dict[str, Any]] = [{"round": "train rates standard adamw x1.0", "tokens_per_s": 5e5}]
     decode = {"decode": {"1": {"block": {"ratio": 0.9}}}, "prefill": {"8192": {"block": {"ratio": 1.01}}}}
     read = {"read": [{"stages": {"forward": {"ours": {"median_s": 4e-4}}}}]}
@@ -263,9 +316,8 @@ def test_the_page_has_what_scripts_have_found(tmp_path: Path) -> None:
         "kinds": {"identity": {name: {"median_s": s} for name, s in (("ours", 3.0), ("fla", 2.0), ("standard", 1.0))}}
     }
     for experiment, result in (("prefill and decode", decode), ("kernels", read), ("peers", stack)):
-        (tmp_path / f"{experiment}.json").write_text(json.dumps(result))
-        rows.append({"round": experiment, "file": f"{experiment}.json"})
-    table = gpu_round.others_table([row | {"of": {"device": "H200"}} for row in rows], tmp_path)
+        rows.append({"round": experiment, "result": result})
+    table = gpu_round.others_table([row | {"of": {"device": "H200"}} for row in rows])
     found = [line.split(" | ")[2] for line in table.splitlines()[2:]]
     stacked = "fla, ours 1.500 of its time"
     assert found == [f"{f}, H200" for f in ("1.010", "0.900", "400 us", stacked, "500,000")] + ["not measured"]

@@ -55,6 +55,18 @@ class Attached(nn.Module):
         return (self.head(self.encoder(self.embedding(ids), mask=mask)),)
 
 
+class TimeFirst(Attached):
+    """Hands its hidden state on as (time, batch, width), as Megatron does."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.encoder.layers:
+            layer.self_attn.batch_first = False
+
+    def forward(self, ids):
+        return self.head(self.encoder(self.embedding(ids).transpose(0, 1))).transpose(0, 1)
+
+
 class Pictures(nn.Module):
     """Patches of pictures to classes."""
 
@@ -210,6 +222,11 @@ def test_a_model_of_pictures_is_recorded_and_edited():
     for function in (predict, logit_lens, direct, attribute, read_vectors):
         with pytest.raises(UserError, match=r"Pictures takes no token ids.*record, intervene and from_trace"):
             function(model, [1, 2, 3])
+
+
+def test_a_hidden_state_of_time_before_batch_is_refused():
+    with pytest.raises(UserError, match=r"\(2, 1, 16\) for ids \(1, 2\).*record"):
+        predict(TimeFirst(), [1, 2, 3])
 
 
 def test_no_weight_is_ever_infinite():

@@ -11,6 +11,7 @@ from attnres.inspect import record, search, source_names
 from attnres.inspect.corpus import APART
 from attnres.inspect.effects import read_vectors
 from attnres.inspect.survey import encode
+from attnres.text import visible
 
 CONTEXT = 16
 
@@ -141,7 +142,7 @@ def test_the_command_prints_and_writes_them(folder_of, tmp_path, capsys):
     output = capsys.readouterr().out
     hits = json.loads(out.read_text())["hits"]
     assert "attention 0 is most of the read of mlp 1, by contribution" in output and len(hits) == 2
-    assert all(f"[{hit['token']}]" in output for hit in hits)
+    assert all(f"[{visible(hit['token'])}]" in output for hit in hits)
     for words, message in [("attention 0", "expected SOURCE@READ"), ("attention 9@mlp 1", "unknown source of mlp 1")]:
         with pytest.raises(SystemExit) as left:
             cli.main(["search", str(folder_of("full")), words, "--text", text])

@@ -195,6 +195,15 @@ def test_layers_that_nothing_reads_are_told(subject: tuple[nn.Module, torch.Tens
     assert "unread" in names(model, None, example)
 
 
+def test_a_sum_that_chooses_nothing_has_no_unread_layers() -> None:
+    model = attnres.build(SIZE, "standard", vocab_size=50)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "mlp" in name:
+                parameter.mul_(1e-2)
+    assert not names(model, None, torch.arange(8)[None])
+
+
 def attached_decoder() -> tuple[nn.Module, torch.Tensor]:
     model, example = decoder(), torch.arange(8)[None]
     attnres.attach(model.model, "full", example=(example,))

@@ -20,8 +20,9 @@ from attnres.inspect.inspection import Inspection
 from attnres.inspect.look import look
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import tokenizer_of
-from attnres.models.encoding import piece, spelled, tokenise
+from attnres.models.encoding import piece, tokenise
 from attnres.progress import wide
+from attnres.text import visible
 
 TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."
 
@@ -46,7 +47,7 @@ def run(capsys):
 @pytest.mark.long
 def test_what_is_learned_is_told_by_what_its_axes_count(run, folder_of, tmp_path):
     code, out, _ = run(folder_of("adaptive"), "--text", TEXT, "--context", "20", "--out", tmp_path)
-    assert code == 0 and re.search(r"gate of a block's end: \.\d\d to \.\d\d over the layers", out)
+    assert code == 0 and re.search(r"gate of a block's end: 0\.\d\d to 0\.\d\d over the layers", out)
     assert "temperature of the gates: 5.00" in out
     assert Inspection.load(tmp_path / "inspection.json").learned["temperature"]["values"] == 5.0
 
@@ -55,7 +56,7 @@ def test_what_is_learned_is_told_by_what_its_axes_count(run, folder_of, tmp_path
 def test_a_text_is_shown_read_by_read(run, folder_of, residual):
     code, out, err = run(folder_of(residual), "--text", TEXT, "--context", "20")
     assert (code, err) == (0, "")
-    assert f"residual {residual}" in out and "attention 2" in out and "output" in out
+    assert f"residual {residual}" in out and "L2 attention" in out and "output" in out
     assert "it was read in" in out, "longer than a window"
     if residual == "deepnorm":
         assert "weighs no sources" in out
@@ -124,7 +125,7 @@ def test_one_prediction_is_explained_from_another_text_and_by_the_lens(run, fold
     lens = logit_lens(model, ids, top=1, position=14, target=first)
     stored = json.loads((tmp_path / "o" / "lens.json").read_text())
     np.testing.assert_allclose(stored["target"], lens.target, atol=1e-4)
-    for word in (f"'{spelled(first)}' less that of '{spelled(second)}'", "aligned by what both have", "logit lens"):
+    for word in (f"“{visible(first)}” less that of “{visible(second)}”", "aligned by what both have", "logit lens"):
         assert word in out
 
 
@@ -170,7 +171,7 @@ def test_a_tokens_row_is_one_line(folder_of, width):
     console = Console(file=printed, width=width, force_terminal=True, color_system=None)
     inspection = look(InspectConfig(str(folder_of("full")), text=TEXT), console)
     rows = re.split(r"\n +token ", printed.getvalue())[1].splitlines()[1:][: len(inspection.example["tokens"])]
-    assert all(re.search(r"\.\d\d *$", row) for row in rows) and max(map(len, rows)) <= width
+    assert all(re.search(r"\d\.\d\d *$", row) for row in rows) and max(map(len, rows)) <= width
 
 
 def test_prepared_data_is_read_as_text_again(run, folder_of, tmp_path):

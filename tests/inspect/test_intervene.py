@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import attnres.inspect
 from attnres import UserError
 from attnres.inspect import deprecated
-from attnres.inspect.edits import Ablate, Reweigh, intervene, source_names
+from attnres.inspect.edits import Ablate, Edits, Reweigh, intervene, source_names
 from attnres.inspect.recording import record
 from attnres.models import build
 
@@ -44,6 +44,18 @@ def token_weights(model, *edits, ids=None):
     with record(model, tokens=True) as trace, intervene(model, *edits):
         logits_of(model, ids)
     return trace
+
+
+def test_a_read_that_no_edit_touches_keeps_its_kernel(monkeypatch):
+    model, plainly, edit = make("full"), [], Ablate("embedding", reads="mlp 1")
+    with monkeypatch.context() as all_plain, intervene(model, edit):
+        all_plain.setattr(Edits, "edits", lambda self, index: True)
+        expected = logits_of(model)
+    own = type(model.residual)._read_plainly
+    monkeypatch.setattr(type(model.residual), "_read_plainly", lambda *args: plainly.append(args[2]) or own(*args))
+    with intervene(model, edit):
+        torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-5)
+    assert plainly == [3]
 
 
 @pytest.mark.parametrize("residual", crossed(WEIGHED))

@@ -28,7 +28,8 @@ from attnres.inspect.notebook import heat
 from attnres.models import load
 from attnres.models.encoding import piece
 from attnres.residuals import make_residual
-from attnres.text import short, visible
+from attnres.text import chance as in_digits
+from attnres.text import visible
 
 TEXT, OTHER = "The quick brown fox", "The lazy brown dog"
 
@@ -106,7 +107,7 @@ def test_what_is_no_number_is_a_dash_on_nothings_colour():
     assert [place_of_size(value, 4.0) for value in (1.0, -1.0, 9.0, -9.0)] == [0.5, -0.5, 1.0, -1.0]
     page = heat("title", make_residual("full", 2, 8).layout(), [[1.0], [math.nan, -0.5], [math.nan, 0.1, 0.5]])
     cells = re.findall(r"background:(#[0-9a-f]{6});[^>]*>([^<]*)</td>", page)
-    assert [text for _, text in cells] == ["1.00", "–", "−.50", "–", ".10", ".50"]
+    assert [text for _, text in cells] == ["1.00", "–", "−0.50", "–", "0.10", "0.50"]
     assert cells[1][0] == cells[3][0] == DIVERGING[3] and cells[0][0] == DIVERGING[-1]
     assert len({colour for colour, _ in cells}) == 5, "the scale ends at the largest number"
 
@@ -115,7 +116,7 @@ def test_what_holds_vectors_is_a_short_line_too(model):
     assert repr(read_vectors(model, TEXT)).startswith("Vectors(7 reads, ")
     prediction = predict(model, TEXT)
     chance = prediction.log_probs[-1].exp().max()
-    assert repr(prediction).endswith(f"with {short(float(chance), 3)})") and len(repr(prediction)) < 60
+    assert repr(prediction).endswith(f"with {in_digits(float(chance))})") and len(repr(prediction)) < 60
 
 
 def test_frames_have_a_row_an_edge_with_its_names(shown):

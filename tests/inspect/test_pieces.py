@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from attnres.inspect.kinds import kinds_of
 from attnres.inspect.survey import encode
-from attnres.models.encoding import bytes_of, encode_prompt, piece, pieces, spelled
+from attnres.models.encoding import bytes_of, encode_prompt, piece, pieces
 
 
 @pytest.mark.parametrize("text", ["Grüße 漢字 🙂\n", "plain text", " a\ufffd", ""])
@@ -68,7 +68,3 @@ def test_a_token_keeps_the_space_at_its_front(decoder):
 
 def test_spellings_of_bytes():
     assert bytes_of("<0x0A>") == b"\n" and bytes_of("ĠÃ") == b" \xc3" and bytes_of("漢") is None
-
-
-def test_a_token_is_spelled_on_one_line():
-    assert [spelled(said) for said in ("\n", "a\\n", "\\xe6", " b")] == [r"\n", r"a\\n", r"\xe6", " b"]

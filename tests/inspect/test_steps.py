@@ -32,7 +32,7 @@ def test_a_query_turns_by_the_angle_that_it_was_turned_by_and_sharpens_by_its_le
     assert change.after == pytest.approx([0.0, math.sqrt(2), 3 * math.sqrt(2)])
     assert (change.first, change.last, change.reads) == (10, 20, ["attention 0", "mlp 0", "output"])
     assert change.to_dict()["turned"] == change.turned and "step 10 to 20" in repr(change)
-    assert list(change.frame()["after"]) == change.after and "mlp 0" in change._repr_html_()
+    assert list(change.frame()["after"]) == change.after and "L0 MLP" in change._repr_html_()
 
 
 @pytest.mark.parametrize("name", crossed())

@@ -9,6 +9,7 @@ from attnres.models.check import MODEL_CHECKS, check
 from attnres.residuals import RESIDUALS, register
 from attnres.residuals.check import CHECKS, outcomes
 from attnres.residuals.check.subject import Subject
+from attnres.residuals.mechanisms.mhc import STARTS
 
 SETTINGS = [
     ("block", {"block_size": 3, "gate": "scalar", "null_source": True, "read_scale": "sum"}),
@@ -37,7 +38,8 @@ SETTINGS = [
     ("adaptive", {"least_count": 1, "gate_init": -6, "schedule": "exponential"}),
     ("hyper_connections", {"num_streams": 3, "dynamic": False}),
     ("frac_connections", {"num_slices": 2, "dynamic": False}),
-    ("mhc", {"num_streams": 2}),
+    *(("mhc", {"num_streams": 2, "init": init, "single_pass": n % 2 == 1}) for n, init in enumerate(STARTS)),
+    *(("mhc", {"num_streams": 2, "single_pass": single, "stream_scale": 1.0}) for single in (False, True)),
     ("mhc_lite", {"num_streams": 2}),
     ("hybrid_norm", {"prenorm_layers": 1}),
     ("rezero", {"prenorm": False}),

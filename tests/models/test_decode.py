@@ -7,7 +7,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
 
 from attnres.models import build, build_plain
-from attnres.ops import dispatch, two_phase
+from attnres.ops import cpu, dispatch, two_phase
 
 SIZE = {
     "family": "qwen3",
@@ -107,6 +107,7 @@ def test_every_way_of_greedy_decoding_gives_the_same_tokens(model, alone, how):
             expected = model.generate(torch.tensor([prompt]), use_cache=False, **GREEDY)[0, len(prompt) :]
         out = model.generate(torch.tensor([prompt]), **GREEDY, **options)
         assert torch.equal(out[0, len(prompt) :], expected)
+    assert cpu.load() is None or model.residual.banks._waiting  # sources lay in a bank
 
 
 def test_beam_search_with_a_cache_is_beam_search_without_one(model):

@@ -20,6 +20,7 @@ from transformers import (
 
 from attnres import UserError
 from attnres.models import SIZES, build, build_plain, load
+from attnres.models.step_cost import forward_flops
 from lab.presets import PRESETS
 
 SMALL = {
@@ -327,7 +328,8 @@ def test_the_hugging_face_trainer_trains_it(ids, tmp_path):
 
 
 VOCABULARIES = {"pico": 1024, "micro": 4096, "nano": 4096, "100m": 128_000, "0.6b": 151_936, "gpt2-124m": 50_257}
-VOCABULARIES |= {"7b": 32_000, "8b": 128_256, "70b": 128_256}
+KIMI = ("kimi-48b", "kimi-nano")
+VOCABULARIES |= {"7b": 32_000, "8b": 128_256, "70b": 128_256, "kimi-48b": 163_840, "kimi-nano": 4096}
 
 
 def test_named_sizes_are_what_they_are_called():
@@ -342,9 +344,23 @@ def test_named_sizes_are_what_they_are_called():
     assert counts["gpt2-124m"] == pytest.approx(124e6 + 1024 * 768, rel=0.01)
     # As published: arXiv 2307.09288's 7B, and the model cards of Llama 3.
     assert [counts[name] for name in ("7b", "8b", "70b")] == [6_738_415_616, 8_030_261_248, 70_553_706_496]
+    # Kimi Linear 48B-A3B: 48 billion without the embedding and the head, 3 of them active.
+    assert counts["kimi-48b"] - 2 * 163_840 * 2304 == pytest.approx(48e9, rel=0.01)
     assert set(counts) == set(SIZES)
     for name in ("pico", "micro"):
         assert SIZES[name] == PRESETS[name].train["model"]["size"], "a study's preset has the model of its name"
+
+
+def test_kimi_sizes_are_one_shape_with_the_active_parameters_of_their_names():
+    with torch.device("meta"):
+        models = {name: build(name, vocab_size=VOCABULARIES[name], settings={"block_size": 6}) for name in KIMI}
+    active = {name: forward_flops(model, 1) / 2 for name, model in models.items()}
+    assert 2.9e9 < active["kimi-48b"] < 3.5e9 and 3e6 < active["kimi-nano"] < 5e6
+    for model in models.values():
+        kinds = model.config.layer_types
+        assert len(kinds) == 27 and kinds[:4] == ["linear_attention"] * 3 + ["full_attention"]
+        assert kinds.count("full_attention") == 7 and kinds[-1] == "full_attention"
+        assert model.residual.num_sublayers == 54 and list(model.residual.block_sizes) == [6] * 9
 
 
 def test_configs_know_their_residual_and_refuse_strays(tmp_path):

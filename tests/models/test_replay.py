@@ -88,6 +88,9 @@ def test_what_is_watched_sees_the_earlier_outputs():
         def on_write(self, index, output):
             self.outputs.append(output)
 
+        def edits(self, index):
+            return True
+
         def edit(self, index, weights):
             return weights
 

@@ -12,9 +12,11 @@ pytest.importorskip("triton")
 
 from attnres import Norm, depth_read, make_residual
 from attnres.ops import apply_norm, dispatch, eager, plain_torch
+from attnres.ops.bank import Bank, Banks
 from attnres.ops.gpu import kernels as gpu
 from attnres.ops.gpu import launch, merge, replay, sealed
 from attnres.ops.gpu.launch import Launch
+from attnres.streams.banked import BankStream, start_stream
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -325,3 +327,134 @@ def test_a_plan_is_made_once_for_inputs_alike(on, monkeypatch):
     monkeypatch.setattr(replay, "alike", lambda *_: None)
     assert all(torch.equal(a, b) for a, b in zip(gradients("block", {"block_size": 3}, False), first, strict=True))
     assert len(planned) > 2 * count
+
+
+def run_in_bank(residual, embedding, outputs, norm):
+    """The reads of a pass without gradients, whose sublayers write these outputs."""
+    reads, stream = [], start_stream(residual, embedding)
+    assert isinstance(stream, BankStream)
+    for output in outputs:
+        reads.append(stream.read(norm))
+        stream = stream + output
+    return [*reads, stream.read(norm)]
+
+
+def general(residual, embedding, outputs, norm):
+    reads, state = [], residual.start(embedding)
+    for i, output in enumerate(outputs):
+        x, state = residual.read(state, i, Norm(norm.weight))
+        reads.append(x)
+        state = residual.write(state, i, output)
+    return [*reads, residual.finish(state, Norm(norm.weight))]
+
+
+@pytest.mark.quick("block-*")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are counted in the interpreter")
+@pytest.mark.parametrize(
+    ("name", "settings", "phases"),
+    [
+        ("block", {"block_size": "2+2+4"}, 1),
+        ("standard", {}, 0),
+        ("full", {"group": 4}, 1),
+        ("cumulative", {"block_size": 3}, 0),
+        ("boundary", {"block_size": 2}, 0),
+    ],
+)
+@torch.no_grad()
+def test_a_bank_takes_memory_for_its_reads_alone(name, settings, phases, triton_on_a_cpu, monkeypatch):
+    """A pass whose plans are made takes memory for each read, twice where that is a source itself, and for nothing
+    else; its sums and phase 1's outputs are where those of the pass before were. No launch writes what only a backward
+    needs. What no later read needs is poisoned before each read."""
+    sublayers, width, generator = 8, 16, torch.Generator().manual_seed(0)
+    residual = make_residual(name, sublayers, width, **settings)
+    for parameter in residual.parameters():
+        parameter.add_(torch.randn(parameter.shape, generator=generator) / 2)
+    norm = torch.nn.RMSNorm(width)
+    norm.weight.copy_(torch.rand(width, generator=generator))
+    embedding, *outputs = torch.randn(1 + sublayers, 1, 2, width, generator=generator)
+    with plain_torch():
+        expected = general(residual, embedding, outputs, norm)
+    read, taken, places = Bank.read, [], []
+
+    def poisoned(bank):
+        program, index = bank.program, bank.index
+        needed = {row for step in program.steps[index:] for row in (*step.rows, step.before)}
+        for row, (memory, _) in bank._sums.items():
+            if index == 0 or row not in needed:
+                memory.fill_(torch.nan)
+        for memory in bank._phase1_of.values() if index in bank._groups else ():
+            for output in memory.outputs:
+                output.fill_(torch.nan)
+        places.append({memory.data_ptr() for memory, _ in bank._sums.values()})
+        with Taken() as mode:
+            x = read(bank)
+        taken.append(mode.count)
+        assert x.data_ptr() not in places[-1]
+        return x
+
+    monkeypatch.setattr(Bank, "read", poisoned)
+    for ours, theirs in zip(run_in_bank(residual, embedding, outputs, norm), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    replay._REPLAYS.clear()
+    launches, replayed = [], []
+    monkeypatch.setattr(Launch, "run", lambda self, device: launches.append(self))
+    monkeypatch.setattr(Launch, "started", lambda self, device: lambda *arguments: replayed.append(self.kernel))
+    for _ in range(2):
+        before = len(replayed)
+        run_in_bank(residual, embedding, outputs, norm)
+    (bank,) = residual.banks._waiting
+    kept = [step.keeps is not None for step in bank.program.steps]
+    assert taken[-len(kept) :] == [1 + keeps for keeps in kept]
+    assert any(kept) == (name == "boundary") and len(bank._groups) == phases
+    assert all(one == places[0] for one in places)
+    twice = 4 if name == "cumulative" else 0  # merges of one row as two sources, which are planned each time
+    assert len(replayed) - before == len(kept) + phases - twice
+    for made in launches:
+        assert all(made.arguments.get(name) is None for name in ("scalars_out", "logits", "inv_rms"))
+        assert any(kept) or made.arguments.get("h_out") is None
+
+
+class Taken(TorchDispatchMode):
+    """How often memory for a vector is taken."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        if not operation.is_view and torch.is_tensor(out) and "out" not in (kwargs or {}):
+            self.count += not any(torch.is_tensor(arg) and arg.data_ptr() == out.data_ptr() for arg in args)
+        return out
+
+
+def test_memory_of_a_bank_is_used_again_on_its_stream_alone(monkeypatch):
+    """And a pass that a graph records keeps its own: replays write there as long as the graph is there."""
+    where = {"stream": 7, "capturing": False}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: where["capturing"])
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": where["stream"]})
+    )
+    residual = make_residual("standard", 2, 32)
+    residual.explain(torch.zeros(1, 32), training=False)
+    banks, program, embedding = Banks(), residual.program, OnCuda()
+
+    def passed(**change):
+        where.update(change)
+        bank = banks.take(Bank, eager, program, embedding)
+        bank.embedding = embedding
+        banks.put(bank)
+        return bank
+
+    first = passed()
+    assert passed() is first and passed(stream=8) is not first and passed(stream=7) is first
+    captured = [passed(capturing=True) for _ in range(2)]
+    assert captured[0] is not captured[1] and first not in captured and passed(capturing=False) is first
+
+
+class OnCuda:
+    """What a bank asks an embedding on CUDA."""
+
+    is_cuda, device, dtype, shape = True, torch.device("cuda", 0), torch.float32, torch.Size([1, 32])
+
+    def numel(self):
+        return 32

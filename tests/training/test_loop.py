@@ -442,6 +442,7 @@ def test_variants_share_their_first_weights_and_batches(configure: Configure, tm
 
 
 MUDDFORMER = {"residual": "muddformer", "num_blocks": None, "settings": {"value_residual": "head"}}
+KIMI = {"size": "kimi-nano", "num_blocks": None, "block_size": 6}
 
 
 @pytest.mark.quick("adamw")
@@ -453,8 +454,9 @@ MUDDFORMER = {"residual": "muddformer", "num_blocks": None, "settings": {"value_
         (signal.SIGTERM, {"optim": {"optimizer": "muon"}, "dtype": "bf16"}),
         (signal.SIGTERM, {"model": {"residual": "adaptive", "num_blocks": None}}),
         (signal.SIGTERM, {"model": MUDDFORMER}),
+        (signal.SIGTERM, {"model": KIMI, "optim": {"balance": "quantile", "optimizer": "muon"}}),
     ],
-    ids=["SIGINT", "adamw", "muon-bf16", "annealed", "values"],
+    ids=["SIGINT", "adamw", "muon-bf16", "annealed", "values", "kimi"],
 )
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, extra: dict[str, Any]

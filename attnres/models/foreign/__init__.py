@@ -10,11 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from attnres.errors import UserError
-from attnres.models.foreign.fla import FLA
 from attnres.models.foreign.format import Format, WrittenFormat
-from attnres.models.foreign.kimi import Kimi
-from attnres.models.foreign.nanogpt import NanoGPT
-from attnres.models.foreign.open_attnres import OpenAttnRes
+from attnres.models.foreign.formats import FLA, Kimi, NanoGPT, OpenAttnRes
 
 FORMATS: dict[str, Format] = {kind.name: kind for kind in (OpenAttnRes(), FLA(), Kimi(), NanoGPT())}
 WRITTEN = {name: kind for name, kind in FORMATS.items() if isinstance(kind, WrittenFormat)}

@@ -22,7 +22,7 @@ INTERPRETED = bool(knobs.runtime.interpret)
 
 
 def power_of_two(count: int) -> int:
-    """The smallest one that is not less. Triton's own function takes five microseconds."""
+    """Return the smallest power of two that is not less. Triton's own function takes five microseconds."""
     return 1 << (count - 1).bit_length()
 
 
@@ -36,24 +36,16 @@ def warps_for(block: int, per_thread: int = 16) -> int:
     return max(1, min(16, block // (32 * per_thread)))
 
 
-@functools.cache
-def _properties(index: int) -> tuple[int, int]:
-    properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.shared_memory_per_multiprocessor
-
-
 def multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device; 3 in the interpreter, so that loops over rows are tested."""
-    if device.type != "cuda":
-        return 3
-    return _properties(torch.cuda.current_device() if device.index is None else device.index)[0]
+    """Return the streaming multiprocessors of a device; 3 in the interpreter, so that loops over rows are tested."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory of a multiprocessor; without a GPU those of an H100."""
+    """Return the bytes of shared memory of a multiprocessor; without a GPU those of an H100."""
     if device.type != "cuda":
         return 228 * 1024
-    return _properties(torch.cuda.current_device() if device.index is None else device.index)[1]
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 def rows(tensor: Tensor, shape: torch.Size) -> Tensor:

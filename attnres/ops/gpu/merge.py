@@ -52,9 +52,9 @@ def _check_opens(count: int) -> None:
 
 
 def plan_merge(
-    m: MergeInputs, empty: Empty = new_empty
+    m: MergeInputs, empty: Empty = new_empty, partial: Tensor | None = None
 ) -> tuple[list[Launch], tuple[Tensor, MergeSaved, Tensor | None]]:
-    """The launch, and what `merge` returns once it has run."""
+    """Return the launch, and what `merge` returns once it has run."""
     opens, added, query, eps, output, top, total, norm, dtype, saves = m
     first = opens[0] if opens else output
     assert first is not None
@@ -65,11 +65,12 @@ def plan_merge(
     opens, open_strides = laid_out(opens, shape)
     (added,), added_stride = laid_out((added,), shape)
     (output,), output_stride = laid_out((output,), shape)
-    partial = None if added is None else empty(first, shape, dtype)
+    if added is not None and partial is None:
+        partial = empty(first, shape, dtype)
     h = h_out = None
     if output is not None and not opens and torch.promote_types(output.dtype, dtype) == dtype:
         h = m.output  # which holds it exactly
-    elif saves == "h" or (saves == "least" and k > MOST_AGAIN) or not k:
+    elif saves in ("h", "h alone") or (saves == "least" and k > MOST_AGAIN) or not k:
         h = h_out = empty(first, shape, torch.float32 if norm is None else dtype)  # without a norm unrounded
     x = x_out = None
     if norm is None and h is not None and h.dtype == dtype:
@@ -77,7 +78,7 @@ def plan_merge(
     else:
         x = x_out = empty(first, shape, dtype if norm is None else norm.out_dtype or torch.float32)
     rows_of_scalars = scalar_rows(k, sealed=output is not None)
-    scalars = None if saves == "nothing" else empty(first, (rows_of_scalars, tokens), torch.float32)
+    scalars = None if saves in ("nothing", "h alone") else empty(first, (rows_of_scalars, tokens), torch.float32)
     arguments = {
         "opens": opens,
         "open_strides": open_strides,
@@ -114,8 +115,9 @@ def plan_merge(
     return [Launch(merge_row, tokens, arguments, constants, options)], (x, MergeSaved(h, scalars), partial)
 
 
-def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
-    """Phase 2 and the norm in one launch: see eager.merge.
+def merge(m: MergeInputs, partial: Tensor | None = None) -> tuple[Tensor, MergeSaved, Tensor | None]:
+    """Phase 2 and the norm in one launch: see eager.merge. partial: memory for the sum with `added`, which may be that
+    of the last open source.
 
     Raises:
         ValueError: more than 32 open sources.
@@ -126,8 +128,8 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
         return m.output.to(m.dtype), MergeSaved(m.output), None
     opens, added, query, eps, output, top, total, norm, dtype, saves = m
     weight, bias, *of_norm = norm or (None, None)
-    inputs = [*opens, added, query, output, top, total, weight, bias]
-    return planned(plan_merge, m, inputs, eps, dtype, saves, *of_norm)
+    inputs = [*opens, added, query, output, top, total, weight, bias, partial]
+    return planned(plan_merge, m, inputs, eps, dtype, saves, *of_norm, out=partial)
 
 
 @functools.cache

@@ -20,16 +20,22 @@ def new_empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = No
 
 
 def planned(
-    plan: Callable[[Any, Empty], tuple[Sequence[Launch], Any]], record: Any, inputs: list[Tensor | None], *fixed: Any
+    plan: Callable[..., tuple[Sequence[Launch], Any]],
+    record: Any,
+    inputs: list[Tensor | None],
+    *fixed: Any,
+    out: Any = None,
 ) -> Any:
     """Return the results of a plan whose launches have run. Of inputs alike it is made once; after that only memory is
     taken and the kernels are called.
 
     Args:
-        plan: takes the record and the function that makes memory for results, and returns launches and results.
-        inputs: the record's tensors. fixed: what else of the record the plan depends on.
+        plan: takes the record, the function that makes memory for results (`Empty`) and `out` where there is one, and
+            returns launches and results.
+        inputs: the record's tensors and those of `out`. fixed: what else of the record the plan depends on.
+        out: memory for results.
     """
-    key = alike(plan, inputs, fixed)
+    key = alike(plan, inputs, (*fixed, out is None))
     replay = None if key is None else _REPLAYS.get(key)
     if replay is not None:
         return replay(inputs)
@@ -39,10 +45,11 @@ def planned(
         made.append(new_empty(like, shape, dtype))
         return made[-1]
 
-    launches, results = plan(record, empty)
+    launches, results = plan(record, empty) if out is None else plan(record, empty, out)
+    device = next(tensor.device for tensor in inputs if tensor is not None)
     for launch in launches:
         if launch.programs:
-            launch.run(made[0].device)
+            launch.run(device)
     if key is not None and (replay := _Replay.of(launches, results, inputs, made)) is not None:
         if len(_REPLAYS) == MOST_REPLAYS:
             _REPLAYS.clear()
@@ -94,7 +101,7 @@ class _Replay:
             constants.append(value)
             return len(inputs) + len(made) + len(constants) - 1
 
-        device = made[0].device
+        device = next(tensor.device for tensor in inputs if tensor is not None)
         try:
             calls = [(launch.started(device), [place(value) for value in launch.in_order()]) for launch in launches]
             return cls(calls, place(results), [(tensor.shape, tensor.dtype) for tensor in made], constants)

@@ -120,7 +120,7 @@ def _held(n: int, reads: int, width: int, element_size: int, *, backward: bool) 
 
 
 def _in_bf16(*bunches: _Bunch) -> bool:
-    """Whether products are taken in bf16 pieces; the interpreter's bf16 arithmetic is wrong."""
+    """Return whether products are taken in bf16 pieces; the interpreter's bf16 arithmetic is wrong."""
     return not INTERPRETED and all(t.dtype == torch.bfloat16 for bunch in bunches for t in bunch.tensors)
 
 
@@ -130,7 +130,7 @@ def _pieces(of_bf16: bool, *outputs: Tensor) -> dict[str, int]:
     return {"PIECES": 3 if of_bf16 else 0, "OUT_PIECES": (3 if fine else 2) if of_bf16 else 0}
 
 
-def plan_read(r: ReadInputs, empty: Empty = new_empty) -> tuple[list[Launch], Sealed]:
+def plan_read(r: ReadInputs, empty: Empty = new_empty, out: Sealed | None = None) -> tuple[list[Launch], Sealed]:
     queries, sources, eps, dtype = r
     shape, n, (reads, width) = sources[0].shape, len(sources), queries.shape
     check_shapes((queries,), (reads, shape[-1]))
@@ -139,20 +139,21 @@ def plan_read(r: ReadInputs, empty: Empty = new_empty) -> tuple[list[Launch], Se
     def scalars(*shape: int) -> Tensor:
         return empty(queries, shape, torch.float32)
 
-    # Allocated one by one: what one read keeps must not keep the others alive.
-    outputs = [empty(queries, shape, dtype) for _ in range(reads)]
-    result = Sealed(
-        outputs, scalars(reads, tokens), scalars(reads, tokens), scalars(tokens, n, reads), scalars(tokens, n)
-    )
+    if out is None:
+        # Allocated one by one: what one read keeps must not keep the others alive.
+        outputs = [empty(queries, shape, dtype) for _ in range(reads)]
+        out = Sealed(
+            outputs, scalars(reads, tokens), scalars(reads, tokens), scalars(tokens, n, reads), scalars(tokens, n)
+        )
     arguments: dict[str, Any] = {
         "queries": queries.float().contiguous(),
         "sources": bunch.tensors,
         "strides": bunch.strides,
-        "outputs": tuple(outputs),
-        "top": result.top,
-        "total": result.total,
-        "logits": result.logits,
-        "inv_rms": result.inv_rms,
+        "outputs": tuple(out.outputs),
+        "top": out.top,
+        "total": out.total,
+        "logits": out.logits,
+        "inv_rms": out.inv_rms,
         "tokens": tokens,
         "eps": float(eps),
     }
@@ -162,28 +163,31 @@ def plan_read(r: ReadInputs, empty: Empty = new_empty) -> tuple[list[Launch], Se
         "D": width,
         "WIDE": bunch.wide,
         "OTHER": bunch.other,
-        "ALIGNED": bunch.aligned and width * outputs[0].element_size() % 16 == 0,
+        "ALIGNED": bunch.aligned and not any((offset(o) | width * o.itemsize) & 15 for o in out.outputs),
     }
     held = _held(n, reads, width, sources[-1].element_size(), backward=False)
     if held is not None:
         sizes, warps = held
         options = {"num_warps": warps, "num_stages": 1}
-        return [Launch(read_token, tokens, arguments, constants | sizes, options)], result
+        return [Launch(read_token, tokens, arguments, constants | sizes, options)], out
     sizes, warps = _tile(n, reads, tokens, width, _in_bf16(bunch), backward=False)
-    constants |= {**sizes, **_pieces(_in_bf16(bunch), *outputs), "STAGES": 3}
+    constants |= {**sizes, **_pieces(_in_bf16(bunch), *out.outputs), "STAGES": 3}
     programs = cdiv(tokens, sizes["TOKENS"])
-    return [Launch(read, programs, arguments, constants, {"num_warps": warps, "num_stages": 3})], result
+    return [Launch(read, programs, arguments, constants, {"num_warps": warps, "num_stages": 3})], out
 
 
-def read_sealed(r: ReadInputs) -> Sealed:
-    """Phase 1 in one launch: see eager.read_sealed.
+def read_sealed(r: ReadInputs, out: Sealed | None = None) -> Sealed:
+    """Phase 1 in one launch: see eager.read_sealed. out: memory for the results, without what is None.
 
     Raises:
         ValueError: more than 256 sources or reads.
     """
     _check(len(r.sources), r.queries.shape[0])
     queries, sources, eps, dtype = r
-    return planned(plan_read, r, [queries, *sources], eps, dtype)
+    if out is None:
+        return planned(plan_read, r, [queries, *sources], eps, dtype)
+    memory = [*out.outputs, out.top, out.total, out.logits, out.inv_rms]
+    return planned(plan_read, r, [queries, *memory, *sources], eps, dtype, out=out)
 
 
 def plan_backward(

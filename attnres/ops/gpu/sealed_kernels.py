@@ -54,6 +54,24 @@ def _offsets(
 
 
 @triton.jit
+def _starts(
+    tensors,
+    strides,
+    which,
+    first,
+    token,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    OTHER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Where row first + token[i] of tensors[which[i]] begins, for those of the first dtype and of the other."""
+    rows = tensors[0] + _offsets(tensors, strides, which, first, token, N, D, WIDE, 0, ALIGNED)
+    return rows, tensors[OTHER] + _offsets(tensors, strides, which, first, token, N, D, WIDE, OTHER, ALIGNED)
+
+
+@triton.jit
 def _among(which, N: tl.constexpr, BITS: tl.constexpr):
     """Whether bit which[i] of BITS is set."""
     inside = which < 0
@@ -159,8 +177,7 @@ def read(
     read_c = c % READS
     live_r = r < left * N
     live_c = (c < left * READS) & (read_c < S)
-    rows = sources[0] + _offsets(sources, strides, r % N, first, token_r, N, D, WIDE, 0, ALIGNED)
-    others = sources[OTHER] + _offsets(sources, strides, r % N, first, token_r, N, D, WIDE, OTHER, ALIGNED)
+    rows, others = _starts(sources, strides, r % N, first, token_r, N, D, WIDE, OTHER, ALIGNED)
     wide = _among(r % N, N, WIDE)
 
     scores = tl.zeros([ROWS, READS], tl.float32)
@@ -173,8 +190,11 @@ def read(
         scores = _plus_logits(scores, v, q, PIECES)
     inverse = tl.rsqrt(squares / D + eps)
     scores *= inverse[:, None]
-    tl.store(inv_rms + first * N + r, inverse, mask=live_r)
-    tl.store(logits + first * N * S + r[:, None] * S + s[None, :], scores, mask=live_r[:, None] & (s < S)[None, :])
+    if inv_rms is not None:
+        tl.store(inv_rms + first * N + r, inverse, mask=live_r)
+    if logits is not None:
+        to = logits + first * N * S
+        tl.store(to + r[:, None] * S + s[None, :], scores, mask=live_r[:, None] & (s < S)[None, :])
 
     same = live_r[:, None] & (token_r[:, None] == token_c[None, :])
     x = tl.reshape(tl.broadcast_to(scores[:, None, :], (ROWS, COLS // READS, READS)), (ROWS, COLS))
@@ -257,8 +277,7 @@ def read_backward(
         live_r = r < left * N
         live_c = (c < left * READS) & (read_c < S)
         same = live_r[:, None] & live_c[None, :] & (token_r[:, None] == token_c[None, :])
-        rows = sources[0] + _offsets(sources, strides, r % N, first, token_r, N, D, WIDE, 0, ALIGNED)
-        others = sources[OTHER] + _offsets(sources, strides, r % N, first, token_r, N, D, WIDE, OTHER, ALIGNED)
+        rows, others = _starts(sources, strides, r % N, first, token_r, N, D, WIDE, OTHER, ALIGNED)
         dout = grads[0] + _offsets(grads, grad_strides, read_c, first, token_c, S, D, 0, 0, ALIGNED)
 
         slope = tl.zeros([ROWS, COLS], tl.float32)
@@ -286,13 +305,9 @@ def read_backward(
         if partials is None:
             tl.store(along + first * N * S + r[:, None] * S + s[None, :], a, mask=live_r[:, None] & (s < S)[None, :])
 
-        to = dsources[0] + _offsets(dsources, None, r % N, first, token_r, N, D, WIDE, 0, ALIGNED)
-        to_others = dsources[OTHER] + _offsets(dsources, None, r % N, first, token_r, N, D, WIDE, OTHER, ALIGNED)
+        to, to_others = _starts(dsources, None, r % N, first, token_r, N, D, WIDE, OTHER, ALIGNED)
         if CARRIED != 0:
-            early = carried[0] + _offsets(
-                carried, carried_strides, r % N, first, token_r, N, D, CARRIED_WIDE, 0, ALIGNED
-            )
-            early_others = carried[CARRIED_OTHER] + _offsets(
+            early, early_others = _starts(
                 carried, carried_strides, r % N, first, token_r, N, D, CARRIED_WIDE, CARRIED_OTHER, ALIGNED
             )
         unsound = _any_not_finite(slope) + _any_not_finite(inverse[:, None])
@@ -359,8 +374,7 @@ def dqueries(
     wide = _among(r % N, N, WIDE)
     zero = tl.zeros([ROWS], tl.int64)
     token = r // N
-    rows = sources[0] + _offsets(sources, strides, r % N, 0, token, N, D, WIDE, 0, ALIGNED)
-    others = sources[OTHER] + _offsets(sources, strides, r % N, 0, token, N, D, WIDE, OTHER, ALIGNED)
+    rows, others = _starts(sources, strides, r % N, 0, token, N, D, WIDE, OTHER, ALIGNED)
     step = zero + D
     if strides is not None:
         for j in tl.static_range(N):

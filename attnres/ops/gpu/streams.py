@@ -19,21 +19,19 @@ from attnres.ops.sharded import settled
 TOKENS = 16
 """Of a program: the fewest rows of a product on tensor cores."""
 
-KINDS = ("sum", "gate", "identity", "sinkhorn", "tanh")
-
 
 def _sizes(c: Connect) -> dict[str, Any]:
     """Return the kernels' constants."""
     n, width, form = c.streams.shape[-2], c.streams.shape[-1], c.form
-    columns = {"sum": 0, "gate": n, "identity": 2 * n, "sinkhorn": 2 * n + n * n, "tanh": n + 2}[form.kind]
+    columns = form.columns(n)
     return {
-        "KIND": KINDS.index(form.kind),
+        "KIND": form.number,
         "N": n,
         "NP": power_of_two(n),
         "D": width,
         "M": columns,
         "MP": max(16, power_of_two(columns or 1)),
-        "C": 2 * n + n * n if form.kind == "tanh" else columns,
+        "C": form.count(n),
         "E": 0 if c.earlier is None else c.earlier.shape[-1],
         "NORM": norm_kind(c.norm),
         "LATE": form.late,
@@ -87,9 +85,8 @@ def plan_connect(c: Connect, empty: Empty = new_empty) -> tuple[list[Launch], tu
     x = empty(streams, shape, (norm and norm.out_dtype) or streams.dtype)
     coefficients = products = sums = None
     if sizes["M"]:
-        groups = sizes["N"] if form.kind == "tanh" else 1
         coefficients = empty(streams, (*streams.shape[:-2], sizes["C"]), torch.float32)
-        products = empty(streams, (tokens, groups, sizes["M"] + 1), torch.float32)
+        products = empty(streams, (tokens, form.groups(sizes["N"]), sizes["M"] + 1), torch.float32)
     if form.kind == "sinkhorn":
         sums = empty(streams, (tokens, 2 * form.steps, sizes["NP"]), torch.float32)
     arguments = _shared(c, made) | {
@@ -121,7 +118,7 @@ def plan_backward(c: ConnectGradInputs, empty: Empty = new_empty) -> tuple[list[
     streams, earlier, output, table, norm, form = inputs
     sizes = _sizes(inputs)
     n, width, columns, count = sizes["N"], sizes["D"], sizes["M"], sizes["C"]
-    tokens, groups = streams.numel() // (n * width), n if form.kind == "tanh" else 1
+    tokens, groups = streams.numel() // (n * width), form.groups(n)
     programs, fp32 = cdiv(tokens, TOKENS), torch.float32
     dstreams = empty(streams, streams.shape)
     dearlier = None if earlier is None else empty(earlier, earlier.shape)

@@ -27,61 +27,41 @@ def _put(base, start, columns, live, values, D: tl.constexpr):
 
 
 @triton.jit
-def _share(earlier, coefficients, t, live, i: tl.constexpr, E: tl.constexpr, C: tl.constexpr, LATE: tl.constexpr):
-    """The share of stream i in a read, (TOKENS,): see `Connection.late`."""
-    if LATE:
-        if earlier is not None:
-            p = tl.load(earlier + t * E + i, mask=live, other=0.0)
-        else:
-            p = tl.zeros_like(t).to(tl.float32) + (1.0 if i == 0 else 0.0)
-    elif C == 0:
-        p = tl.zeros_like(t).to(tl.float32) + 1.0
-    else:
-        p = tl.load(coefficients + t * C + i, mask=live, other=0.0)
-    return p
+def _stream(streams, t, i, columns, live, D: tl.constexpr):
+    """Columns of stream i; `streams`: where they begin, and the elements from token to token and stream to stream."""
+    base, stride, apart = streams
+    return _tile(base, t * stride + i * apart, columns, live, D)
 
 
 @triton.jit
-def _mixture(
-    kept,
-    stride,
-    apart,
-    earlier,
-    coefficients,
-    t,
-    live,
-    columns,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    LATE: tl.constexpr,
-):
+def _shares(earlier, coefficients, t, live, N: tl.constexpr, E: tl.constexpr, C: tl.constexpr, LATE: tl.constexpr):
+    """The share of each stream in a read, (TOKENS,) each: see `Connection.late`."""
+    shares = ()
+    for i in tl.static_range(N):
+        if LATE and earlier is not None:
+            p = tl.load(earlier + t * E + i, mask=live, other=0.0)
+        elif LATE:
+            p = tl.zeros_like(t).to(tl.float32) + (1.0 if i == 0 else 0.0)
+        elif C == 0:
+            p = tl.zeros_like(t).to(tl.float32) + 1.0
+        else:
+            p = tl.load(coefficients + t * C + i, mask=live, other=0.0)
+        shares = shares + (p,)
+    return shares
+
+
+@triton.jit
+def _mixture(kept, shares, t, live, columns, N: tl.constexpr, D: tl.constexpr):
     """Columns of the read before its norm."""
-    h = _share(earlier, coefficients, t, live, 0, E, C, LATE)[:, None] * _tile(kept, t * stride, columns, live, D)
+    h = shares[0][:, None] * _stream(kept, t, 0, columns, live, D)
     for i in tl.static_range(1, N):
-        p = _share(earlier, coefficients, t, live, i, E, C, LATE)
-        h += p[:, None] * _tile(kept, t * stride + i * apart, columns, live, D)
+        h += shares[i][:, None] * _stream(kept, t, i, columns, live, D)
     return h
 
 
 @triton.jit
 def _moments(
-    kept,
-    stride,
-    apart,
-    earlier,
-    coefficients,
-    t,
-    live,
-    norm_eps,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    LATE: tl.constexpr,
-    NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    kept, shares, t, live, norm_eps, N: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The centre (TOKENS,) that the norm subtracts, and what it multiplies by."""
     centre = tl.zeros_like(t).to(tl.float32)
@@ -89,8 +69,7 @@ def _moments(
     if NORM != 0:
         power = tl.zeros_like(centre)
         for start in range(0, D, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            h = _mixture(kept, stride, apart, earlier, coefficients, t, live, columns, N, D, E, C, LATE)
+            h = _mixture(kept, shares, t, live, start + tl.arange(0, BLOCK), N, D)
             power += tl.sum(h * h, 1)
             centre += tl.sum(h, 1)
         centre = centre / D if NORM == 2 else tl.zeros_like(power)
@@ -98,11 +77,28 @@ def _moments(
             power = tl.zeros_like(centre)
             for start in range(0, D, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
-                h = _mixture(kept, stride, apart, earlier, coefficients, t, live, columns, N, D, E, C, LATE)
+                h = _mixture(kept, shares, t, live, columns, N, D)
                 h = tl.where((columns < D)[None, :], h - centre[:, None], 0.0)
                 power += tl.sum(h * h, 1)
         scale = tl.rsqrt(power / D + norm_eps)
     return centre, scale
+
+
+@triton.jit
+def _read_gradient(
+    kept, shares, weight, dx, moments, t, live, columns, N: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
+):
+    """Columns of the gradient of the read before its norm. moments: the centre and the scale of the norm, and the means
+    of its gradient's product with its result and of its gradient."""
+    y = _tile(dx, t * D, columns, live, D)
+    if NORM != 0:
+        centre, scale, product, mean = moments
+        hat = (_mixture(kept, shares, t, live, columns, N, D) - centre[:, None]) * scale[:, None]
+        if weight is not None:
+            y *= tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+        y = (y - hat * product[:, None] - mean[:, None]) * scale[:, None]
+        y = tl.where((columns < D)[None, :], y, 0.0)
+    return y
 
 
 @triton.jit
@@ -148,55 +144,98 @@ def _half_step_backward(m, dm, sums, live, AXIS: tl.constexpr):
 
 @triton.jit
 def _sinkhorn(
-    z,
-    inside,
-    eps,
-    sums,
-    live,
-    NP: tl.constexpr,
-    STEPS: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    EPS: tl.constexpr,
+    z, inside, eps, sums, live, NP: tl.constexpr, STEPS: tl.constexpr, FIRST: tl.constexpr, EPS: tl.constexpr
 ):
     """The balanced matrices (TOKENS, n, n) and the first softmax. sums (TOKENS, NP): where those of half step 0 go."""
     first, logs = _softmax(z, inside, FIRST)
     if EPS:
-        m = _half_step(tl.where(inside, first + eps, 0.0), eps, sums + NP, live, SECOND)
+        m = _half_step(tl.where(inside, first + eps, 0.0), eps, sums + NP, live, 3 - FIRST)
     else:  # on logarithms: a group's largest logit may be a hundred below another's
-        m, _ = _softmax(z - logs, inside, SECOND)
+        m, _ = _softmax(z - logs, inside, 3 - FIRST)
     for step in range(1, STEPS):
         m = _half_step(m, eps, sums + 2 * step * NP, live, FIRST)
-        m = _half_step(m, eps, sums + (2 * step + 1) * NP, live, SECOND)
+        m = _half_step(m, eps, sums + (2 * step + 1) * NP, live, 3 - FIRST)
     return m, first
 
 
 @triton.jit
 def _sinkhorn_backward(
-    m,
-    dm,
-    first,
-    sums,
-    live,
-    NP: tl.constexpr,
-    STEPS: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    EPS: tl.constexpr,
+    m, dm, first, sums, live, NP: tl.constexpr, STEPS: tl.constexpr, FIRST: tl.constexpr, EPS: tl.constexpr
 ):
     """The gradient of the logits."""
     for back in range(1, STEPS):
         step = STEPS - back
-        m, dm = _half_step_backward(m, dm, sums + (2 * step + 1) * NP, live, SECOND)
+        m, dm = _half_step_backward(m, dm, sums + (2 * step + 1) * NP, live, 3 - FIRST)
         m, dm = _half_step_backward(m, dm, sums + 2 * step * NP, live, FIRST)
     if EPS:
-        m, dm = _half_step_backward(m, dm, sums + NP, live, SECOND)
+        m, dm = _half_step_backward(m, dm, sums + NP, live, 3 - FIRST)
         dm = _softmax_backward(first, dm, FIRST)
     else:
-        dm = _softmax_backward(m, dm, SECOND)
+        dm = _softmax_backward(m, dm, 3 - FIRST)
         along = tl.sum(dm, FIRST)
         dm -= first * (along[:, None, :] if FIRST == 1 else along[:, :, None])
     return dm
+
+
+@triton.jit
+def _carry(
+    coefficients,
+    sums,
+    eps,
+    t,
+    live,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Balance the logits of A, which are among the coefficients (T, C), where they are."""
+    i = tl.arange(0, NP)
+    matrix = 2 * N + i[:, None] * N + i[None, :]
+    inside = live[:, None, None] & ((i < N)[:, None] & (i < N)[None, :])[None, :, :]
+    places = coefficients + t[:, None, None] * C + matrix[None, :, :]
+    z = tl.load(places, mask=inside, other=0.0)
+    half_steps = sums + t[:, None] * (2 * STEPS * NP) + i[None, :]
+    m, _ = _sinkhorn(z, inside, eps, half_steps, live, NP, STEPS, FIRST, EPS)
+    tl.store(places, m, mask=inside)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _carry_backward(
+    table,
+    products,
+    work,
+    sums,
+    eps,
+    t,
+    live,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    M: tl.constexpr,
+    C: tl.constexpr,
+    STEPS: tl.constexpr,
+    FIRST: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Put the gradient of the logits of A in place of that of A, in work (T, C); Sinkhorn's steps are made again."""
+    i = tl.arange(0, NP)
+    ours = (i < N)[:, None] & (i < N)[None, :]
+    inside = live[:, None, None] & ours[None, :, :]
+    matrix = 2 * N + i[:, None] * N + i[None, :]
+    u = tl.load(products + t[:, None, None] * (M + 1) + matrix[None, :, :], mask=inside, other=0.0)
+    z = tl.load(table + M + matrix, mask=ours, other=0.0)[None, :, :] * u
+    z += tl.load(table + matrix, mask=ours, other=0.0)[None, :, :]
+    half_steps = sums + t[:, None] * (2 * STEPS * NP) + i[None, :]
+    m, first = _sinkhorn(z, inside, eps, half_steps, live, NP, STEPS, FIRST, EPS)
+    tl.debug_barrier()
+    places = work + t[:, None, None] * C + matrix[None, :, :]
+    dm = tl.load(places, mask=inside, other=0.0)
+    dm = _sinkhorn_backward(m, dm, first, half_steps, live, NP, STEPS, FIRST, EPS)
+    tl.store(places, dm, mask=inside)
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -240,13 +279,14 @@ def connect_tokens(
     """The pending write, where there is an output; the coefficients; the read and its norm."""
     t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     live = t < tokens
+    before, after = (streams, stride, apart), (kept, kept_stride, kept_apart)
     if output is not None:
         for start in range(0, D, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             f = _tile(output, t * D, columns, live, D)
             old = ()
             for i in tl.static_range(N):
-                old = old + (_tile(streams, t * stride + i * apart, columns, live, D),)
+                old = old + (_stream(before, t, i, columns, live, D),)
             for j in tl.static_range(N):
                 new = tl.load(earlier + t * E + N + j, mask=live, other=0.0)[:, None] * f
                 if E == 2 * N:
@@ -266,7 +306,7 @@ def connect_tokens(
             for i in tl.static_range(N // G):
                 for start in range(0, D, BLOCK):
                     columns = start + tl.arange(0, BLOCK)
-                    h = _tile(kept, t * kept_stride + (g + i) * kept_apart, columns, live, D)
+                    h = _stream(after, t, g + i, columns, live, D)
                     rows = table + (G + 1 + i * D + columns)[:, None] * M + at[None, :]
                     w = tl.load(rows, mask=(columns < D)[:, None] & (at < M)[None, :], other=0.0)
                     u = tl.dot(h, w, u, input_precision="tf32x3")
@@ -289,22 +329,12 @@ def connect_tokens(
             tl.store(coefficients + t[:, None] * C + to[None, :], made, mask=live[:, None] & (at < M)[None, :])
         tl.debug_barrier()
         if KIND == SINKHORN:
-            i = tl.arange(0, NP)
-            matrix = 2 * N + i[:, None] * N + i[None, :]
-            inside = live[:, None, None] & ((i < N)[:, None] & (i < N)[None, :])[None, :, :]
-            places = coefficients + t[:, None, None] * C + matrix[None, :, :]
-            z = tl.load(places, mask=inside, other=0.0)
-            half_steps = sums + t[:, None] * (2 * STEPS * NP) + i[None, :]
-            m, _ = _sinkhorn(z, inside, sinkhorn_eps, half_steps, live, NP, STEPS, FIRST, 3 - FIRST, EPS)
-            tl.store(places, m, mask=inside)
-            tl.debug_barrier()
-    centre, scale = _moments(
-        kept, kept_stride, kept_apart, earlier, coefficients, t, live, norm_eps, N, D, E, C, LATE, NORM, BLOCK
-    )
+            _carry(coefficients, sums, sinkhorn_eps, t, live, N, NP, C, STEPS, FIRST, EPS)
+    read_shares = _shares(earlier, coefficients, t, live, N, E, C, LATE)
+    centre, scale = _moments(after, read_shares, t, live, norm_eps, N, D, NORM, BLOCK)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        h = _mixture(kept, kept_stride, kept_apart, earlier, coefficients, t, live, columns, N, D, E, C, LATE)
-        h = (h - centre[:, None]) * scale[:, None]
+        h = (_mixture(after, read_shares, t, live, columns, N, D) - centre[:, None]) * scale[:, None]
         if weight is not None:
             h *= tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
         if bias is not None:
@@ -366,18 +396,17 @@ def connect_tokens_backward(
     live = t < tokens
     G: tl.constexpr = N if KIND == TANH else 1  # ty: ignore[invalid-assignment]
     mine = shares + tl.program_id(0).to(tl.int64) * ((G + 1) * M + 2 * D)
+    before, after = (streams, stride, apart), (kept, kept_stride, kept_apart)
+    read_shares = _shares(earlier, coefficients, t, live, N, E, C, LATE)
     i = tl.arange(0, NP)
     at = tl.arange(0, MP)
-    centre, scale = _moments(
-        kept, kept_stride, kept_apart, earlier, coefficients, t, live, norm_eps, N, D, E, C, LATE, NORM, BLOCK
-    )
+    centre, scale = _moments(after, read_shares, t, live, norm_eps, N, D, NORM, BLOCK)
     product = tl.zeros([TOKENS], tl.float32)
     mean = tl.zeros([TOKENS], tl.float32)
     if NORM != 0:
         for start in range(0, D, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            h = _mixture(kept, kept_stride, kept_apart, earlier, coefficients, t, live, columns, N, D, E, C, LATE)
-            hat = (h - centre[:, None]) * scale[:, None]
+            hat = (_mixture(after, read_shares, t, live, columns, N, D) - centre[:, None]) * scale[:, None]
             y = _tile(dx, t * D, columns, live, D)
             tl.store(mine + (G + 1) * M + columns, tl.sum(y * hat, 0), mask=columns < D)
             tl.store(mine + (G + 1) * M + D + columns, tl.sum(y, 0), mask=columns < D)
@@ -386,33 +415,13 @@ def connect_tokens_backward(
             product += tl.sum(y * hat, 1) / D
             if NORM == 2:
                 mean += tl.sum(y, 1) / D
+    moments = (centre, scale, product, mean)
     dp = tl.zeros([TOKENS, NP], tl.float32)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        read = _read_gradient(
-            kept,
-            kept_stride,
-            kept_apart,
-            earlier,
-            coefficients,
-            weight,
-            dx,
-            t,
-            live,
-            columns,
-            centre,
-            scale,
-            product,
-            mean,
-            N,
-            D,
-            E,
-            C,
-            LATE,
-            NORM,
-        )
+        read = _read_gradient(after, read_shares, weight, dx, moments, t, live, columns, N, D, NORM)
         for j in tl.static_range(N):
-            one = tl.sum(read * _tile(kept, t * kept_stride + j * kept_apart, columns, live, D), 1)
+            one = tl.sum(read * _stream(after, t, j, columns, live, D), 1)
             dp += tl.where((i == j)[None, :], one[:, None], 0.0)
     of_streams = live[:, None] & (i < N)[None, :]
     if earlier is not None:
@@ -424,11 +433,11 @@ def connect_tokens_backward(
                 tl.store(dearlier + t[:, None] * E + start + i[None, :], tl.zeros_like(dp), mask=nothing)
     if M > 0:
         for first in tl.static_range(0, C, MP):
-            given = tl.zeros([TOKENS, MP], tl.float32)
+            above = tl.zeros([TOKENS, MP], tl.float32)
             here = live[:, None] & (first + at < C)[None, :]
             if dcoefficients is not None:
-                given = tl.load(dcoefficients + t[:, None] * C + first + at[None, :], mask=here, other=0.0)
-            tl.store(work + t[:, None] * C + first + at[None, :], given, mask=here)
+                above = tl.load(dcoefficients + t[:, None] * C + first + at[None, :], mask=here, other=0.0)
+            tl.store(work + t[:, None] * C + first + at[None, :], above, mask=here)
         tl.debug_barrier()
         if not LATE:
             own = tl.load(work + t[:, None] * C + i[None, :], mask=of_streams, other=0.0)
@@ -436,20 +445,7 @@ def connect_tokens_backward(
             tl.store(work + t[:, None] * C + i[None, :], own + dp, mask=of_streams)
             tl.debug_barrier()
         if KIND == SINKHORN:
-            inside = live[:, None, None] & ((i < N)[:, None] & (i < N)[None, :])[None, :, :]
-            matrix = 2 * N + i[:, None] * N + i[None, :]
-            ours = (i < N)[:, None] & (i < N)[None, :]
-            u = tl.load(products + t[:, None, None] * (M + 1) + matrix[None, :, :], mask=inside, other=0.0)
-            z = tl.load(table + M + matrix, mask=ours, other=0.0)[None, :, :] * u
-            z += tl.load(table + matrix, mask=ours, other=0.0)[None, :, :]
-            half_steps = sums + t[:, None] * (2 * STEPS * NP) + i[None, :]
-            m, first_softmax = _sinkhorn(z, inside, sinkhorn_eps, half_steps, live, NP, STEPS, FIRST, 3 - FIRST, EPS)
-            tl.debug_barrier()
-            places = work + t[:, None, None] * C + matrix[None, :, :]
-            dm = tl.load(places, mask=inside, other=0.0)
-            dm = _sinkhorn_backward(m, dm, first_softmax, half_steps, live, NP, STEPS, FIRST, 3 - FIRST, EPS)
-            tl.store(places, dm, mask=inside)
-            tl.debug_barrier()
+            _carry_backward(table, products, work, sums, sinkhorn_eps, t, live, N, NP, M, C, STEPS, FIRST, EPS)
         scales = tl.load(table + G * M + at, mask=at < M, other=0.0)[None, :]
         of_scales = tl.zeros([MP], tl.float32)
         here = live[:, None] & (at < M)[None, :]
@@ -484,47 +480,20 @@ def connect_tokens_backward(
     db = tl.zeros([TOKENS, NP], tl.float32)
     for start in range(0, D, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        read = _read_gradient(
-            kept,
-            kept_stride,
-            kept_apart,
-            earlier,
-            coefficients,
-            weight,
-            dx,
-            t,
-            live,
-            columns,
-            centre,
-            scale,
-            product,
-            mean,
-            N,
-            D,
-            E,
-            C,
-            LATE,
-            NORM,
-        )
+        read = _read_gradient(after, read_shares, weight, dx, moments, t, live, columns, N, D, NORM)
         grads = ()
         for j in tl.static_range(N):
-            grad = _share(earlier, coefficients, t, live, j, E, C, LATE)[:, None] * read
+            grad = read_shares[j][:, None] * read
             if dmade is not None:
                 grad += _tile(dmade, t * (N * D) + j * D, columns, live, D)
             if M > 0:
-                of_norm = tl.load(along + t * G + (j if KIND == TANH else 0), mask=live, other=0.0)
-                grad += of_norm[:, None] * _tile(kept, t * kept_stride + j * kept_apart, columns, live, D)
-                du = tl.load(
-                    dproducts + ((t * G + (j if KIND == TANH else 0)) * M)[:, None] + at[None, :],
-                    mask=live[:, None] & (at < M)[None, :],
-                    other=0.0,
-                )
-                rows = G + 1 + (0 if KIND == TANH else j * D) + columns
-                w = tl.load(
-                    table + rows[None, :] * M + at[:, None],
-                    mask=(at < M)[:, None] & (columns < D)[None, :],
-                    other=0.0,
-                )
+                group = t * G + (j if KIND == TANH else 0)
+                of_norm = tl.load(along + group, mask=live, other=0.0)
+                grad += of_norm[:, None] * _stream(after, t, j, columns, live, D)
+                here = live[:, None] & (at < M)[None, :]
+                du = tl.load(dproducts + (group * M)[:, None] + at[None, :], mask=here, other=0.0)
+                rows = table + (G + 1 + (0 if KIND == TANH else j * D) + columns)[None, :] * M + at[:, None]
+                w = tl.load(rows, mask=(at < M)[:, None] & (columns < D)[None, :], other=0.0)
                 grad = tl.dot(du, w, grad, input_precision="tf32x3")
             grads = grads + (grad,)
         if output is not None:
@@ -538,7 +507,7 @@ def connect_tokens_backward(
             if output is None or E == 2 * N:
                 dold = grads[k]
             else:
-                old = _tile(streams, t * stride + k * apart, columns, live, D)
+                old = _stream(before, t, k, columns, live, D)
                 dold = tl.zeros_like(old)
                 for j in tl.static_range(N):
                     dold += tl.load(earlier + t * E + 2 * N + k * N + j, mask=live, other=0.0)[:, None] * grads[j]
@@ -550,41 +519,6 @@ def connect_tokens_backward(
             to = 2 * N + pair // NP * N + pair % NP
             ours = (pair // NP < N) & (pair % NP < N)
             tl.store(dearlier + t[:, None] * E + to[None, :], da, mask=live[:, None] & ours[None, :])
-
-
-@triton.jit
-def _read_gradient(
-    kept,
-    stride,
-    apart,
-    earlier,
-    coefficients,
-    weight,
-    dx,
-    t,
-    live,
-    columns,
-    centre,
-    scale,
-    product,
-    mean,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    C: tl.constexpr,
-    LATE: tl.constexpr,
-    NORM: tl.constexpr,
-):
-    """Columns of the gradient of the read before its norm."""
-    y = _tile(dx, t * D, columns, live, D)
-    if NORM != 0:
-        h = _mixture(kept, stride, apart, earlier, coefficients, t, live, columns, N, D, E, C, LATE)
-        hat = (h - centre[:, None]) * scale[:, None]
-        if weight is not None:
-            y *= tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
-        y = (y - hat * product[:, None] - mean[:, None]) * scale[:, None]
-        y = tl.where((columns < D)[None, :], y, 0.0)
-    return y
 
 
 @triton.jit(do_not_specialize=["tokens", "programs"])

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from attnres.ops.gpu.merge_kernels import _load, _start
-from attnres.ops.gpu.sealed_kernels import _among, _inside, _load_mixed, _offsets, _store
+from attnres.ops.gpu.sealed_kernels import _among, _inside, _load_mixed, _starts, _store
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -44,14 +44,15 @@ def read_token(
     at = tl.arange(0, BLOCK)
     live = r < N
     here = tl.zeros([ROWS], tl.int64) + t
-    rows = sources[0] + _offsets(sources, strides, r, 0, here, N, D, WIDE, 0, ALIGNED)
-    others = sources[OTHER] + _offsets(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
+    rows, others = _starts(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
     v = _load_mixed(rows, others, _among(r, N, WIDE), live, at, D, BLOCK, WIDE != 0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
-    tl.store(inv_rms + t * N + r, inverse, mask=live)
+    if inv_rms is not None:
+        tl.store(inv_rms + t * N + r, inverse, mask=live)
     for s in tl.static_range(S):
         x = tl.sum(v * _load(queries, s * D, D, BLOCK, True).to(tl.float32)[None, :], 1) * inverse
-        tl.store(logits + (t * N + r) * S + s, x, mask=live)
+        if logits is not None:
+            tl.store(logits + (t * N + r) * S + s, x, mask=live)
         x = tl.where(live, x, float("-inf"))
         highest = tl.max(x, 0)
         p = tl.where(live, tl.exp(x - highest), 0.0)
@@ -101,12 +102,10 @@ def read_token_backward(
     for turn in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         t = tl.cast(turn, tl.int64)
         here = tl.zeros([ROWS], tl.int64) + t
-        rows = sources[0] + _offsets(sources, strides, r, 0, here, N, D, WIDE, 0, ALIGNED)
-        others = sources[OTHER] + _offsets(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
+        rows, others = _starts(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
         v = _load_mixed(rows, others, wide, live, at, D, BLOCK, WIDE != 0).to(tl.float32)
         if CARRIED != 0:
-            early = carried[0] + _offsets(carried, carried_strides, r, 0, here, N, D, CARRIED_WIDE, 0, ALIGNED)
-            early_others = carried[CARRIED_OTHER] + _offsets(
+            early, early_others = _starts(
                 carried, carried_strides, r, 0, here, N, D, CARRIED_WIDE, CARRIED_OTHER, ALIGNED
             )
             has = live & _among(r, N, CARRIED)
@@ -127,10 +126,9 @@ def read_token_backward(
             dv += p[:, None] * g[None, :] + a[:, None] * _load(queries, s * D, D, BLOCK, True).to(tl.float32)[None, :]
             dq += tl.where(read[:, None] == s, tl.sum(a[:, None] * v, 0)[None, :], 0.0)
         dv -= (back * inverse * inverse / D)[:, None] * v
-        to = dsources[0] + _offsets(dsources, None, r, 0, here, N, D, WIDE, 0, ALIGNED)
+        to, to_others = _starts(dsources, None, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
         _store(to, dv, live & ~wide, at, D, BLOCK)
         if WIDE != 0:
-            to_others = dsources[OTHER] + _offsets(dsources, None, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
             _store(to_others, dv, live & wide, at, D, BLOCK)
     to = partials + tl.program_id(0).to(tl.int64) * S * D + read[:, None] * D + at[None, :]
     tl.store(to, dq, mask=_inside(read < S, at, D, BLOCK))

@@ -1,6 +1,7 @@
 """Checks of what a forward and a backward pass do: shapes, dtypes, gradients, and what happens to states."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,13 +230,9 @@ def checkpointing(subject: Subject) -> str:
     largest = 0.0
     for residual, network in subject.networks():
         expected = network.gradients(residual, tokens(2, 3))
-        result = network.gradients(residual, tokens(2, 3), around=_checkpointed)
+        result = network.gradients(residual, tokens(2, 3), around=partial(checkpoint, use_reentrant=False))
         largest = max(largest, agree(result, expected, "activation checkpointing"))
     return f"{largest:.1e}"
-
-
-def _checkpointed(step: Any, *arguments: Any) -> Any:
-    return checkpoint(step, *arguments, use_reentrant=False)
 
 
 def compiled(subject: Subject) -> str:

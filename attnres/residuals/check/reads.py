@@ -260,8 +260,8 @@ def queries(subject: Subject) -> str:
         assert direction is not None and sharpness is not None
         expect(direction.shape == (residual.width,), f"the direction of read {index} is {tuple(direction.shape)}")
         # Sources along the query and against it, for two tokens the other way round: what else a logit has cancels.
-        signs = [torch.tensor([[sign], [-sign]], dtype=torch.float64) for sign in _alternating(depth + 1)]
-        written = [sign * direction.double() for sign in signs]
+        both = torch.tensor([[1.0], [-1.0]], dtype=torch.float64) * direction.double()
+        written = [(-1) ** place * both for place in range(depth + 1)]
         pinned = Network(depth, outputs=written[1:])
         weights = recorded(residual, pinned, written[0]).reads[index][1]
         assert weights is not None
@@ -272,10 +272,6 @@ def queries(subject: Subject) -> str:
             expect(share <= 1 + 1e-6, f"a logit of read {index} is {share:.2f} times its sharpness")
             closest = max(closest, share)
     return f"{len(with_query)} reads, the largest logit {closest:.2f} of its bound"
-
-
-def _alternating(count: int) -> list[float]:
-    return [1.0 if place % 2 == 0 else -1.0 for place in range(count)]
 
 
 def start(subject: Subject) -> str:

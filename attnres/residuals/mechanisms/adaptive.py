@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
-from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.layout import About, Learned
 from attnres.residuals.mechanisms.boundary import Boundary
+from attnres.residuals.mechanisms.weighting import weighted_sum
 from attnres.residuals.settings import number, one_of, positive, start_at
 
 SCHEDULES: dict[str, Callable[[float, float, Tensor], Tensor]] = {

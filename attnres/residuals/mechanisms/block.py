@@ -247,18 +247,18 @@ class Block(DepthAttention):
     def bank_reads(self) -> BankReads | str:
         return super().bank_reads() if self.altered is None else f"a bank keeps plain sums, and not with {self.altered}"
 
-    def prior_logits(self, index: int) -> list[Tensor | float]:
-        beta = self.count_prior if self.prior is None else self.prior[index]
-        return [] if self.prior is None and not beta else [beta * math.log(count) for count in self._counts(index)]
+    def prior_logits(self, read: int) -> list[Tensor | float]:
+        beta = self.count_prior if self.prior is None else self.prior[read]
+        return [] if self.prior is None and not beta else [beta * math.log(count) for count in self._counts(read)]
 
-    def _counts(self, index: int) -> list[int]:
-        """Return how many outputs each source of read `index` but a null one sums."""
-        return [len(source.span or ()) for source in self.sources(index) if source is not NULL]
+    def _counts(self, read: int) -> list[int]:
+        """Return how many outputs each source of read number `read` but a null one sums."""
+        return [len(source.span or ()) for source in self.sources(read) if source is not NULL]
 
-    def total(self, index: int) -> float:
+    def total(self, read: int) -> float:
         if not self.count_prior:
-            return super().total(index)
-        return sum(count**self.count_prior for count in self._counts(index)) + self.weighting.null_source
+            return super().total(read)
+        return sum(count**self.count_prior for count in self._counts(read)) + self.weighting.null_source
 
     def handed_on(self, state: DepthState) -> Tensor:
         if not self.scales:
@@ -276,13 +276,13 @@ class Block(DepthAttention):
                 tables[name] = Learned(parameter.detach().float().cpu(), (axes[name],), title)
         return tables
 
-    def sealed(self, index: int) -> tuple[Source, ...]:
-        ended = pairwise(bound for bound in self.bounds if bound <= index)
+    def sealed(self, read: int) -> tuple[Source, ...]:
+        ended = pairwise(bound for bound in self.bounds if bound <= read)
         blocks = ((number, bounds) for number, bounds in enumerate(ended, 1))
         return (EMBEDDING, *(source for number, bounds in blocks for source in self._sums(*bounds, number)))
 
-    def opens(self, index: int) -> tuple[Source, ...]:
-        return self._sums(max(bound for bound in self.bounds if bound <= index), index, None)
+    def opens(self, read: int) -> tuple[Source, ...]:
+        return self._sums(max(bound for bound in self.bounds if bound <= read), read, None)
 
     def _sums(self, start: int, stop: int, number: int | None) -> tuple[Source, ...]:
         """Return the sums of the outputs of sublayers `start` to `stop` - 1, that with the last output last.

@@ -254,8 +254,8 @@ class Compose(Residual):
         number = self._number(sublayer)
         return sublayer, number, row - self.first_row(self.laid[number].first)
 
-    def sources(self, index: int) -> tuple[Source, ...]:
-        sublayer, number, row = self._inside(index)
+    def sources(self, read: int) -> tuple[Source, ...]:
+        sublayer, number, row = self._inside(read)
         rule = self.laid[number].rule
         if rule is not None:
             return tuple(self._outside(source, number) for source in rule.sources(row))
@@ -283,8 +283,8 @@ class Compose(Residual):
         """Return an upper bound of the sources of one kind in parts before: its numbers go on from there."""
         return sum(part.stop - part.first + 1 for part in self.laid[:number] if part.rule is not None)
 
-    def implied(self, index: int) -> Tensor | None:
-        sublayer, number, row = self._inside(index)
+    def implied(self, read: int) -> Tensor | None:
+        sublayer, number, row = self._inside(read)
         rule = self.laid[number].rule
         if self.traits.by_token:  # of some reads: all show those that they use
             return None
@@ -292,22 +292,22 @@ class Compose(Residual):
             return rule.implied(row)
         return torch.ones(sublayer + 1) if self.traits.linear else None
 
-    def direction(self, index: int) -> Tensor | None:
-        _, number, row = self._inside(index)
+    def direction(self, read: int) -> Tensor | None:
+        _, number, row = self._inside(read)
         rule = self.laid[number].rule
         return None if rule is None else rule.direction(row)
 
-    def sharpness(self, index: int) -> float | None:
-        _, number, row = self._inside(index)
+    def sharpness(self, read: int) -> float | None:
+        _, number, row = self._inside(read)
         rule = self.laid[number].rule
         return None if rule is None else rule.sharpness(row)
 
-    def mixing_row(self, index: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
-        _, number, row = self._inside(index)
+    def mixing_row(self, read: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
+        _, number, row = self._inside(read)
         first, stop, rule = self.laid[number]
         if rule is None or not self.traits.linear:
-            return super().mixing_row(index, weights, rows)
-        own = [torch.cat([r[:, :1], r[:, first + 1 : stop + 1]], 1) for r in rows[index - row : index]]
+            return super().mixing_row(read, weights, rows)
+        own = [torch.cat([r[:, :1], r[:, first + 1 : stop + 1]], 1) for r in rows[read - row : read]]
         mixed = rule.mixing_row(row, weights, own)
         if mixed is None:
             return None

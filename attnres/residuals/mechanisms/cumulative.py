@@ -78,18 +78,18 @@ class Cumulative(DepthAttention):
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         return state._replace(added=(output,))
 
-    def sealed(self, index: int) -> tuple[Source, ...]:
-        ends = range(self.block_size, index + 1, self.block_size)
+    def sealed(self, read: int) -> tuple[Source, ...]:
+        ends = range(self.block_size, read + 1, self.block_size)
         snapshots = [Source("state", end, range(end + 1)) for end in ends]
-        if index == self.num_sublayers and index % self.block_size:
-            snapshots.append(Source("state", index, range(index + 1)))  # the head reads the stream, which ends here
+        if read == self.num_sublayers and read % self.block_size:
+            snapshots.append(Source("state", read, range(read + 1)))  # the head reads the stream, which ends here
         return (EMBEDDING, *snapshots)
 
-    def opens(self, index: int) -> tuple[Source, ...]:
-        return (Source("stream", None, range(index + 1), open=True),)
+    def opens(self, read: int) -> tuple[Source, ...]:
+        return (Source("stream", None, range(read + 1), open=True),)
 
-    def sources(self, index: int) -> tuple[Source, ...]:
-        return self.opens(index) if index == self.num_sublayers else super().sources(index)
+    def sources(self, read: int) -> tuple[Source, ...]:
+        return self.opens(read) if read == self.num_sublayers else super().sources(read)
 
     def bank_reads(self) -> BankReads | str:
         """Said anew, for `finish` is this class's own: the head reads one source, the stream."""

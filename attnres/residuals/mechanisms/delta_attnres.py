@@ -12,7 +12,6 @@ from attnres.residuals.layout import About, Source, Traits, block_sources, outpu
 from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.queries import Queried
 from attnres.residuals.settings import number, positive
-from attnres.residuals.state import Slot, slots_of
 from attnres.residuals.watch import NormLike
 
 
@@ -108,27 +107,13 @@ class DeltaAttnRes(Queried):
             return Deltas(stream, (*state.finished, partial))
         return Deltas(stream, state.finished, (partial,))
 
-    def sources(self, index: int) -> tuple[Source, ...]:
+    def sources(self, read: int) -> tuple[Source, ...]:
         if len(self.bounds) > self.num_sublayers:  # blocks of one sublayer each
-            return outputs(index + 1, self.sublayers)
-        return block_sources(self.bounds, index)
+            return outputs(read + 1, self.sublayers)
+        return block_sources(self.bounds, read)
 
-    def direction(self, index: int) -> Tensor | None:
-        return (self.queries[index] * self.gains[index]).detach() if 0 < index < self.num_sublayers else None
-
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        return (*slots_of(self.sources(index), index), *([Slot(f"stream {index}", False)] if index else []))
-
-    def pack(self, state: Deltas, index: int) -> tuple[Tensor, ...]:
-        return (*state.finished, *state.partial, *([state.stream] if index else []))
-
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> Deltas:
-        sources = self.sources(index)
-        count = sum(not source.open for source in sources)
-        return Deltas(tensors[-1], tuple(tensors[:count]), tuple(tensors[count : len(sources)]))
+    def direction(self, read: int) -> Tensor | None:
+        return (self.queries[read] * self.gains[read]).detach() if 0 < read < self.num_sublayers else None
 
     def hidden_state(self, state: Deltas) -> Tensor:
         return state.stream
-
-    def finish(self, state: Deltas, norm: NormLike) -> Tensor:
-        return self.read(state, self.num_sublayers, norm)[0]

@@ -161,7 +161,7 @@ class DepthAttention(Queried):
         )
 
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
-        """The state with the output of sublayer `index` among, or to be added to, the group's open sources."""
+        """Return the state with the output of sublayer `index` among, or to be added to, the group's open sources."""
         raise NotImplementedError
 
     @property
@@ -169,16 +169,16 @@ class DepthAttention(Queried):
         """The most open sources a read has."""
         return max(stop - start for start, stop in pairwise(self.bounds))
 
-    def sealed(self, index: int) -> tuple[Source, ...]:
-        """Return the finished sources of read `index`."""
+    def sealed(self, read: int) -> tuple[Source, ...]:
+        """Return the finished sources of read number `read`."""
         raise NotImplementedError
 
-    def opens(self, index: int) -> tuple[Source, ...]:
-        """Return the sources that the group of read `index` has still open."""
+    def opens(self, read: int) -> tuple[Source, ...]:
+        """Return the sources that the group of read number `read` has still open."""
         raise NotImplementedError
 
-    def _all_sources(self, index: int) -> tuple[Source, ...]:
-        return self.sealed(index) + self.opens(index)
+    def _all_sources(self, read: int) -> tuple[Source, ...]:
+        return self.sealed(read) + self.opens(read)
 
     def _places(self, count: int) -> list[int]:
         """Return which of `count` sources a read has: the embedding and the last ones, or all."""
@@ -186,15 +186,15 @@ class DepthAttention(Queried):
             return list(range(count))
         return [0, *range(count - self.window, count)]
 
-    def sources(self, index: int) -> tuple[Source, ...]:
-        every = self._all_sources(index)
+    def sources(self, read: int) -> tuple[Source, ...]:
+        every = self._all_sources(read)
         sources = tuple(every[place] for place in self._places(len(every)))
         return (*sources, NULL) if self.weighting.null_source and len(sources) > 1 else sources
 
-    def group_start(self, index: int) -> int:
-        """Return how many outputs are finished sources of read `index`: all of the output's read, although it shares
-        the pass over sealed sources with the last group."""
-        return index if index == self.num_sublayers else self._groups[index][0]
+    def group_start(self, read: int) -> int:
+        """Return how many outputs are finished sources of a read: all of the output's, although it shares the pass over
+        sealed sources with the last group."""
+        return read if read == self.num_sublayers else self._groups[read][0]
 
     def _begin(
         self,
@@ -254,7 +254,7 @@ class DepthAttention(Queried):
         if count == 1:  # one source: itself, and exactly no gradient for the query
             h = embedding if isinstance(norm, Norm) else embedding.to(stream)
             return self.normed(h, index, norm, values=[h]), state
-        if self.special is not None or self.editor is not None:
+        if self.special is not None or (self.editor is not None and self.editor.edits(index)):
             return self._read_plainly(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
@@ -347,13 +347,13 @@ class DepthAttention(Queried):
             self.observer.on_read(index, h, mixed.weights, mixed.values)
         return with_norm(h, norm), state
 
-    def prior_logits(self, index: int) -> list[Tensor | float]:
-        """Return what is added to the logit of each source of read `index` but a null one; nothing for none."""
+    def prior_logits(self, read: int) -> list[Tensor | float]:
+        """Return what is added to the logit of each source of read number `read` but a null one; nothing for none."""
         return []
 
-    def total(self, index: int) -> float:
-        """Return what makes read `index` at the start, with zero queries, the sum of its sources."""
-        return self.weighting.total(len(self.sources(index)) - self.weighting.null_source)
+    def total(self, read: int) -> float:
+        """Return what makes read number `read` at the start, with zero queries, the sum of its sources."""
+        return self.weighting.total(len(self.sources(read)) - self.weighting.null_source)
 
     def _plain_stream(self, state: DepthState) -> Tensor:
         """Return the sum of all outputs so far in the compute dtype; `state` has nothing left to add."""
@@ -387,14 +387,14 @@ class DepthAttention(Queried):
         return (*state.open[:-1], sealed_sum(state.open[-1], state.added[0], dtype or self._stream_dtype(state.sealed)))
 
     @torch.no_grad()
-    def direction(self, index: int) -> Tensor | None:
-        if index >= len(self.query) or not self.weighting.bounded:
+    def direction(self, read: int) -> Tensor | None:
+        if read >= len(self.query) or not self.weighting.bounded:
             return None
-        direction = self.queries[index] * self.gains[index]
+        direction = self.queries[read] * self.gains[read]
         return nn.functional.pad(direction, (self.width - len(direction), 0))  # of a sliced key: the last coordinates
 
-    def sharpness(self, index: int) -> float | None:
-        largest, rank = super().sharpness(index), self.query.shape[1]
+    def sharpness(self, read: int) -> float | None:
+        largest, rank = super().sharpness(read), self.query.shape[1]
         if largest is None:
             return None
         return largest * math.sqrt(rank / self.width) / self.weighting.read_temperature
@@ -402,14 +402,14 @@ class DepthAttention(Queried):
     def learned(self) -> dict[str, Learned]:
         return self.gates.learned()
 
-    def mixing_row(self, index: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
-        row = super().mixing_row(index, weights, rows)
-        count = len(self.sources(index))
-        if row is None or count == 1 or index >= len(self.query):  # a read of one source has neither scale nor gate
+    def mixing_row(self, read: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
+        row = super().mixing_row(read, weights, rows)
+        count = len(self.sources(read))
+        if row is None or count == 1 or read >= len(self.query):  # a read of one source has neither scale nor gate
             return row
         if self.read_scale == "sum":
-            row = row * self.total(index)
-        return self.gates.held_back(row, self.spanned(range(index + 1)).to(row), index)
+            row = row * self.total(read)
+        return self.gates.held_back(row, self.spanned(range(read + 1)).to(row), read)
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         return slots_of(self.sealed(index) + self._crossing(index), index)

@@ -52,11 +52,11 @@ class Full(DepthAttention):
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         return state._replace(open=(*state.open, output))
 
-    def sealed(self, index: int) -> tuple[Source, ...]:
-        return outputs(self.group_start(index) + 1, self.sublayers)
+    def sealed(self, read: int) -> tuple[Source, ...]:
+        return outputs(self.group_start(read) + 1, self.sublayers)
 
-    def opens(self, index: int) -> tuple[Source, ...]:
-        return outputs(index + 1, self.sublayers)[self.group_start(index) + 1 :]
+    def opens(self, read: int) -> tuple[Source, ...]:
+        return outputs(read + 1, self.sublayers)[self.group_start(read) + 1 :]
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         return slots_of(self._all_sources(index), index)  # the group's own never change either

@@ -11,7 +11,7 @@ from attnres.residuals.layout import About, Source, Traits, block_sources
 from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, whole
-from attnres.residuals.state import Slot, Ways, slots_of
+from attnres.residuals.state import Ways
 from attnres.residuals.watch import NormLike, looking, watched, with_norm
 
 
@@ -98,21 +98,14 @@ class Inkling2(Mixtures):
     def hidden_state(self, state: Kept) -> Tensor:
         return torch.stack((*state.past, *state.inside)).sum(0)
 
-    def sources(self, index: int) -> tuple[Source, ...]:
-        return block_sources(self.bounds, self.places()[index][0])
+    def sources(self, read: int) -> tuple[Source, ...]:
+        return block_sources(self.bounds, self.places()[read][0])
 
     @torch.no_grad()
-    def direction(self, index: int) -> Tensor | None:
-        return self.query[index] if len(self.sources(index)) > 1 else None
+    def direction(self, read: int) -> Tensor | None:
+        return self.query[read] if len(self.sources(read)) > 1 else None
 
-    def sharpness(self, index: int) -> float | None:
+    def sharpness(self, read: int) -> float | None:
         """|w|: the logits are divided by sqrt(d)."""
-        query = self.direction(index)
+        query = self.direction(read)
         return None if query is None else float(query.detach().double().norm())
-
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        return slots_of(block_sources(self.bounds, index), index)
-
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> Kept:
-        count = sum(slot.kept for slot in self.slots(index))
-        return Kept(tuple(tensors[:count]), tuple(tensors[count:]))

@@ -83,8 +83,8 @@ class Laurel(ScalarMix):
     def shortcut(self, index: int) -> Tensor | None:
         return 2.0 * torch.sigmoid(self.logits[index, 1]) if self.weighed else None
 
-    def implied(self, index: int) -> Tensor | None:
-        return super().implied(index) if self.traits.linear else None
+    def implied(self, read: int) -> Tensor | None:
+        return super().implied(read) if self.traits.linear else None
 
     def start(self, embedding: Tensor) -> tuple[Tensor, ...]:
         return (embedding,)

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
 from attnres.ops.norms import normed_product
-from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Traits, outputs
-from attnres.residuals.mechanisms.weighting import EmbeddingKeyKind
+from attnres.residuals.mechanisms.weighting import EmbeddingKeyKind, weighted_sum
 from attnres.residuals.settings import mean_or_sum, one_of, positive, whole
 from attnres.residuals.state import Slot, slots_of
 from attnres.residuals.watch import NormLike
@@ -128,6 +127,3 @@ class LRAttnRes(Residual):
 
     def hidden_state(self, state: Keyed) -> Tensor:
         return torch.stack(state.values).sum(0)
-
-    def finish(self, state: Keyed, norm: NormLike) -> Tensor:
-        return self.read(state, self.num_sublayers, norm)[0]

@@ -114,7 +114,8 @@ class MHC(ParallelStreams):
             )
         self.first_scale = None if stream_scale is None else positive("stream_scale", stream_scale)
         scaled, gated = stream_scale is not None, start.gated_head and not single_pass
-        self.traits = self.traits._replace(linear=not scaled)
+        if scaled:  # a number for each channel: reads are no weighted sums
+            self.traits = self.traits._replace(linear=False, by_token=False)
         self.stream_scale = nn.Parameter(torch.empty(n, width)) if scaled else None
         self.head_static = nn.Parameter(torch.empty(n)) if gated else None
         self.head_scale = nn.Parameter(torch.empty(1)) if gated else None
@@ -151,17 +152,18 @@ class MHC(ParallelStreams):
             start_at(self.static_carry, carry.expand(count, -1))
         nn.init.ones_(self.gain)
         nn.init.constant_(self.scale, start.scale)
+        # Whole parameters, not their rows: a loaded one is known by itself, and is left as it is.
+        reach = math.sqrt(6.0 / sum(self.weight.shape[1:]))  # Xavier's, of each sublayer's matrix
         first = {
             "zero": nn.init.zeros_,
             "normal": partial(nn.init.normal_, std=0.02),
-            "xavier": nn.init.xavier_uniform_,
-        }
-        for weight in self.weight:
-            first[start.weight](weight)
+            "xavier": partial(nn.init.uniform_, a=-reach, b=reach),
+        }[start.weight]
+        first(self.weight)
         if self.head_static is not None and self.head_scale is not None and self.head_weight is not None:
             nn.init.zeros_(self.head_static)
             nn.init.constant_(self.head_scale, start.scale)
-            first[start.weight](self.head_weight)
+            first(self.head_weight)
         if self.stream_scale is not None and self.first_scale is not None:
             reach = math.sqrt(6.0 / (self.num_streams + self.width))
             nn.init.uniform_(self.stream_scale, self.first_scale - reach, self.first_scale + reach)

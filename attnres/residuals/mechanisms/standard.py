@@ -31,8 +31,8 @@ class Standard(OneStream):
     def bank_queries(self) -> Tensor:
         return torch.empty(0)
 
-    def implied(self, index: int) -> Tensor:
-        return torch.ones(index + 1)
+    def implied(self, read: int) -> Tensor:
+        return torch.ones(read + 1)
 
 
 class Rescaled(Standard):
@@ -52,5 +52,5 @@ class Rescaled(Standard):
     def handed_on(self, state: Tensor) -> Tensor:
         return state * (self.num_sublayers + 1)
 
-    def implied(self, index: int) -> Tensor:
-        return torch.full((index + 1,), 1.0 / (index + 1))
+    def implied(self, read: int) -> Tensor:
+        return torch.full((read + 1,), 1.0 / (read + 1))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnres.ops import Norm, Plan
+from attnres.ops import Norm, Plan, compute_dtype
 from attnres.ops.backend import Call, Connection, why_not_connected
 from attnres.ops.dispatch import explain_connection
 from attnres.ops.streams import connect, split, write
@@ -112,7 +112,9 @@ class ParallelStreams(Residual):
             outputs = self._made_of[index]
             shares = earlier if form.late else made
             if shares is None:
-                shares = torch.eye(1, n, device=outputs.device)[0] if form.late else outputs.new_ones(n)
+                dtype = compute_dtype(outputs.dtype)
+                shares = outputs.new_ones(n, dtype=dtype)
+                shares = torch.eye(1, n).to(shares)[0] if form.late else shares
             outputs = outputs.to(shares)
             if made is not None and form.kind != "gate":
                 _, b, carry = split(made.to(shares), n)

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from attnres.ops import plain_torch
 from attnres.ops.norms import Norm
 from attnres.residuals import make_residual
-from lab.operations import operations
+from lab.cost import operations
 
 LAYERS, WIDTH = 6, 64
 READS = 2 * LAYERS + 1

@@ -1,0 +1,53 @@
+"""The devices that depth reads run on: the rows of their kernels, and the device that a user names."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+
+from attnres.errors import UserError
+from attnres.ops import cpu, gpu
+from attnres.ops.backend import KERNELS, Kernels
+
+KERNELS.update((row.device, row) for row in (cpu.KERNELS, gpu.KERNELS))  # another device: a folder, and its row here
+
+
+def accelerator() -> Kernels | None:
+    """Return the row of the first kind of device that is here, besides the processor; None where there is none."""
+    return next((row for row in KERNELS.values() if not row.host and row.devices()), None)
+
+
+def is_host(device: torch.device) -> bool:
+    """Return whether tensors are in the process's own memory and computed by its threads."""
+    return device.type in KERNELS and KERNELS[device.type].host
+
+
+def forked_generators(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Give the random generators of the processor and of these devices, of one type, their states back afterwards."""
+    others = {device for device in devices if device.type in KERNELS and not is_host(device)}
+    return torch.random.fork_rng(others, device_type=next((device.type for device in others), "cuda"))
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of a name: `auto` is an accelerator where there is one, else the CPU.
+
+    Raises:
+        UserError: no such device, or one that PyTorch does not find.
+    """
+    if name == "auto":
+        found = accelerator()
+        return torch.device("cpu" if found is None else found.device)
+    *names, last = "auto", *KERNELS
+    expected = f"expected {', '.join(names)} or {last}"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device {name} does not exist: {expected}") from error
+    if device.type not in KERNELS:
+        raise UserError(f"device {name} is none that depth reads run on: {expected}")
+    row = KERNELS[device.type]
+    if not row.host and not row.devices():
+        raise UserError(f"device {name} was asked for, but {row.missing()}: use --device cpu")
+    if not row.host and (device.index or 0) >= len(row.devices()):
+        raise UserError(f"device {name} does not exist: the last one here is {row.devices()[-1]}")
+    return device
