@@ -171,18 +171,12 @@ def _unforeseen(error: BaseException, words: Sequence[str]) -> str:
     frames, package = traceback.extract_tb(error.__traceback__), Path(__file__).parent
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a library"
-    files = [word for word in words[1:] if not word.startswith("-") and _is_there(word)]
+    files = [word for word in words[1:] if not word.startswith("-") and os.path.exists(word)]
     about = f", with {listed(files)}" if files else ""
     return (
         f"error: unforeseen {type(error).__name__} at {place}{about} ({one_line(first_line(error))}): a file that is "
         "damaged, or a mistake of attnres; the same command with --debug shows where, and a report of it is welcome"
     )
-
-
-def _is_there(word: str) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return Path(word).exists()
-    return False
 
 
 def _fail(message: str, code: int) -> None:

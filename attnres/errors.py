@@ -2,12 +2,14 @@
 
 import difflib
 import errno
+import importlib
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from typing import Any
 
 DEBUG = "ATTNRES_DEBUG"
 """Environment variable that --debug sets: errors come with their traceback, libraries say what they report."""
@@ -166,6 +168,14 @@ def foreign(what: str, advice: str) -> Generator[None]:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
         raise (user_file_fault(error) or UserError(f"{what} ({first_line(error)}): {advice}")) from error
+
+
+def require(module: str, sentence: str) -> Any:
+    """Import a module that not every installation has. Raises UserError with this sentence where it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(sentence) from error
 
 
 def install(extra: str) -> str:

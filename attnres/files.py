@@ -194,6 +194,12 @@ def replaced_folder(path: str | Path) -> Generator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def by_step(folder: Path, suffix: str) -> dict[int, Path]:
+    """Return the files STEP.SUFFIX of a folder by their steps, in order."""
+    files = sorted(folder.glob(f"*.{suffix}"))
+    return {int(path.stem): path for path in files if re.fullmatch("[0-9]{1,18}", path.stem) and path.is_file()}
+
+
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
     """Copy each file into `folder`, under its name there. Raises UserError for one that cannot be read."""
     for name, path in files.items():
@@ -220,17 +226,12 @@ def is_half_written(name: str) -> bool:
     return _WRITER.fullmatch(name) is not None
 
 
-def _is_stray(name: str) -> bool:
-    """Return whether what has this name was half-written by a process of this machine that is no more; another
-    machine's that writes to the same folder (a cluster's) may be alive."""
-    writer = _WRITER.fullmatch(name)
-    return writer is not None and writer["host"] in (None, _HOST) and not _alive(int(writer["process"]))
-
-
 def _remove_strays(files: Iterable[Path]) -> None:
     """Remove what processes that are no more left half-written."""
     for stray in files:
-        if _is_stray(stray.name):
+        writer = _WRITER.fullmatch(stray.name)
+        # Another machine's process that writes to the same folder (a cluster's) may be alive.
+        if writer is not None and writer["host"] in (None, _HOST) and not _alive(int(writer["process"])):
             _remove(stray)
 
 
@@ -267,7 +268,7 @@ def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
 
 
 def _place(path: str | Path) -> Path:
-    """Return where a folder lies that is to be replaced: what a link leads to. Raises UserError for the current
+    """Return the folder to be replaced; of a link, the folder that it leads to. Raises UserError for the current
     folder."""
     place = Path(path).resolve()
     if place == Path.cwd():
@@ -284,7 +285,7 @@ def _old(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """A file or a folder, if it is there and can be removed."""
+    """Remove a file or a folder, if it is there and can be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,13 +1,12 @@
 """Names on the Hugging Face hub, the files of a model and the rows of a data set from there."""
 
-import importlib
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from attnres.errors import UserError, first_line, install
+from attnres.errors import UserError, first_line, install, require
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -39,26 +38,25 @@ def fetch(name: str, patterns: Iterable[str]) -> Path:
 
 
 def dataset_rows(
-    what: str, repository: str, config: str | None, split: str, *, otherwise: str = "", **options: Any
+    what: str, repository: str, config: str | None, split: str, *, otherwise: str = ""
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of a data set, by the library `datasets`.
 
     Args:
         what: is read there, for messages; `otherwise` says what else the user can do.
-        options: of `datasets.load_dataset`.
 
     Raises:
         UserError: `datasets` is not installed, or the data set cannot be read.
     """
     with _reading(what, repository, otherwise) as datasets:
-        yield from datasets.load_dataset(repository, config, split=split, **options)
+        yield from datasets.load_dataset(repository, config, split=split)
 
 
 def streamed_rows(
     what: str, repository: str, config: str | None, split: str, revision: str | None, place: dict[str, Any] | None
 ) -> tuple[Iterator[dict[str, Any]], Callable[[], dict[str, Any]]]:
-    """Yield the rows of a data set from a place on, of which nothing but what is read is fetched, and a function that
-    says the place after the last row that was given.
+    """Return the rows of a data set from a place on, fetched as they are read, and a function that says the place after
+    the last row.
 
     Raises:
         UserError: as for `dataset_rows`, here or when a row is read.
@@ -72,16 +70,13 @@ def streamed_rows(
         with _reading(what, repository, ""):
             yield from rows
 
-    return guarded(), rows.state_dict
+    return guarded(), lambda: rows.state_dict()
 
 
 @contextmanager
 def _reading(what: str, repository: str, otherwise: str) -> Generator[Any]:
     """Give the library `datasets`, and raise what goes wrong with it as a UserError."""
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise UserError(f"{what} needs the library datasets: {install('data')}{otherwise}") from error
+    datasets = require("datasets", f"{what} needs the library datasets: {install('data')}{otherwise}")
     try:
         yield datasets
     except Exception as error:  # the library, its readers and its connections raise many kinds

@@ -149,14 +149,15 @@ class Saving(NamedTuple):
     loss: float
 
     def of_compute(self, ratio: float) -> float:
-        """Return the same in what a token costs `ratio` times as much of: FLOPs, or the time of a step."""
+        """Return the saving in FLOPs or time, of which a token costs `ratio` times as much as the base's."""
         return self.tokens / ratio
 
 
 def saving(curve: LossCurve, base: LossCurve, loss: float | None = None) -> Saving:
-    """Hold a curve against the base's at a loss; by default the lowest that both have reached, which is measured.
+    """Compare a curve with the base's at a loss; by default the lowest that both have reached, which is measured.
 
-    Read inside one schedule it is a lower bound of either sign: the one that comes later has a lower learning rate.
+    Read inside one schedule it understates a saving and a loss: the curve that comes later to the loss has a lower
+    learning rate there.
     """
     if loss is None:
         if not len(curve.losses) or not len(base.losses):

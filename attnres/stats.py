@@ -10,6 +10,7 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 
 class Ratio(NamedTuple):
@@ -168,19 +169,11 @@ def t_quantile(probability: float, degrees: float) -> float:
 def chi2_tail(value: float, degrees: int) -> float:
     """Return, for chi-squared, the probability of at least this value.
 
-    From Q(a + 1, x) = Q(a, x) + x^a e^-x / Gamma(a + 1), with Q(1/2, x) = erfc(sqrt(x)) and Q(1, x) = e^-x.
-
     >>> round(chi2_tail(5.991, 2), 3)
     0.05
     """
-    x, a = value / 2, 0.5 if degrees % 2 else 1.0
-    if x <= 0:
-        return 1.0
-    tail = math.erfc(math.sqrt(x)) if degrees % 2 else math.exp(-x)
-    while a < degrees / 2:
-        tail += math.exp(a * math.log(x) - x - math.lgamma(a + 1))
-        a += 1
-    return min(tail, 1.0)
+    a, x = torch.tensor([degrees / 2, max(0.0, value / 2)], dtype=torch.float64)
+    return torch.special.gammaincc(a, x).item()
 
 
 def bartlett(variances: Sequence[float], degrees: Sequence[float]) -> float:
@@ -359,36 +352,21 @@ def moderated(variances: Sequence[float], degrees: Sequence[float]) -> list[tupl
     """
     d = np.array(degrees, dtype=float)
     s2 = np.maximum(np.array(variances, dtype=float), np.finfo(float).tiny)
-    logs = np.log(s2) - np.array([_digamma(one / 2) for one in d]) + np.log(d / 2)
-    spread = float(logs.var(ddof=1)) - float(np.mean([_trigamma(one / 2) for one in d]))
+    halves = torch.from_numpy(d / 2)
+    logs = np.log(s2) - torch.special.digamma(halves).numpy() + np.log(d / 2)
+    spread = float(logs.var(ddof=1)) - torch.special.polygamma(1, halves).mean().item()
     if spread <= 0:  # no more than chance: one variance for all
         return [(float(np.average(s2, weights=d)), float(d.sum()))] * len(d)
     low, high = 1e-6, 1e9  # trigamma falls
     while high / low > 1 + 1e-12:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if _trigamma(middle) > spread else (low, middle)
+        trigamma = torch.special.polygamma(1, torch.tensor(middle, dtype=torch.float64)).item()
+        low, high = (middle, high) if trigamma > spread else (low, middle)
     d0 = 2 * low
-    prior = math.exp(float(logs.mean()) + _digamma(low) - math.log(low))
+    digamma = torch.special.digamma(torch.tensor(low, dtype=torch.float64)).item()
+    prior = math.exp(float(logs.mean()) + digamma - math.log(low))
     most = float(d.sum())
     return [((d0 * prior + own * one) / (d0 + one), min(d0 + one, most)) for own, one in zip(s2.tolist(), d.tolist())]
-
-
-def _digamma(x: float) -> float:
-    """Return the derivative of log gamma, for x > 0: moved up until its asymptotic series is exact to 1e-12."""
-    below = 0.0
-    while x < 12:
-        below, x = below + 1 / x, x + 1
-    y = 1 / (x * x)
-    return math.log(x) - 1 / (2 * x) - y * (1 / 12 - y * (1 / 120 - y * (1 / 252 - y / 240))) - below
-
-
-def _trigamma(x: float) -> float:
-    """Return the derivative of `_digamma`, in the same way."""
-    below = 0.0
-    while x < 12:
-        below, x = below + 1 / (x * x), x + 1
-    y = 1 / (x * x)
-    return 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y * (1 / 42 - y / 30))) + below
 
 
 def judged(effects: Sequence[Effect], planned: Sequence[bool], comparisons: int = 0) -> list[Effect]:

@@ -202,15 +202,13 @@ def visible(piece: str) -> str:
     words = piece.strip(" ")
     front = len(piece) - len(piece.lstrip(" "))
     shown = "␣" * front + words + "␣" * (len(piece) - front - len(words))
-    shown = shown.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥")
+    shown = shown.replace("\r", "\\r").replace("\n", "↵").replace("\t", "⇥")
     shown = "".join(map(_seen, shown)) or "∅"
     return f"\u2068{shown}\u2069" if any(unicodedata.bidirectional(c) in RIGHT_TO_LEFT for c in shown) else shown
 
 
 def _seen(letter: str) -> str:
     code = ord(letter)
-    if code < 32:
-        return chr(0x2400 + code)
-    if code == 127:
-        return "␡"
+    if code < 32 or code == 127:  # pictures of these, ␀ to ␡, are in few fonts
+        return f"\\x{code:02x}"
     return f"\\u{code:04x}" if letter != " " and unicodedata.category(letter) in UNSEEN else letter

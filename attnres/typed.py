@@ -14,38 +14,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Least:
-    """The smallest number that is one, in `Annotated[int, Least(0)]`."""
+    """A lower bound, in `Annotated[int, Least(0)]`; with `beyond` the value must be greater."""
 
     number: int
+    beyond: bool = False
 
     def admits(self, value: float) -> bool:
-        return value >= self.number
+        return value > self.number if self.beyond else value >= self.number
 
     def __str__(self) -> str:
-        return f"{self.number} or more"
-
-
-@dataclass(frozen=True)
-class Above:
-    """What a number must be greater than, in `Annotated[float, Above(0)]`."""
-
-    number: int
-
-    def admits(self, value: float) -> bool:
-        return value > self.number
-
-    def __str__(self) -> str:
-        return f"above {self.number}"
+        return f"above {self.number}" if self.beyond else f"{self.number} or more"
 
 
 Count = Annotated[int, Least(0)]
 """How many there are."""
-Positive = Annotated[float, Above(0)]
+Positive = Annotated[float, Least(0, beyond=True)]
 """What others are divided by."""
 
 
 class Misfit(Exception):
-    """A value that is not what was declared: where in the value it stands, and what was expected there."""
+    """A value that does not have its declared type: the path to it inside the whole value, and what was expected."""
 
     def __init__(self, value: Any, expected: str) -> None:
         super().__init__(expected)
@@ -59,7 +47,7 @@ class Misfit(Exception):
         return f"{prefix}{name} is {shown}: expected {self.expected}".lstrip(". ")
 
     def below(self, name: str | int) -> "Misfit":
-        """Return the same, said of what holds the value under `name`."""
+        """Return this error for the value that holds the wrong one under `name`."""
         self.names.insert(0, name)
         return self
 
@@ -132,9 +120,10 @@ def fit(value: Any, hint: Any) -> Any:
     if typing.is_typeddict(hint):
         return value | _fields(value, hint, required=hint.__required_keys__)
     if dataclasses.is_dataclass(hint):
-        optional = {field.name for field in dataclasses.fields(hint) if not _is_required(field)}
         names = {field.name for field in dataclasses.fields(hint)}
-        fields = _fields(value, hint, required=names - optional)
+        defaults = {field.name: (field.default, field.default_factory) for field in dataclasses.fields(hint)}
+        required = {name for name, both in defaults.items() if both == (dataclasses.MISSING, dataclasses.MISSING)}
+        fields = _fields(value, hint, required=required)
         if strange := sorted(set(value) - names):
             raise Misfit(value[strange[0]], "no such field").below(strange[0])
         return hint(**fields)
@@ -189,10 +178,6 @@ def _part(name: str | int, value: Any, hint: Any) -> Any:
         return fit(value, hint)
     except Misfit as error:
         raise error.below(name) from None
-
-
-def _is_required(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def is_text(value: str) -> bool:

@@ -31,7 +31,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from attnres.comparison.speed import TrainingStep, training_steps
+from attnres.comparison.speed import StepOptions, TrainingStep, training_steps
 from attnres.device import in_turn, seconds_of, spread
 from attnres.files import write_json
 from attnres.models.step_cost import peak_flops, step_flops
@@ -147,7 +147,7 @@ def measure(
         plains: takes the plain model's step, by mode, and gives it to later calls; None for a new one each time.
     """
     how: dict[str, Any] = {"vocab_size": size.vocabulary, "seq_len": size.length, "batch_size": size.batch}
-    how |= {"optim": OptimConfig(optimizer=optimizer), "dtype": dtype, "on": on}
+    how |= {"optim": OptimConfig(optimizer=optimizer), "dtype": dtype, "device": str(on)}
     how |= {
         "compile": "compile" in mode or mode == "reduce-overhead",
         "cuda_graphs": "graphs" in mode and mode != "graphs of layers",
@@ -166,7 +166,7 @@ def measure(
                     continue
                 before = torch.cuda.memory_allocated() if on.type == "cuda" else 0
                 reset_peak_memory(on)
-                steps |= training_steps({name: VARIANTS[name]}, size=size.model, **how)
+                steps |= training_steps({name: VARIANTS[name]}, StepOptions(size.model, **how))
                 paths[name] = graph_layers(steps[name]) if mode == "graphs of layers" else None
                 for _ in range(6):  # which compile and capture
                     steps[name]()

@@ -24,7 +24,7 @@ from typing import Any
 import harness
 
 from attnres.commands.compare import Compare
-from attnres.comparison.speed import step_times
+from attnres.comparison.speed import StepOptions, step_times
 from attnres.device import spread
 from attnres.figures.write import write_figures
 from attnres.files import write_json
@@ -122,18 +122,15 @@ class Bench:
         """Time steps of a group; label -> `ratio` to the standard residual's and `plain_ratio`, with quartiles."""
         base = self.base
         variants = {"plain": (None, {}), "standard": ("standard", {}), **group}
-        times = step_times(
-            variants,
+        options = StepOptions(
             size=base.model.size or "nano",
             seq_len=base.data.seq_len,
             batch_size=base.batch_size,
             optim=base.optim,
             dtype=base.dtype,
             device=base.device,
-            baseline="standard",
-            rounds=200,
-            seconds=self.seconds,
-        )["variants"]
+        )
+        times = step_times(variants, options, baseline="standard", rounds=200, seconds=self.seconds)["variants"]
         rows = {}
         for label in group:
             row, plain = times[label], spread(times[label]["times"], times["plain"]["times"])

@@ -118,7 +118,7 @@ class Equality:
     def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
         import torch
 
-        from attnres.comparison.speed import training_steps
+        from attnres.comparison.speed import StepOptions, training_steps
 
         # Of few layers: eager steps wait for the host, some 7 ms a sublayer with accumulation.
         size = {"family": "gpt2", "n_embd": 128, "n_layer": 3, "n_head": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -141,8 +141,8 @@ class Equality:
             losses, paths = {}, {}
             for kind in ("eager", "again", "captured"):
                 shape: dict[str, Any] = {"size": size, "vocab_size": vocabulary, "seq_len": length, "batch_size": batch}
-                how = {"on": on, "accumulation": 2, "cuda_graphs": kind == "captured"}
-                step = training_steps({label: variant}, **shape, **how)[label]
+                options = StepOptions(**shape, accumulation=2, device=str(on), cuda_graphs=kind == "captured")
+                step = training_steps({label: variant}, options)[label]
                 torch.manual_seed(0)
                 values = []
                 for each in tokens:

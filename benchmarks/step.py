@@ -26,7 +26,7 @@ import torch
 from naive import block_name, register_naive
 from peers import PEERS
 
-from attnres.comparison.speed import step_times
+from attnres.comparison.speed import StepOptions, step_times
 from attnres.device import in_turn, seconds_of, spread
 from attnres.files import write_json
 from attnres.models import build, build_plain
@@ -159,8 +159,7 @@ class Run:
 
     def times(self, variants: Variants, **how: Any) -> dict[str, Any]:
         """`step_times` of these variants."""
-        return step_times(
-            variants,
+        options = StepOptions(
             size=self.size.model,
             vocab_size=self.size.vocabulary,
             seq_len=self.size.length,
@@ -169,8 +168,8 @@ class Run:
             device=str(self.device),
             compile=self.compile,
             cuda_graphs=self.graphs,
-            **how,
         )
+        return step_times(variants, options, **how)
 
     def three_steps(self, label: str) -> int:
         """Peak bytes of this process while it takes three steps of one variant."""

@@ -299,8 +299,9 @@ def who(bands: list[tuple[float, float, float]], last: tuple) -> list[str]:
 
 
 def paragraphs(*texts: str) -> list[str]:
-    """Return the lines of paragraphs, broken between words."""
-    return [line for text in texts for line in textwrap.wrap(text, 200, break_long_words=False, break_on_hyphens=False)]
+    """Return the lines of paragraphs, broken between words, with an empty line between two."""
+    wrapped = [textwrap.wrap(text, 200, break_long_words=False, break_on_hyphens=False) for text in texts]
+    return [line for number, lines in enumerate(wrapped) for line in ([""] * (number > 0) + lines)]
 
 
 def page() -> str:
@@ -354,6 +355,7 @@ def page() -> str:
         "# Should I use Attention Residuals?",
         "",
         *who(bands, budgets["nano"][-2]),
+        "",
         *paragraphs(
             "**Settings**: `block` with its defaults: 8 blocks, queries at zero, queries and key "
             "gains at 0.1 times the "

@@ -175,7 +175,7 @@ def _draw(designs: "list[Design]", options: StudyOptions, out: Path) -> None:
 
 
 def _carry_out(designs: "list[Design]", setting: "Setting", options: StudyOptions) -> None:
-    """Estimate the studies or conduct them, with what is adopted at hand."""
+    """Print what the studies would cost, or conduct them, with the adopted runs at hand."""
     from rich.console import Console
 
     from lab.conduct import ExecutionOptions

@@ -171,9 +171,9 @@ class _Pass:
     timed: list[tuple[OpenComparison, float]] = field(default_factory=list)
 
     def carry_out(self, arms: Sequence[Arm]) -> None:
-        """Run them and measure them; of those that are one run the first, which the others are taken from in the next
-        pass. Of what the folder's runs.jsonl alone had, all has to be there by then (UserError), but for runs that
-        others start from: it is written anew."""
+        """Run and measure the unfinished runs of the arms. Of several that are one run, the first is made, and the next
+        pass copies it. Raises UserError where a run that only runs.jsonl has would be lost when that file is written
+        again; runs that others start from are left out of this."""
         own = find_runs([self.folder])
         stored = [*self.stored, *own]
         with ExitStack() as stack:
@@ -288,8 +288,9 @@ def _seed(child: Child) -> int:
 
 
 def _branch(plan: ComparisonPlan, trunk: Path) -> None:
-    """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept. One whose trunk has
-    none, for it diverged before that or came from a runs.jsonl, is trained from its start: it is the same run."""
+    """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept. Without such a
+    checkpoint (the trunk diverged before, or came from a runs.jsonl) a run is trained from its start, which gives the
+    same run."""
     for name, run in plan.runs.items():
         step = branch_step(run)
         if kept(trunk / name, step).is_dir() and not Path(run.out or ".").exists():
@@ -348,8 +349,8 @@ def print_estimate(
 def left_of(
     design: Design, setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()
 ) -> list[tuple[Arm, set[str]]]:
-    """Return the arms that a study asks for by now, each with its runs that would be trained: wanted, neither finished
-    nor to be had from `adopted` or from studies beside it, if their text is the same, which is not looked at.
+    """Return the arms that a study asks for by now, each with the runs that would be trained: wanted, unfinished, and
+    not available in `adopted` or in studies beside it. Whether those had the same text is not checked.
 
     Raises:
         UserError: the study's folder cannot be used, or no run fits a pattern, as `conduct` would say.

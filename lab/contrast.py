@@ -34,6 +34,20 @@ def interval(effect: Effect, digits: int = 4) -> str:
     return " to ".join(number(value, digits, signed=True) for value in (effect.low, effect.high))
 
 
+def times_fewer(saved: Saving | None, ratio: float = 1.0) -> str:
+    """Write the tokens saved, or with a ratio what else a token costs; marked where it is read off a fit."""
+    value = math.nan if saved is None else saved.of_compute(ratio)
+    if saved is None or not math.isfinite(value):
+        return UNKNOWN
+    return f"{value:.2f}×{' by a fit' * saved.extrapolated}"
+
+
+def ratio_interval(effect: Effect) -> str:
+    """Write the interval of a ratio whose logarithm has this effect; "" where seeds are so far apart that it says
+    nothing."""
+    return f"{math.exp(effect.low):.2g} to {math.exp(effect.high):.2g}" if effect.margin < 10 else ""
+
+
 @dataclass(frozen=True)
 class Against:
     """One variant against the baseline.
@@ -61,7 +75,7 @@ class Against:
 
     @property
     def words(self) -> str:
-        """What the interval excludes."""
+        """Say which values the interval excludes."""
         if not self.effect.degrees:
             return "no noise known"
         if self.lucky:
@@ -71,13 +85,6 @@ class Against:
             apart = "excludes" if self.effect.excludes(self.published) else "includes"
             said += f", {apart} the published {number(self.published, 3, signed=True)}"
         return said
-
-    def times_fewer(self, ratio: float = 1.0) -> str:
-        """Write the tokens saved, or with a ratio what else a token costs; marked where it is read off a fit."""
-        value = math.nan if self.saved is None else self.saved.of_compute(ratio)
-        if self.saved is None or not math.isfinite(value):
-            return UNKNOWN
-        return f"{value:.2f}×{' by a fit' * self.saved.extrapolated}"
 
 
 @dataclass(frozen=True)
@@ -148,10 +155,11 @@ class Contrast:
                 difference = number(one.effect.difference, 4, signed=True)
                 row = [label, number(one.mean, 4), str(one.runs), difference, interval(one.effect), one.words]
             if larger:
-                row.append(_larger(self.shares.get(label, math.nan)))
+                share = self.shares.get(label, math.nan)
+                row.append(UNKNOWN if math.isnan(share) else f"{number(100 * share, 1, signed=True)} %" * bool(share))
             ratios = [1.0, *([] if one is None else [one.compute]), *([one.time] if one is not None and timed else [])]
             if saves:
-                row += [""] * (2 + timed) if one is None else [one.times_fewer(ratio) for ratio in ratios]
+                row += [""] * (2 + timed) if one is None else [times_fewer(one.saved, ratio) for ratio in ratios]
             rows.append([*row, *([published.get(label, "")] if published is not None else [])])
         for label, count in self.diverged.items():
             rows.append([label, "diverged", str(count), *[""] * (len(head) - 3)])
@@ -173,15 +181,15 @@ class Contrast:
             )
         if saves:
             read = (
-                "the standard model's own losses at several lengths (python -m lab exchange)"
+                "the standard model's losses after runs of several lengths (python -m lab exchange)."
                 if self.by_lengths
-                else "the curves of these runs, within one schedule, so a lower bound of either sign"
+                else "the loss curves of these runs. The learning rate falls along a curve, so that a saving and a "
+                "loss are both understated."
             )
             notes.append(
-                f"Tokens saved: how many times a variant's tokens {self.baseline} needs for the same loss, by {read}; "
-                f"below 1 it needs more itself. Compute{' and time' * timed}: the same by the FLOPs"
-                + " and the time of a step." * timed
-                + "." * (not timed)
+                f"Tokens saved: the tokens that {self.baseline} needs to reach a variant's loss, divided by the "
+                f"variant's own; above 1 the variant saves. They are read off {read} "
+                f"Compute{' and time' * timed} saved: the same ratio in FLOPs{' and in the time of steps' * timed}."
             )
         return notes
 
@@ -283,24 +291,17 @@ def contrast(
             statistics.median(pairs) if pairs else math.nan,
         )
         others.append(against)
-    shares = {label: _own_share(measured, arm, label) for label in (baseline, *names)}
+    shares = {}
+    for label in (baseline, *names):  # the residual's parameters over those of the model without them
+        own, every = (measured.mean(arm, label, name) for name in ("own_parameters", "parameters"))
+        shares[label] = own / (every - own)
     return Contrast(baseline, recipe, comparisons, others, diverged, has_curve, shares, quantity)
 
 
 def _curve(measured: Measured, arm: str, label: str) -> LossCurve:
-    """Return mean over seeds of the losses at the steps that all of them have."""
+    """Return the mean loss over seeds at the steps that all seeds have."""
     seeds: dict[int, dict[int, float]] = {}
     for row in measured.of(arm, label):
         seeds.setdefault(row.seed, {})[row.tokens] = row.value
     common = set.intersection(*map(set, seeds.values())) if seeds else set()
     return LossCurve((tokens, statistics.fmean(one[tokens] for one in seeds.values())) for tokens in common)
-
-
-def _own_share(measured: Measured, arm: str, label: str) -> float:
-    """Return the residual's parameters over those of the model without them; NaN where nothing was trained."""
-    own, every = (measured.mean(arm, label, name) for name in ("own_parameters", "parameters"))
-    return own / (every - own)
-
-
-def _larger(share: float) -> str:
-    return UNKNOWN if math.isnan(share) else f"{number(100 * share, 1, signed=True)} %" if share else ""

@@ -48,7 +48,7 @@ STANDARD = Mechanism.of("standard")
 
 
 class StepKind(NamedTuple):
-    """What a training step's time depends on: a mechanism, the model's size as JSON, and the batch."""
+    """The facts that a training step's time depends on: the mechanism, the model's size as JSON, and the batch."""
 
     mechanism: Mechanism
     size: str
@@ -168,11 +168,10 @@ def measured_speeds(
 
 
 def _seconds(step: StepKind, config: TrainConfig) -> float:
-    from attnres.comparison.speed import step_times
+    from attnres.comparison.speed import StepOptions, step_times
 
     label = step.mechanism.residual
-    times = step_times(
-        {label: (label, json.loads(step.mechanism.settings))},
+    options = StepOptions(
         size=json.loads(step.size),
         vocab_size=step.vocabulary,
         seq_len=step.seq_len,
@@ -183,9 +182,8 @@ def _seconds(step: StepKind, config: TrainConfig) -> float:
         device="cuda" if on_gpu(config) else "cpu",
         compile=config.compile,
         cuda_graphs=config.cuda_graphs,
-        seconds=1.0,
-        least=2,
     )
+    times = step_times({label: (label, json.loads(step.mechanism.settings))}, options, seconds=1.0, least=2)
     return min(times["variants"][label]["times"])
 
 

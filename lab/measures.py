@@ -103,7 +103,7 @@ def step_times(folder: Path) -> dict[str, list[float]]:
 
 
 def measures_of(folder: Path) -> Measures:
-    """Return what a run's folder has of it; no rows where there is no such file. Raises UserError."""
+    """Return the measurements in a run's folder; no rows where there is no such file. Raises UserError."""
     path = folder / MEASURES
     if not path.is_file():
         return {"rows": []}

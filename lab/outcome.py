@@ -87,7 +87,7 @@ class StudyOutcome:
 
     @property
     def not_used(self) -> str:
-        """The studies whose results are left out because they are of another text, in words; "" for none."""
+        """Return in words the studies whose results are not used because they are of another text; "" for none."""
         names = self.measured.of_other_texts
         if not names:
             return ""
@@ -107,9 +107,10 @@ def survey(design: Design, setting: Setting, runs: Path | None = None) -> tuple[
     known, texts = {name: _values(setting, name) for name in ("noise", "exchange")}, texts_of(study)
     ours = {name for name in known if texts & texts_of(setting.folder(name))}
     others = tuple(name for name in known if texts and known[name] and name not in ours)
+    curve = (known["exchange"].get("curve") or {}) if "exchange" in ours else {}
     measured = Measured(
         noises=_noises(known["noise"], setting) if "noise" in ours else {},
-        curve=_curve(known["exchange"]) if "exchange" in ours else {},
+        curve={int(steps): loss for steps, loss in curve.items() if steps.isdecimal()},
         of_other_texts=others,
         begun=begun,
     )
@@ -223,7 +224,7 @@ def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured)
 
 
 def _is_finished(arm: Arm, run: Path) -> bool:
-    """Return whether a run of an arm has given all that it will: what was measured of it, or that it diverged."""
+    """Return whether a run of an arm has ended and, if it did not diverge, was measured."""
     if arm.computed is not None:
         return (run / MEASURES).is_file()
     return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
@@ -241,10 +242,6 @@ def _noises(values: Values, setting: Setting) -> dict[int, KnownNoise]:
             runs = ((label, int(seed), loss) for label, each in by_label.items() for seed, loss in each.items())
             found[int(steps)] = KnownNoise(one["sigma"], one["degrees"], tuple(runs), remark)
     return found
-
-
-def _curve(values: Values) -> dict[int, float]:
-    return {int(steps): loss for steps, loss in (values.get("curve") or {}).items() if steps.isdecimal()}
 
 
 def _values(setting: Setting, study: str) -> Values:

@@ -1,15 +1,14 @@
 """Runs as jobs of a Slurm cluster, through submitit; its local executor stands for the cluster in tests."""
 
 import dataclasses
-import importlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnres.comparison.children import Child, others_go_on, several
-from attnres.errors import Interrupted, UserError
+from attnres.comparison.children import Child, Watch, others_go_on, several
+from attnres.errors import Interrupted, UserError, require
 from attnres.training.interrupt import caught_signals
 
 POLL_S = 1.0
@@ -30,10 +29,7 @@ class Slurm:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], cluster: str | None = "slurm") -> None:
-        try:
-            submitit = importlib.import_module("submitit")
-        except ImportError:
-            raise UserError("--executor slurm needs submitit: pip install submitit") from None
+        submitit = require("submitit", "--executor slurm needs submitit: pip install submitit")
         self._command = submitit.helpers.CommandFunction
         self._cores = settings.get("cpus_per_task", settings.get("slurm_cpus_per_task", 1))  # 1: what Slurm gives
         try:
@@ -48,17 +44,7 @@ class Slurm:
         words = [f"{name}={value}" for name, value in there.variables().items()]
         return self._command(["env", *words, *child.command(quiet=True)], verbose=False)
 
-    def __call__(
-        self,
-        children: list[Child],
-        *,
-        jobs: int,
-        on_start: Callable[[Child], None],
-        on_end: Callable[[Child], None],
-        on_poll: Callable[[list[Child]], None],
-        log_of: Callable[[Child], Path | None],
-        until: float = math.inf,
-    ) -> None:
+    def __call__(self, children: list[Child], watch: Watch, *, jobs: int, until: float = math.inf) -> None:
         """Submit all of them and wait, as `run_children` of attnres.comparison does; `jobs` is left to the cluster.
 
         Raises:
@@ -74,17 +60,17 @@ class Slurm:
                         waiting.clear()
                     while waiting and len(running) < MOST:
                         child = waiting.pop(0)
-                        on_start(child)
+                        watch.start(child)
                         child.began = time.monotonic()
                         running.append((child, self.executor.submit(self._job(child))))
                     time.sleep(POLL_S)
-                    on_poll([child for child, _ in running])
+                    watch.poll([child for child, _ in running])
                     for child, job in [pair for pair in running if pair[1].done()]:
                         running.remove((child, job))
                         ok = job.exception() is None or child.has_diverged
                         failure = None if ok else child.failure(f"failed as job {job.job_id}", job.paths.stderr)
                         if failure is None or others_go_on(child, failure, failures):
-                            on_end(child)
+                            watch.end(child)
                         else:
                             ended = True
             finally:

@@ -163,16 +163,16 @@ def _stored(folder: Path) -> StoredRun | None:
 
 
 def same_runs(stored: Iterable[StoredRun], run: TrainConfig, arm: Arm) -> list[StoredRun]:
-    """Return the trained runs elsewhere that an arm may take for this one of its own, if their data is the same; first
-    those with the checkpoints that it is to keep, of these the finished ones."""
+    """Return the stored trained runs that are the same run as one of this arm, if their data is the same: those that
+    kept its checkpoints first, among them the finished ones."""
     key, folder = run_key(to_dict(run)), Path(run.out or ".").resolve()
     same = [one for one in stored if one.key == key and one.folder.resolve() != folder and one.serves(arm)]
     return sorted(same, key=lambda one: (not all(kept(one.folder, at).is_dir() for at in run.keep_at), not one.ended))
 
 
 def adopt(plan: ComparisonPlan, data: dict[str, Any], stored: Sequence[StoredRun], arm: Arm) -> list[str]:
-    """Copy into an arm's folders the stored runs with its keys and data; of finished ones no checkpoint, which only a
-    run that goes on needs, but for those that they are to keep.
+    """Copy the stored runs that have an arm's keys and data into its folders. Of finished runs the checkpoint is left
+    out, which only a continued run needs, but not the checkpoints to be kept.
 
     Returns:
         The names of the runs that were copied.
@@ -223,8 +223,8 @@ def texts_of(study: Path) -> set[str]:
 
 @contextmanager
 def takeable(folder: Path, adopted: Sequence[Path], archived: Sequence[tuple[str, str]]) -> Generator[list[StoredRun]]:
-    """Give what a study in `folder` may take instead of running it: of what is adopted, of what its own runs.jsonl
-    alone has (`archived`), and the finished runs of the studies beside it."""
+    """Give the runs that a study in `folder` may copy instead of making them: those in `adopted`, those that only its
+    own runs.jsonl has (`archived`), and finished runs of the studies beside it."""
     siblings = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / RECORD).is_file()]
     alone = [path / ARCHIVE for path in siblings if archived_alone(path)]
     with unpacked([folder / ARCHIVE] if archived else []) as own, unpacked(alone) as theirs:
@@ -354,8 +354,8 @@ class Archived(TypedDict):
 
 
 def archive(folder: Path, names: Mapping[str, Iterable[str]]) -> str:
-    """Return these runs of a study as lines of JSON, and what else its runs.jsonl has: arms and runs that are not asked
-    for now, or that were not taken of it yet; `names` are those of the finished ones by arm."""
+    """Return these runs of a study as lines of JSON, and the lines of its runs.jsonl for other runs; `names` are the
+    finished runs by arm."""
     lines = [_archived(folder / arm / name, arm) for arm in names for name in names[arm]]
     times = {arm: folder / arm / TIMES for arm in names if (folder / arm / TIMES).is_file()}
     lines += [{"arm": arm, "files": {TIMES: read_json(path)}} for arm, path in times.items()]
@@ -395,8 +395,8 @@ def _archived(folder: Path, arm: str) -> Archived:
 
 @contextmanager
 def unpacked(paths: Iterable[Path]) -> Generator[list[Path]]:
-    """Give folders of runs for folders of runs, files that `archive` made, and studies that have such a file alone;
-    what is made of files is removed afterwards.
+    """Give folders with run folders: of folders those themselves, of files that `archive` wrote, and of studies that
+    have such a file alone, temporary ones, which are removed afterwards.
 
     Raises:
         UserError: a file that is none, a folder without any run.

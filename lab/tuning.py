@@ -16,28 +16,23 @@ from lab.contrast import Contrast, contrast, noise_note
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 RECIPE, COARSE, BEST = "recipe", "coarse", "best"
-WAYS = ("recipe's", "half", "twice", "own parameters at the other")
+WAYS = ("recipe's", "half", "twice", "own parameters at the other rate")
 """What `candidates` tries, as a table has it."""
 FLATTERED = 1.0
 """Standard deviations by which the best of three or four level draws is better than their mean: 0.85 and 1.03."""
 
 
 def candidates(setting: Setting, variant: str) -> list[str]:
-    """Return the ways to train a mechanism: at the recipe's rates, at half of them and at twice, and one with
-    parameters of its own with these at the other of AdamW's rate and a tenth of it, which is the default of queries and
-    gains."""
+    """Return the ways to train a mechanism: at 1x, 0.5x and 2x the recipe's rates and, if it has parameters of its own,
+    with these at the other of AdamW's rate and 0.1x AdamW's rate."""
     lr, parsed = setting.config().optim.lr, parse_variant(variant)
-    residual = make_residual(parsed.residual, 4, 16, **_small(parsed.settings))
+    # In four sublayers of width 16: whether there are parameters does not depend on the settings that do not fit them.
+    sizes = ("num_blocks", "block_size", "heads", "window")
+    settings = {name: value for name, value in parsed.settings.items() if name not in sizes}
+    residual = make_residual(parsed.residual, 4, 16, **settings)
     ways = [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
     other = lr if residual.slow else READ_RATE * lr
     return [*ways, f"{variant}@residual_lr={other:g}"] if list(residual.parameters()) else ways
-
-
-def _small(settings: dict) -> dict:
-    """Settings that fit four sublayers of width 16: whether there are parameters does not depend on these."""
-    return {
-        name: value for name, value in settings.items() if name not in ("num_blocks", "block_size", "heads", "window")
-    }
 
 
 def tuned_study(
@@ -70,8 +65,8 @@ def tuned_study(
             return StudyResult("Too few runs have finished.")
         plain = _held_beside(measured, RECIPE, {variant: variant for variant in variants}, title, published)
         plain.tables[0].notes.append(
-            "Queries of depth reads and their keys' gains train at a tenth of AdamW's rate, which was chosen for "
-            "Block; everything else that a mechanism has of its own at the whole rate, matrices too."
+            "Queries of depth reads and gains of their keys train at 0.1x AdamW's learning rate (chosen for Block), "
+            "all other parameters of a mechanism at 1x."
         )
         best = chosen_rates(setting, measured, variants)
         values, sentence = {RECIPE: plain.values, "rates": best}, f"At the recipe's rates: {plain.answer}"
@@ -85,9 +80,9 @@ def tuned_study(
         finals = [measured.finals(BEST, label_of(way)) for way in judged.values()]
         fewest = min((len(seeds) for seeds in finals if seeds), default=1)
         own.tables[0].notes.append(
-            "Each mechanism is at the best of its rates by seed 0, which counts here too: where they are level that "
-            f"flatters it, the standard model as well, by {FLATTERED / fewest:.1f} sigma or so. One with "
-            "parameters of its own had four to choose from, one without three."
+            "Each mechanism is at its best rate with seed 0, which counts here too. Where rates are equally good "
+            f"this flatters it, the standard model too, by about {FLATTERED / fewest:.1f} sigma. A mechanism with "
+            "parameters of its own had four rates, the others three."
         )
         if waiting := [label_of(way) for variant, way in best.items() if variant not in judged]:
             own.tables[0].notes.append(f"Not compared before a second seed has finished: {listed(waiting)}.")
@@ -173,7 +168,8 @@ def _by_loss(measured: Measured, variants: Sequence[str]) -> list[str]:
 
 
 def timed_at_best(measured: Measured, best: Mapping[str, str]) -> Measured:
-    """With the step times of the recipe's rates for the best ones: a rate changes no time."""
+    """Return the measurements with the step times at the recipe's rates used for the best rates too: a rate changes no
+    time."""
     times = {
         (BEST, label_of(way)): measured.step_times[RECIPE, label_of(variant)]
         for variant, way in best.items()
@@ -193,7 +189,7 @@ def _search_table(setting: Setting, measured: Measured, variants: Sequence[str])
         gain = number(lowest - losses[0], 4, signed=True)  # unknown where the recipe's diverged
         rows.append([label_of(variant), *cells, *[""] * (len(WAYS) - len(ways)), gain])
     notes = [
-        "One seed each; of parameters of its own: the whole of AdamW's rate or a tenth, whichever the recipe has not."
+        f"One seed each. {WAYS[-1].capitalize()}: at 1x or 0.1x AdamW's learning rate, whichever is not the recipe's."
     ]
     return ResultTable(
         "Losses by rate, seed 0",

@@ -6,7 +6,7 @@ const $ = (selector) => document.querySelector(selector);
 const begin = JSON.parse(document.body.dataset.begin);
 const saved = $("#saved") ? JSON.parse($("#saved").textContent) : null;
 const counted = {asks: 0, draws: 0, scores: 0};
-let view = null, shown = null, found = null, patched = null, graphed = null, compared = "values", busy = false, again = false, unfolded = new Set(), numbers = false;
+let view = null, shown = null, found = null, patched = null, graphed = null, compared = "values", busy = false, again = false, unfolded = new Set(), numbers = false, looked = null;
 
 const escape = (text) => String(text).replace(/[&<>"']/g, (c) => `&#${c.charCodeAt(0)};`);
 // Half of a character, which an editor may leave for a moment, is none.
@@ -15,7 +15,7 @@ const number = (value, digits = 3) => value === null || value === undefined ? "�
   : (+value.toFixed(digits) + 0).toFixed(digits).replace("-", "−");
 const signed = (value, digits = 3) => (value > 0 && +value.toFixed(digits) ? "+" : "") + number(value, digits);
 const chance = (log) => Math.exp(log);
-const prob = (log) => { const p = chance(log); return number(p, p < 0.1 ? 4 : 3); };
+const prob = (log) => { const p = chance(log); return p < 0.00005 ? "< 0.0001" : number(p, p < 0.1 ? 4 : 3); };
 const quoted = (word) => `<b class="mono">“${escape(word)}”</b>`;
 // Scales end at 1, 2 or 5 times a power of ten; what is below 0.02 nats stays pale.
 const end = (values, least = 0.02) => {
@@ -269,8 +269,8 @@ const depth = (pane) => {
     return `<tr class="${first ? "first" : ""}"><th class="layer" scope="row"><button type="button" class="plain" data-layer="${r}" aria-pressed="${view.layer === r
     }" data-tip="over all tokens">${escape(read.label)}</button></th><td>${stack(pane, r)}</td>`
       + (pane.next ? `<td><span class="cells" style="${template}">${cells(pane, r, across, most)}</span></td>` : "")
-      + (pane.lens ? `<td class="wide"><span class="mono">${escape(lens.word)}</span> <span class="note">${number(lens.p, 2)}</span> <span class="goal" style="width:${
-        (40 * lens.target / likely).toFixed(1)}px" data-tip="${escape(`the target's p is ${number(lens.target)} if ${read.label} were the last; KL ${number(lens.kl)} nats`)}"></span></td>` : "")
+      + (pane.lens ? `<td class="wide"><span class="mono">${escape(lens.word)}</span> <span class="note">${number(lens.p, 2)}</span> <span class="goal" style="--part:${
+        (lens.target / likely).toFixed(3)}" data-tip="${escape(`the target's p is ${number(lens.target)} if ${read.label} were the last; KL ${number(lens.kl)} nats`)}"></span></td>` : "")
       + (pane.attends ? `<td class="mono note wide">${(attends || []).map(([t, w]) =>
         `<span data-tip="${escape(`token ${t}: ${number(w)} of the attention, mean over heads`)}">${escape(pane.names[t])}</span>`).join(" ")}</td>` : "") + "</tr>";
   };
@@ -449,12 +449,13 @@ const patching = (pane) => {
       view.edited && view.cuts.length ? " Cuts at all tokens are in place in both texts, those at one token are not." : ""} <button type="button" data-patch="">Patch every edge</button> <progress max="1" value="0" hidden></progress></p>${result}`;
 };
 
+const inLine = (text) => escape(text).replace(/\s*\n\s*/g, "↵ ");
 const searching = (pane) => {
   if (begin.corpus === null) return '<p class="note">No corpus is open: start the app with --corpus (stdlib, a file or folder, hub:NAME) to search for the tokens at which a source is most of a layer’s input.</p>';
   const pick = (name, words, value) => `<select data-pick="${name}" aria-label="${name}">${words.map((one, i) => `<option value="${i}" ${i === value ? "selected" : ""}>${escape(one)}</option>`).join("")}</select>`;
   const read = Math.min(view.read, pane.reads.length - 1), sources = pane.reads[read].sources.map((c) => pane.columns[c].label);
   const hits = found ? `<p class="note">${found.tokens.toLocaleString("en")} tokens of ${found.documents.toLocaleString("en")} documents, mean ${number(found.mean)}${found.cuts ? ", with your cuts at all tokens" : ""}. Click a token to look at its text.</p><table class="list"><tbody>${
-    found.hits.map((hit, i) => `<tr><td class="num">${number(hit.value)}</td><td class="mono before">${escape(hit.before)}</td><td><button type="button" class="mono" data-hit="${i}">${escape(hit.token)}</button></td><td class="mono after">${escape(hit.after)}</td><td class="note">${escape(hit.document)}</td></tr>`).join("")}</tbody></table>` : "";
+    found.hits.map((hit, i) => `<tr><td class="num">${number(hit.value)}</td><td class="mono before">${inLine(hit.before)}</td><td><button type="button" class="mono" data-hit="${i}">${escape(hit.token)}</button></td><td class="mono after">${inLine(hit.after)}</td><td class="note">${escape(hit.document)}</td></tr>`).join("")}</tbody></table>` : "";
   return `<h2>Tokens of ${escape(begin.corpus)} at which a source is most of a layer’s input</h2><p>${pick("source", sources, Math.min(view.source, sources.length - 1))} of ${pick("read", pane.reads.map((one) => one.label), read)}
     <button type="button" data-search="most">Top tokens</button> <button type="button" data-search="least">Bottom tokens</button> <progress max="1" value="0" hidden></progress></p>${hits}`;
 };
@@ -531,6 +532,9 @@ const draw = () => {
   $("#main").style.gridTemplateColumns = $("#side").hidden ? "minmax(0,1fr)" : "";
   $("#text").innerHTML = pane.error ? escape(view.text) : text(pane);
   $("#text").scrollTop = scroll;
+  const chosen = $("#text [aria-pressed=true]");
+  if (chosen && looked !== pane.token) $("#text").scrollTop = chosen.offsetTop - $("#text").clientHeight / 2;
+  looked = pane.token;
   $("#marks").innerHTML = pane.error ? "" : `underlined by the largest source of ${escape(pane.reads[pane.marked].label)}: ` + [...new Set(pane.largest)].sort((a, b) => a - b)
     .slice(0, 12).map((c) => `<span><i style="background:${pane.columns[c].colour}"></i> ${escape(pane.columns[c].label)}</span>`).join("");
   $("#next").innerHTML = shown.panes.filter((one) => !one.error).map(next).join("");

@@ -3,6 +3,7 @@
 What a command needs besides its flags is imported when they are understood.
 """
 
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,18 +17,6 @@ from attnres.evals.config import EvalConfig, GenerateConfig
 from attnres.files import user_path
 from attnres.flags import Settings, fields_of, parse
 from attnres.inspect.config import CorpusConfig, InspectConfig, LookConfig, SearchConfig
-
-
-def _inspect(options: InspectConfig) -> None:
-    from attnres.inspect.look import look
-
-    look(options)
-
-
-def _search(options: SearchConfig) -> None:
-    from attnres.inspect.corpus import find_tokens
-
-    find_tokens(options)
 
 
 @dataclass
@@ -58,12 +47,6 @@ def _figures(options: Figures) -> None:
     *sources, out = options.paths
     look = fields_of(options, only=LookConfig)
     draw(sources, out, options.formats, look, options.by, options.only, options.width, options.font)
-
-
-def _generate(options: GenerateConfig) -> None:
-    from attnres.evals.generate import speak
-
-    speak(options)
 
 
 @dataclass
@@ -115,16 +98,8 @@ class App(CorpusConfig):
 def _app(options: App) -> None:
     from attnres.app import serve
 
-    serve(
-        options.models,
-        corpus=options.corpus,
-        column=options.column,
-        host=options.host,
-        port=options.port,
-        names=options.names,
-        browser=options.open,
-        trust_remote_code=options.trust_remote_code,
-    )
+    given = fields_of(options)
+    serve(given.pop("models"), browser=given.pop("open"), **given)
 
 
 @dataclass
@@ -180,15 +155,7 @@ class Prepare:
 def _prepare(options: Prepare) -> None:
     from attnres.data import prepare
 
-    prepared = prepare(
-        options.source,
-        options.tokenizer,
-        out=options.out,
-        held_out=options.held_out,
-        limit=options.limit,
-        column=options.column,
-        workers=options.workers,
-    )
+    prepared = prepare(**fields_of(options))
     for name, split in prepared.header["splits"].items():
         print(f"{name}: {split['tokens']:,} tokens in {split['documents']:,} documents")
     print(f"{prepared.path} (vocabulary {prepared.vocab_size:,})")
@@ -269,11 +236,11 @@ def _check(options: Check) -> None:
         sys.exit(1)
 
 
-CALLS: dict[str, tuple[type, Callable[[Any], None]]] = {
-    "inspect": (InspectConfig, _inspect),
-    "search": (SearchConfig, _search),
+CALLS: dict[str, tuple[type, Callable[[Any], None] | str]] = {
+    "inspect": (InspectConfig, "attnres.inspect.look:look"),
+    "search": (SearchConfig, "attnres.inspect.corpus:find_tokens"),
     "figures": (Figures, _figures),
-    "generate": (GenerateConfig, _generate),
+    "generate": (GenerateConfig, "attnres.evals.generate:speak"),
     "eval": (Eval, _eval),
     "app": (App, _app),
     "report": (Report, _report),
@@ -282,10 +249,14 @@ CALLS: dict[str, tuple[type, Callable[[Any], None]]] = {
     "families": (Families, _families),
     "check": (Check, _check),
 }
-"""The flags of each command and what is done with them."""
+"""The flags of each command, and the function that takes them, or MODULE:FUNCTION, which is imported after them."""
 
 
 def run(command: str, arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry it out."""
     kind, call = CALLS[command]
-    call(parse(command, kind, arguments))
+    options = parse(command, kind, arguments)
+    if isinstance(call, str):
+        module, _, name = call.partition(":")
+        call = getattr(importlib.import_module(module), name)
+    call(options)

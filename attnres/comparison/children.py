@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -99,13 +99,13 @@ class Child:
 
     @property
     def left(self) -> float:
-        """Of its size, what it has not computed yet."""
+        """Return how much of its `size` is still to be computed."""
         done = max(0, self.latest()[0] - self.first) / max(1, self.steps - self.first)
         return self.size * max(0.0, 1 - done)
 
     @property
     def has_diverged(self) -> bool:
-        """Whether it ended so where it may."""
+        """Return whether it diverged and is a run whose divergence stops no other."""
         return self.is_alone and (self.folder / DIVERGED).is_file()
 
     @property
@@ -149,33 +149,31 @@ class Child:
         return self.config.with_suffix(".error")
 
 
+class Watch:
+    """Listens to runs while they go on. This one does nothing, and lets their output be shown."""
+
+    def start(self, child: Child) -> None:
+        """One begins."""
+
+    def end(self, child: Child) -> None:
+        """One has ended, or failed where it is alone."""
+
+    def poll(self, running: list[Child]) -> None:
+        """Time goes by: several times a second."""
+
+    def log_of(self, child: Child) -> Path | None:
+        """Return the file for the output of one; None shows it as it comes."""
+        return None
+
+
 class Runner(Protocol):
     """What runs children: in processes here, or as jobs of a cluster."""
 
-    def __call__(
-        self,
-        children: list[Child],
-        *,
-        jobs: int,
-        on_start: Callable[[Child], None],
-        on_end: Callable[[Child], None],
-        on_poll: Callable[[list[Child]], None],
-        log_of: Callable[[Child], Path | None],
-        until: float,
-    ) -> None: ...
+    def __call__(self, children: list[Child], watch: Watch, *, jobs: int, until: float = math.inf) -> None: ...
 
 
-def run_children(
-    children: list[Child],
-    *,
-    jobs: int,
-    on_start: Callable[[Child], None],
-    on_end: Callable[[Child], None],
-    on_poll: Callable[[list[Child]], None],
-    log_of: Callable[[Child], Path | None],
-    until: float = math.inf,
-) -> None:
-    """Run all of them, `jobs` at once; none begins after the moment `until`. On several GPUs each has one to itself.
+def run_children(children: list[Child], watch: Watch, *, jobs: int, until: float = math.inf) -> None:
+    """Run all children, `jobs` at once; none begins after the moment `until`. On several GPUs each child has one.
 
     Raises:
         UserError: one failed or could not be started; the others were told to save and stop, but where it is alone,
@@ -193,23 +191,23 @@ def run_children(
                     waiting.clear()
                 while waiting and len(running) < jobs and not signal_sent:
                     child = waiting.pop(0)
-                    on_start(child)
+                    watch.start(child)
                     taken = [on[other.folder] for other in running]
                     on[child.folder] = None if child.names_gpu else min(gpus, key=taken.count, default=None)
-                    child.start(log=log_of(child), gpu=on[child.folder])
+                    child.start(log=watch.log_of(child), gpu=on[child.folder])
                     running.append(child)
                 time.sleep(POLL_S)
-                on_poll(running)
+                watch.poll(running)
                 for child in [child for child in running if not child.running]:
                     running.remove(child)
                     if child.code == 0 or child.has_diverged:
-                        on_end(child)
+                        watch.end(child)
                     elif signal_sent or ended:
                         continue
                     elif child.code in STOPPED:
                         ended, stopped = True, child
                     elif others_go_on(child, child.failure(), failures):
-                        on_end(child)
+                        watch.end(child)
                     else:
                         ended = True
                 if not signal_sent and (signal_due := _wanted(signals, ended)):
@@ -236,7 +234,7 @@ def others_go_on(child: Child, failure: UserError, failures: list[UserError]) ->
 
 
 def several(failures: Sequence[UserError]) -> UserError:
-    """Return the first of them, which says how many more there are."""
+    """Return the first failure, which says how many more there are."""
     more = f" ({len(failures) - 1} more failed)" * (len(failures) > 1)
     return UserError(f"{failures[0]}{more}")
 

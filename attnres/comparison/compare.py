@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 
 from attnres.comparison.children import Child
-from attnres.comparison.plan import CompareConfig, ComparisonPlan, VariantSpec, make_plan
-from attnres.comparison.speed import step_times
+from attnres.comparison.plan import CompareConfig, ComparisonPlan, make_plan
+from attnres.comparison.speed import StepOptions, step_times
 from attnres.comparison.watch import Ended, RunStatus, train_all
 from attnres.device import cores
 from attnres.errors import UserError
@@ -46,7 +46,7 @@ EARLY_S = 20.0
 
 @dataclass(frozen=True)
 class OpenComparison:
-    """A comparison whose folder is this process's: what is left to train in it, and what is finished.
+    """A comparison whose folder this process has locked: its unfinished runs, and the time of the finished ones.
 
     Attributes:
         children: runs that are not finished, in order.
@@ -91,12 +91,13 @@ def opened(
     with locked(out):
         finished = _claim(out, plan)
         vocabulary, record = _prepare(out, plan, say)
-        before = _before(out)
+        path = out / "compare.json"
+        before: Compared = checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
         jobs, threads = _share(before, config.jobs, plan, vocabulary, runs or len(plan.runs))
         kernels = _kernels(before, plan)
         # First of all, so that the folder is known as a comparison however early it is stopped.
         write_json(
-            out / "compare.json",
+            path,
             {
                 "version": VERSION,
                 "labels": list(plan.variants),
@@ -204,12 +205,6 @@ def _prepare(out: Path, plan: ComparisonPlan, say: Console) -> tuple[int, dict[s
 # ------------------------------------------------------------------ training
 
 
-def _before(out: Path) -> Compared:
-    """Return what compare.json says, if this continues a comparison."""
-    path = out / "compare.json"
-    return checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
-
-
 def _kernels(before: Compared, plan: ComparisonPlan) -> str | None:
     """Return which build of the C kernels all runs read with, None for plain torch: as before if this continues a
     comparison.
@@ -233,9 +228,9 @@ def _kernels(before: Compared, plan: ComparisonPlan) -> str | None:
 def _share(
     before: Compared, jobs_option: int | None, plan: ComparisonPlan, vocabulary: int, runs: int
 ) -> tuple[int, int]:
-    """Return how many runs train at once and with how many threads each: as before if this continues a comparison. With
-    another number of runs at once new ones get their share of the threads, and those that were begun keep theirs: more
-    threads than cores wait for each other at a multiple of the time."""
+    """Return how many runs train at once, and the threads of each. A continued comparison keeps both. With another
+    number of jobs, new runs divide the threads anew and begun runs keep theirs: more threads than cores would wait for
+    one another."""
     jobs = jobs_option or before.get("jobs") or _jobs(plan, vocabulary, runs)
     threads = before.get("threads") if jobs == before.get("jobs") else None
     return jobs, threads or max(1, torch.get_num_threads() // jobs)
@@ -265,13 +260,11 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
     """Write OUT/speed.json unless it is there for the same variants, shape and machine settings."""
     out, plan, vocabulary = work.out, work.plan, work.vocabulary
     run = plan.first
-    # A learning rate changes no time: variants that differ only in it are timed once.
-    kinds: dict[str, str] = {}
-    for label, variant in plan.variants.items():
-        same = (other for other in kinds.values() if _same_model(plan.variants[other], variant))
-        kinds[label] = next(same, label)
+    models = {label: (variant.residual, variant.settings) for label, variant in plan.variants.items()}
+    # A learning rate changes no time: variants that differ only in it are timed once, under the first label.
+    kinds = {label: next(one for one in models if models[one] == models[label]) for label in models}
     key = {
-        "variants": {label: [v.residual, v.settings] for label, v in plan.variants.items()},
+        "variants": {label: list(model) for label, model in models.items()},
         "settings": {
             "size": run.model.size,
             "vocab_size": vocabulary,
@@ -300,9 +293,7 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         style="bold",
         highlight=False,
     )
-    speed = step_times(
-        {PLAIN: (None, {})}
-        | {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
+    options = StepOptions(
         size=size_or_default(run.model),
         vocab_size=vocabulary,
         seq_len=run.data.seq_len,
@@ -315,17 +306,13 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         cuda_graphs=run.cuda_graphs,
         loss=run.loss,
         gradient_checkpointing=run.gradient_checkpointing,
-        baseline=PLAIN,
-        seconds=seconds,
-        least=ROUNDS,  # fewer are not shown
     )
+    timed = {PLAIN: (None, {}), **{label: models[label] for label in labels}}
+    # Fewer rounds than ROUNDS are not shown.
+    speed = step_times(timed, options, baseline=PLAIN, seconds=seconds, least=ROUNDS)
     times = speed.pop("variants")
     speed["variants"] = {label: times[kinds[label]] for label in plan.variants}
     write_json(path, {"key": key, **speed, "plain": times[PLAIN]})
-
-
-def _same_model(a: VariantSpec, b: VariantSpec) -> bool:
-    return (a.residual, a.settings) == (b.residual, b.settings)
 
 
 def _fits(models: int, plan: ComparisonPlan, vocabulary: int) -> bool:

@@ -174,7 +174,7 @@ class ComparisonPlan:
 
     @property
     def first(self) -> TrainConfig:
-        """A run, for what all have alike: data, batch, device, precision."""
+        """Return one of the runs, for what all of them share: data, batch, device, precision."""
         return next(iter(self.runs.values()))
 
 
@@ -248,11 +248,9 @@ def _training(variant: VariantSpec) -> dict[str, dict[str, Any]]:
 
 
 def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
-    """Return `optim` at another peak learning rate: Muon's, and the residual's own where one is given, by the same
-    factor."""
-    if lr is None:
-        return optim
-    if optim.lr <= 0:  # no rate to scale: the check of the run refuses it
+    """Return `optim` at another peak learning rate. Muon's rate, and the residual's where one is given, change by the
+    same factor."""
+    if lr is None or optim.lr <= 0:  # no rate to scale: the check of the run refuses it
         return optim
     factor = lr / optim.lr
     muon_lr = optim.muon_lr * factor if optim.optimizer == "muon" else optim.muon_lr

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from attnres.comparison.children import Child, Runner, run_children
+from attnres.comparison.children import Child, Runner, Watch, run_children
 from attnres.comparison.plan import ComparisonPlan
 from attnres.progress import STEPS, Bar, Bars, grid
 from attnres.text import duration, label_and_seed, number, run_name
@@ -18,7 +18,7 @@ from attnres.training.records import growing
 
 
 class Ended(NamedTuple):
-    """A run that took its time: its name, how much it computed, as a child has it, and the seconds it took."""
+    """A finished run: its name, its size (`Child.size`), and the seconds that it took."""
 
     name: str
     size: float
@@ -27,8 +27,8 @@ class Ended(NamedTuple):
 
 @dataclass
 class ProgressRate:
-    """What runs have taken, and how much is left, by their sizes; of runs that differ in their seed alone by those of
-    them that have ended."""
+    """Estimates the time left from the finished runs. A run is estimated by finished runs that differ from it only in
+    their seed, if there are any, else by all."""
 
     left: dict[str, float]
     """What is to be computed, by the name of a run that has not ended."""
@@ -40,7 +40,7 @@ class ProgressRate:
 
     @property
     def seconds_left(self) -> float:
-        """Of one run after the other; something has to be done."""
+        """Return the seconds left if the runs go one after the other. At least one run must have ended."""
         groups = dict[str, list[Ended]]()
         for run in self.done:
             groups.setdefault(_without_seed(run.name), []).append(run)
@@ -115,9 +115,9 @@ class RunStatus:
 
 
 @dataclass
-class ProgressWatch:
-    """What the user sees of children: a line before each with the time left in all, bars of several at once, and how
-    the runs stand."""
+class ProgressWatch(Watch):
+    """Shows runs to the user: a line before each with the time left in all, bars where several run at once, and the
+    table of losses."""
 
     bars: Bars
     rate: ProgressRate
@@ -130,14 +130,12 @@ class ProgressWatch:
     shown: dict[Path, Bar] = field(default_factory=dict)
 
     def start(self, child: Child) -> None:
-        """One begins."""
         self.number += 1
         when = f", about {duration(self.rate.seconds_left / self.jobs)} left in all" if self.rate.done else ""
         self._print(f"run {self.number}/{self.total} {child.name}{when}", style="bold")
         self.shown[child.folder] = self.bars.add(child.name, child.steps, child.latest()[0])
 
     def end(self, child: Child) -> None:
-        """One has ended."""
         wall = time.monotonic() - child.began
         self.shown.pop(child.folder).remove()
         if child.has_failed:
@@ -151,12 +149,14 @@ class ProgressWatch:
             self._print(table)
 
     def poll(self, running: list[Child]) -> None:
-        """Time goes by."""
         for child in running:
             step, loss = child.latest()
             if loss is not None:
                 self.shown[child.folder].update(step, f"loss {loss:.3f}")
         self.on_poll()
+
+    def log_of(self, child: Child) -> Path | None:
+        return child.folder.parent / "logs" / f"{child.folder.name}.log" if self.jobs > 1 else None
 
     def _print(self, what: str | Table, style: str | None = None) -> None:
         self.bars.console.print(what, style=style, highlight=False)
@@ -174,7 +174,7 @@ def train_all(
     on_end: Callable[[Child], None] = lambda child: None,
     on_poll: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run all of them, one line before each with the time left in all; of several at once there are bars.
+    """Run all children, with a line before each that has the time left in all, and bars where several run at once.
 
     Args:
         done: finished runs like these.
@@ -194,12 +194,4 @@ def train_all(
         return
     with Bars(STEPS, shown=jobs > 1, stays=False, above=status, console=say) as bars:
         watch = ProgressWatch(bars, rate, jobs, len(done), total, status, on_end, on_poll)
-        (run or run_children)(
-            children,
-            jobs=jobs,
-            on_start=watch.start,
-            on_end=watch.end,
-            on_poll=watch.poll,
-            log_of=lambda child: child.folder.parent / "logs" / f"{child.folder.name}.log" if jobs > 1 else None,
-            until=until,
-        )
+        (run or run_children)(children, watch, jobs=jobs, until=until)

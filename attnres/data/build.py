@@ -131,7 +131,7 @@ def prepare(
 
 
 def _left(parts: Path) -> str:
-    """Return what a call that is stopped leaves, and how to go on."""
+    """Return the sentence for a call that was stopped: what stays on the disk, and how to go on."""
     left = f"what was read or tokenised so far stays in {parts}" if parts.exists() else "nothing of it is left"
     return f"stopped while preparing the text, {left}: give the same command again"
 

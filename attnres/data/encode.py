@@ -52,7 +52,7 @@ class EncodedDocuments(NamedTuple):
 
 
 class DocumentEncoder:
-    """A tokenizer with what closes a document and which are held out: those whose hash is below `threshold`."""
+    """Encodes documents and says which are held out: those whose hash is below `threshold`."""
 
     def __init__(self, tokenizer: Tokenizer, eos: int, threshold: int) -> None:
         tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, and ends no document
@@ -60,7 +60,7 @@ class DocumentEncoder:
 
     @property
     def sign(self) -> str:
-        """A hash of all that decides what is made of a text."""
+        """Return a hash of the tokenizer, the end-of-text id and the threshold."""
         return hashlib.sha256(f"{self.eos} {self.threshold} {self.tokenizer.to_str()}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> EncodedDocuments:
@@ -112,7 +112,8 @@ class ReadDocuments(TypedDict):
 
 
 def spooled(source: TextSource, folder: Path, advance: Callable[[float], None] = lambda size: None) -> TextSource:
-    """Return the same source, read into a folder where `source.spool` asks for it, else as it is.
+    """Return a source that reads from the disk, where `source.spool` asks for it: it is first read into a folder. Any
+    other source is returned as it is.
 
     The folder is left as it is, for who was killed or lost the connection to go on from.
 

@@ -11,6 +11,7 @@ Documents follow each other, each closed by the end-of-text id.
 
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -80,9 +81,20 @@ class SplitWriter:
         ids = ids.astype(self._dtype)
         while len(ids):
             if self._room == 0:
-                self._next_file()
+                if self._bin is not None:
+                    self._bin.close()
+                name = f"{self._split}-{len(self._files):05d}.bin"
+                self._bin = open(self._folder / name, "wb")  # noqa: SIM115 (closed in `close`)
+                self._files.append({"name": name, "tokens": 0, "crc32": 0, "max_id": 0})
+                self._room = self._file_tokens
+            assert self._bin is not None
             part, ids = ids[: self._room], ids[self._room :]
-            self._write(part)
+            data, entry = part.tobytes(), self._files[-1]
+            self._bin.write(data)
+            entry["tokens"] += len(part)
+            entry["crc32"] = zlib.crc32(data, entry["crc32"])
+            entry["max_id"] = max(entry["max_id"], int(part.max()))
+            self._room -= len(part)
 
     def close(self) -> dict[str, Any]:
         """Return {files, tokens, documents, documents_file}."""
@@ -99,29 +111,9 @@ class SplitWriter:
     def abandon(self) -> None:
         """Closes the files without a word, after a failure."""
         for file in (self._bin, self._starts):
-            try:
+            with suppress(OSError):  # the disk is full: nothing here is kept
                 if file is not None:
                     file.close()
-            except OSError:
-                pass  # the disk is full: nothing here is kept
-
-    def _write(self, part: np.ndarray) -> None:
-        assert self._bin is not None
-        data = part.tobytes()
-        self._bin.write(data)
-        entry = self._files[-1]
-        entry["tokens"] += len(part)
-        entry["crc32"] = zlib.crc32(data, entry["crc32"])
-        entry["max_id"] = max(entry["max_id"], int(part.max()))
-        self._room -= len(part)
-
-    def _next_file(self) -> None:
-        if self._bin is not None:
-            self._bin.close()
-        name = f"{self._split}-{len(self._files):05d}.bin"
-        self._bin = open(self._folder / name, "wb")  # noqa: SIM115 (closed in `close`)
-        self._files.append({"name": name, "tokens": 0, "crc32": 0, "max_id": 0})
-        self._room = self._file_tokens
 
 
 class Tokens:

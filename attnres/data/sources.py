@@ -22,7 +22,7 @@ from attnres.data.folder import choose, matching, walk
 from attnres.data.readers import KINDS, SUFFIXES, field_of, read_documents, suffix_of, text_bytes
 from attnres.errors import UserError, unknown
 from attnres.files import cache_dir, refuse_special, user_path, write_text
-from attnres.hub import dataset_rows, streamed_rows
+from attnres.hub import streamed_rows
 from attnres.text import whole_characters
 
 # Not the library itself, or (the last) its own build: paths and flags of one machine.
@@ -118,8 +118,8 @@ def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | N
 def _read_from(
     read_from: Callable[[dict[str, Any] | None], Pass], limit: int | None, place: dict[str, Any] | None
 ) -> Pass:
-    """Return a pass over the documents of a source from a place on, which says with a limit also what is left of
-    that."""
+    """Return a pass over the documents of a source from a place on. With a limit its place also holds how many
+    characters are left."""
     if limit is None:
         texts, where = read_from(place)
         return iter(_Documents(texts, None)), where
@@ -355,13 +355,10 @@ def read_hub(spec: str, column: str, revision: str | None = None) -> Iterator[st
     """Return the rows of a hub data set in its own order; WikiText's rows are lines, and are joined to articles.
 
     Raises:
-        UserError: see `dataset_rows`; or there is no such column.
+        UserError: see `streamed_rows`; or there is no such column.
     """
-    repository, config, split = resolve_hub(spec)
-    what = f"source '{spec}'"
-    rows = dataset_rows(what, repository, config, split, streaming=True, revision=revision)
-    texts = (text for row in rows for text in field_of(row, what, column))
-    return articles(texts) if _joins(repository) else texts
+    texts, _ = read_hub_from(spec, column, revision, None)
+    return articles(texts) if _joins(resolve_hub(spec)[0]) else texts
 
 
 def _joins(repository: str) -> bool:
@@ -403,12 +400,8 @@ LENGTH = 24
 """Steps of a document in all, about."""
 
 
-def _permutations() -> dict[str, dict[str, str]]:
-    draw = random.Random("permutations")
-    return {name: dict(zip(LETTERS, draw.sample(LETTERS, len(LETTERS)), strict=True)) for name in NAMES}
-
-
-PERMUTATIONS = _permutations()
+_DRAW = random.Random("permutations")
+PERMUTATIONS = {name: dict(zip(LETTERS, _DRAW.sample(LETTERS, len(LETTERS)), strict=True)) for name in NAMES}
 
 
 def composition(draw: random.Random, steps: int, count: int) -> str:

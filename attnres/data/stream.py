@@ -20,7 +20,7 @@ from attnres.data.batches import Batches
 from attnres.data.build import Prepared, held_below
 from attnres.data.encode import DocumentEncoder
 from attnres.data.shards import prepared_folder
-from attnres.data.sources import TextSource, open_source
+from attnres.data.sources import open_source
 from attnres.data.tokenizer import load_tokenizer
 from attnres.errors import UserError
 from attnres.files import cache_dir, lock, write_json, writing
@@ -103,7 +103,7 @@ class StreamedTokens:
         return min(stop, len(self))
 
     def _look(self) -> Position:
-        """Take what is there, which another process may have read."""
+        """Take over what is on the disk, which another process may have read."""
         file = self.kept / "position.json"
         if file.is_file():
             position = checked(read_json(file), Position, file, f"remove {self.kept}")
@@ -127,7 +127,13 @@ class StreamedTokens:
             self.encoder = DocumentEncoder(
                 load_tokenizer(self.folder), self.prepared.eos_id, held_below(head, self.held_out)
             )
-            self._open(open_source(self.spec, column=self.column), position)
+            # A pass over the documents after that position.
+            source, place, read = open_source(self.spec, column=self.column), position["place"], position["documents"]
+            if source.read_from is None:
+                self.documents, self.where = islice(source.read(), read, None), lambda: None
+            else:
+                documents, self.where = source.read_from(place)
+                self.documents = islice(documents, read if place is None else 0, None)
         texts, size = list[str](), 0
         for text in self.documents or ():
             texts.append(text)
@@ -153,15 +159,6 @@ class StreamedTokens:
         write_json(self.kept / "position.json", after)
         self._take(after)
         return after
-
-    def _open(self, source: TextSource, position: Position) -> None:
-        """Begin a pass over the documents after a position."""
-        place, read = position["place"], position["documents"]
-        if source.read_from is None:
-            self.documents, self.where = islice(source.read(), read, None), lambda: None
-            return
-        documents, self.where = source.read_from(place)
-        self.documents = islice(documents, read if place is None else 0, None)
 
 
 class StreamedBatches(Batches):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -101,41 +102,22 @@ def figures(questions: TaskQuestions, scored: Sequence[Scored]) -> list[TaskMeas
 
 
 def _text_figures(questions: TaskQuestions, scored: Sequence[Scored]) -> list[TaskMeasure]:
-    apart, sliding = ([scored[i] for i in group] for group in questions.groups)
     names = (
-        (
-            "perplexity_non_overlapping",
-            f"perplexity, non-overlapping windows of {questions.width:,}",
-            apart,
-            questions.groups[0],
-        ),
-        (
-            "perplexity_sliding",
-            f"perplexity, sliding windows of {questions.width:,} by {questions.stride:,}",
-            sliding,
-            questions.groups[1],
-        ),
+        ("perplexity_non_overlapping", f"perplexity, non-overlapping windows of {questions.width:,}"),
+        ("perplexity_sliding", f"perplexity, sliding windows of {questions.width:,} by {questions.stride:,}"),
     )
     measures = []
-    for key, label, scores, group in names:
+    for (key, label), group in zip(names, questions.groups, strict=True):
         digest = tokens_digest([questions.requests[i] for i in group])
-        loss, count = _losses(scores), np.array([float(len(s.logprobs)) for s in scores])
+        loss = np.array([-scored[i].total for i in group])
+        count = np.array([float(len(scored[i].logprobs)) for i in group])
         measures.append(TaskMeasure(key, label, loss, count, exp=True, unit="nats/token", tokens=digest))
     last = measures[-1]
     # Each scored token has its share of the text's bytes: a window's first one, with nothing before it, has no score.
     share = last.below * questions.bytes
     bits = last.above / math.log(2)
-    measures.append(
-        TaskMeasure(
-            "bits_per_byte",
-            "bits per byte, sliding windows",
-            bits,
-            share,
-            tokens=last.tokens,
-            universal=True,
-            cut=questions.cut,
-        )
-    )
+    more: dict[str, Any] = {"tokens": last.tokens, "universal": True, "cut": questions.cut}
+    measures.append(TaskMeasure("bits_per_byte", "bits per byte, sliding windows", bits, share, **more))
     return measures
 
 
@@ -177,7 +159,3 @@ def _choice_figures(questions: TaskQuestions, scored: Sequence[Scored]) -> list[
         by_tokens = right(lambda item, k, s: len(s.logprobs))
         measures.append(TaskMeasure("acc_per_token", "accuracy, by tokens", by_tokens, ones, chance=chance))
     return measures
-
-
-def _losses(scores: Sequence[Scored]) -> np.ndarray:
-    return np.array([-s.total for s in scores])

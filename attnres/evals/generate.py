@@ -145,7 +145,7 @@ LOWEST = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. None takes the model's own setting (generation_config.json), else none is made.
+    """How the next token is chosen. None takes the model's own setting (generation_config.json).
 
     Attributes:
         greedy: always the likeliest, after what the model's own settings take off it (a repetition penalty).
@@ -221,14 +221,12 @@ def generate(
         speaker = Speaker(type(model).__name__, model, tokenizer, context_of(model.config, tokenizer))
     ids = speaker.encode(prompt, chat=chat)
     new = min(max_new_tokens, speaker.context - ids.shape[1])
-    streamers: list[BaseStreamer] = []
-    if on_text is not None:
-        streamers.append(_Pieces(speaker.tokenizer, on_text))
-    if on_token is None:
-        return _run(speaker, ids, _settings(speaker.model, sampling, new), streamers, seed)
-    with DepthReader(speaker.model, speaker.tokenizer) as reader:
-        streamers.append(_Tokens(lambda token: on_token(reader.read(token))))
-        return _run(speaker, ids, _settings(speaker.model, sampling, new), streamers, seed)
+    settings, on_id = _settings(speaker.model, sampling, new), None
+    with ExitStack() as stack:
+        if on_token is not None:
+            reader = stack.enter_context(DepthReader(speaker.model, speaker.tokenizer))
+            on_id = lambda token: on_token(reader.read(token))  # noqa: E731
+        return _run(speaker, ids, settings, _Streamer(speaker.tokenizer, on_text, on_id), seed)
 
 
 def speak(config: GenerateConfig) -> None:
@@ -265,9 +263,7 @@ def _check_length(max_new_tokens: int) -> None:
         raise UserError(f"max_new_tokens is {max_new_tokens}: expected a whole number, at least 1")
 
 
-def _run(
-    speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamers: Sequence[BaseStreamer], seed: int
-) -> str:
+def _run(speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamer: BaseStreamer, seed: int) -> str:
     model = speaker.model
     broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and its config.json as it was made?")
     more: dict[str, Any] = {}
@@ -280,7 +276,7 @@ def _run(
             more["past_key_values"] = stack.enter_context(speaker.replays.of(model, length))
         torch.manual_seed(seed)
         out = model.generate(  # ty: ignore[not-callable]
-            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=_Several(streamers), **more
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=streamer, **more
         )
     return str(speaker.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
@@ -308,43 +304,25 @@ def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> Generatio
         )
 
 
-class _Several(BaseStreamer):
-    """Hands what is generated to several streamers, or to none."""
+class _Streamer(TextStreamer):
+    """Hands over text as whole words and characters become known, and the id of each new token."""
 
-    def __init__(self, streamers: Sequence[BaseStreamer]) -> None:
-        self.streamers = streamers
-
-    def put(self, value: Tensor) -> None:
-        for streamer in self.streamers:
-            streamer.put(value)
-
-    def end(self) -> None:
-        for streamer in self.streamers:
-            streamer.end()
-
-
-class _Pieces(TextStreamer):
-    """Hands over text as whole words and characters become known."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        on_text: Callable[[str], None] | None,
+        on_id: Callable[[int], None] | None,
+    ) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.on_text = on_text
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self.on_text(text)
-
-
-class _Tokens(BaseStreamer):
-    """Hands over the id of each new token."""
-
-    def __init__(self, on_id: Callable[[int], None]) -> None:
-        self.on_id, self.prompt_seen = on_id, False
+        self.on_text, self.on_id, self.prompt_seen = on_text, on_id, False
 
     def put(self, value: Tensor) -> None:
-        if self.prompt_seen:
+        if self.on_text is not None:
+            super().put(value)
+        if self.on_id is not None and self.prompt_seen:
             self.on_id(int(value.flatten()[0]))
         self.prompt_seen = True
 
-    def end(self) -> None:
-        pass
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if self.on_text is not None and text:
+            self.on_text(text)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from attnres.errors import UserError, first_line, install, unknown
+from attnres.errors import UserError, first_line, install, require, unknown
 from attnres.evals.scoring import TaskMeasure
 from attnres.models.open import Checkpoint
 
@@ -26,10 +26,7 @@ def find_tasks(names: Sequence[str], folder: str | None) -> Any:
     Raises:
         UserError: lm-eval is not installed, the folder is missing, or a name is unknown.
     """
-    try:
-        tasks = importlib.import_module("lm_eval.tasks")
-    except ImportError as error:
-        raise UserError(f"tasks of lm-eval need its library: {install('eval')}") from error
+    tasks = require("lm_eval.tasks", f"tasks of lm-eval need its library: {install('eval')}")
     if folder is not None and not Path(folder).is_dir():
         raise UserError(f"lm-eval task folder {folder} does not exist: expected a folder with YAML files")
     manager = tasks.TaskManager(include_path=folder, include_defaults=folder is None)

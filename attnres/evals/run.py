@@ -17,7 +17,7 @@ from attnres.evals import harness
 from attnres.evals.config import EvalConfig
 from attnres.evals.figures import TaskQuestions, ask, figures
 from attnres.evals.scoring import Scored, TaskMeasure, cost, difference, score
-from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
+from attnres.evals.tasks import LM_EVAL, TASKS, read_task
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other_file
 from attnres.models.open import Checkpoint, open_checkpoint
@@ -85,15 +85,23 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
     width, stride = _window(config, checkpoints)  # before tasks, which may be fetched
     foreign = [name.removeprefix(LM_EVAL) for name in config.tasks if name.startswith(LM_EVAL)]
     tasks = [read_task(name, config.data, config.limit) for name in config.tasks if not name.startswith(LM_EVAL)]
-    _no_twins([task.name for task in tasks])
+    names = [task.name for task in tasks]
+    if twins := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"task {twins[0]} is given twice: give each once, and files different names")
     manager = harness.find_tasks(foreign, config.lm_eval_tasks) if foreign else None
     questions_of = [
         [ask(task, checkpoint, width=width, stride=stride, limit=config.limit) for task in tasks]
         for checkpoint in checkpoints
     ]
-    results = Results(
-        {"environment": environment.describe(device, config.dtype), "settings": _settings(config, width, stride)}
-    )
+    settings = {
+        "tasks": list(config.tasks),
+        "data": config.data,
+        "limit": config.limit,
+        "window": width,
+        "stride": stride,
+        "batch_tokens": config.batch_tokens,
+    }
+    results = Results({"environment": environment.describe(device, config.dtype), "settings": settings})
     models = []
     for checkpoint, questions in zip(checkpoints, questions_of, strict=True):
         model = checkpoint.load(config.dtype, str(device))
@@ -112,8 +120,13 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
         if not is_host(device):
             torch.get_device_module(device).empty_cache()
     results.record["models"] = models
+    of_lm_eval = "lm-eval", [list[str]() for _ in models]
+    origins = {
+        task.name: (task.source, [questions[index].notes for questions in questions_of])
+        for index, task in enumerate(tasks)
+    }
     results.record["tasks"] = {
-        name: _task_record(measures, *_origin(name, tasks, questions_of)) for name, measures in results.measures.items()
+        name: _task_record(measures, *origins.get(name, of_lm_eval)) for name, measures in results.measures.items()
     }
     return results
 
@@ -129,12 +142,6 @@ def _check(config: EvalConfig) -> None:
             raise UserError(f"{name} is {value}: expected a whole number, at least {least}")
     if config.lm_eval_tasks is not None and not any(name.startswith(LM_EVAL) for name in config.tasks):
         raise UserError(f"lm_eval_tasks is given and no task of lm-eval: name one as {LM_EVAL}NAME, or leave it out")
-
-
-def _no_twins(names: Sequence[str]) -> None:
-    twins = sorted({name for name in names if list(names).count(name) > 1})
-    if twins:
-        raise UserError(f"task {twins[0]} is given twice: give each once, and files different names")
 
 
 def _window(config: EvalConfig, checkpoints: Sequence[Checkpoint]) -> tuple[int, int]:
@@ -200,26 +207,6 @@ def _describe(checkpoint: Checkpoint, model: PreTrainedModel) -> Row:
         "context": checkpoint.context,
         "vocabulary": len(checkpoint.tokenizer),
     }
-
-
-def _settings(config: EvalConfig, width: int, stride: int) -> Row:
-    return {
-        "tasks": list(config.tasks),
-        "data": config.data,
-        "limit": config.limit,
-        "window": width,
-        "stride": stride,
-        "batch_tokens": config.batch_tokens,
-    }
-
-
-def _origin(
-    name: str, tasks: Sequence[Task], questions_by_model: Sequence[Sequence[TaskQuestions]]
-) -> tuple[str, list[list[str]]]:
-    for i, task in enumerate(tasks):
-        if task.name == name:
-            return task.source, [questions[i].notes for questions in questions_by_model]
-    return "lm-eval", [[] for _ in questions_by_model]
 
 
 def _task_record(models: Sequence[Sequence[TaskMeasure]], source: str, notes: list[list[str]]) -> Row:

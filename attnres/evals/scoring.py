@@ -37,14 +37,15 @@ tensor there is."""
 
 
 class Request(NamedTuple):
-    """Token ids of what is given (at least one) and of what is scored (at least one)."""
+    """A request: token ids that are given (at least one), and token ids that are scored (at least one)."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class Scored(NamedTuple):
-    """Of each token of a continuation: log-probability in nats (n,) fp32; whether it was the likeliest, (n,) bool."""
+    """The scores of a continuation by token: log-probability in nats, (n,) fp32, and whether the token was the
+    likeliest, (n,) bool."""
 
     logprobs: np.ndarray
     greedy: np.ndarray
@@ -128,7 +129,8 @@ def score(
     device = next(model.parameters()).device
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     done: list[Scored | None] = [None] * len(requests)
-    for batch in _batches(_rows(requests, context), batch_tokens, _vocabulary(model)):
+    vocabulary = int(getattr(text_config(model.config), "vocab_size", 0) or 0)
+    for batch in _batches(_rows(requests, context), batch_tokens, vocabulary):
         width = len(batch[0].ids)
         ids = torch.zeros(len(batch), width, dtype=torch.long)
         for i, row in enumerate(batch):
@@ -186,10 +188,6 @@ def _batches(rows: Sequence[_Row], batch_tokens: int, vocabulary: int) -> Iterat
         first = start
     if batch:
         yield batch
-
-
-def _vocabulary(model: nn.Module) -> int:
-    return int(getattr(text_config(model.config), "vocab_size", 0) or 0)
 
 
 def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Scored]:
@@ -321,7 +319,7 @@ def difference(first: TaskMeasure, second: TaskMeasure) -> PairedDifference:
 
 
 def tokens_digest(requests: Sequence[Request]) -> str:
-    """Equal exactly if two models were asked the same, token by token."""
+    """Return a digest that is equal exactly if two models were asked the same tokens."""
     digest = hashlib.sha256()
     for request in requests:
         for ids in request:

@@ -54,7 +54,7 @@ def why_not_captured(model: Any) -> str | None:
 
 
 class Replays:
-    """The graphs of a model, by what its `forward` is called with, and its KV cache: kept for later prompts."""
+    """Keeps the CUDA graphs of a model by the arguments of its `forward`, and its KV cache, for later prompts."""
 
     def __init__(self) -> None:
         self.cache: StaticCache | None = None
@@ -185,7 +185,7 @@ class Speeds:
     device: str
 
     def line(self) -> str:
-        """Return all of it in one sentence."""
+        """Return both speeds and their ratio in one sentence."""
         (first, second), (low, high) = self.medians, self.quartiles
         return (
             f"{self.names[0]} {first:,.1f} tokens/s, {self.names[1]} {second:,.1f}: ratio {self.ratio:.3f} (quartiles "

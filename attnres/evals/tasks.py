@@ -130,7 +130,9 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
             else:
                 lines = read_text(path).removesuffix("\n").split("\n")
             return Task(name, "text", _source(known, path), text=_some(wikitext(lines), str(path or name)))
-        items = _hub_items(name, known) if path is None else _lines(path)
+        rows = enumerate(_hub_rows(name, known) if path is None else (), 1)
+        of_hub = (_item(known.row(row), f"{known.hub[0]} row {number}") for number, row in rows)
+        items = of_hub if path is None else _lines(path)
         return _task(name, _source(known, path), items, limit, per_token=known.per_token)
     if name in OF_LM_EVAL:
         raise UserError(f"task {name} is lm-eval's: name it {LM_EVAL}{name} ({install('eval')})")
@@ -218,11 +220,6 @@ def _texts(value: Any, least: int) -> bool:
 
 def _index(value: Any, count: int) -> bool:
     return type(value) is int and 0 <= value < count
-
-
-def _hub_items(name: str, known: KnownTask) -> Iterator[Item]:
-    for number, row in enumerate(_hub_rows(name, known), 1):
-        yield _item(known.row(row), f"{known.hub[0]} row {number}")
 
 
 def _hub_rows(name: str, known: KnownTask) -> Iterator[Row]:

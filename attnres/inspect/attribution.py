@@ -162,7 +162,7 @@ def attribute(
     with evaluating(model):
         probe, known, row = _backward(model, residual, ids, target_id, rival, edits)
         edges = [(index, source) for index, names in enumerate(probe.sources) for source in names]
-        gradient = [probe.estimate(index, source, everywhere) for index, source in edges]
+        gradient = [value for index in range(len(probe.sources)) for value in probe.estimates(index, everywhere)]
         knockout = [math.nan] * len(edges)
         choice = [len(probe.sources[index]) > 1 for index, _ in edges]
         before = margin(row, known, rival).item()
@@ -320,20 +320,22 @@ class _Probe(Edits):
         along = (grad * weights).sum(-1).abs()
         return bool(along.sum() <= ALONG * (steepest * _lengths(weights, products)).sum())
 
-    def estimate(self, index: int, source: str, everywhere: bool) -> float:
-        """d(l, i) of one edge, from one text's weights and their gradients (T, n)."""
-        weights, grad = self.weights[index], self.grads[index]
-        edited = Ablate(source).reweigh(weights, self.sources[index], self.residual.traits.sums_to_one)
+    def estimates(self, index: int, everywhere: bool) -> list[float]:
+        """Return d(l, i) of a read's edges, from one text's weights and their gradients (T, n)."""
+        weights, grad, names = self.weights[index], self.grads[index], self.sources[index]
+        sums_to_one = self.residual.traits.sums_to_one
+        edited = torch.stack([Ablate(name).reweigh(weights, names, sums_to_one) for name in names])
         if self.lengthless(index):
             products = self.products[index]
-            edited = edited * (_lengths(weights, products) / _lengths(edited, products).clamp_min(1e-30))[:, None]
+            lengths = _lengths(weights, products), _lengths(edited, products)
+            edited = edited * (lengths[0] / lengths[1].clamp_min(1e-30))[..., None]
         change = ((edited - weights) * grad).sum(-1, dtype=torch.float64)
-        return (change.sum() if everywhere else change[-1]).item()
+        return (change.sum(-1) if everywhere else change[:, -1]).tolist()
 
 
 def _lengths(weights: Tensor, products: Tensor) -> Tensor:
-    """Return (T,) |sum_i p_i v_i| from weights (T, n) and inner products (T, n, n)."""
-    return torch.einsum("ti,tij,tj->t", weights, products.to(weights), weights).clamp_min(0).sqrt()
+    """Return (..., T) |sum_i p_i v_i| from weights (..., T, n) and inner products (T, n, n)."""
+    return torch.einsum("...ti,tij,...tj->...t", weights, products.to(weights), weights).clamp_min(0).sqrt()
 
 
 def _backward(

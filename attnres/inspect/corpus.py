@@ -115,7 +115,7 @@ class Search(notebook.Result):
     def _repr_html_(self) -> str:
         rows = "".join(
             f"<tr><td>{number(getattr(hit, self.by), 2)}</td><td>{hit.quantile:.1%}</td><td>{escape(hit.name)}</td>"
-            f'<td style="text-align:left;font-family:monospace">{self._coloured(hit)}</td></tr>'
+            f'<td style="text-align:left;font-family:monospace;overflow-wrap:anywhere">{self._coloured(hit)}</td></tr>'
             for hit in (*self.hits, *self.samples)
         )
         head = "".join(f"<th>{title}</th>" for title in (self.by, "above", "where", "in its text, coloured by it"))

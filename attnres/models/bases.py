@@ -30,22 +30,19 @@ GENERATED: dict[str, type] = {}
 """Configs and models that were made, by the name of the class; of two of one name the latest."""
 
 
-def _refuse_parallel(family: Family, config: Any) -> None:
-    if family.parallel and getattr(config, family.parallel):
-        raise UserError(
-            f"{family.parallel} is on: attention and MLP read one stream side by side, and depth reads need them one "
-            f"after the other; only models with {family.parallel}=False have a place for them"
-        )
-
-
 class Depth(PreTrainedModel):
-    """What base models and heads with a depth stream share; mixed in front of the family's own class."""
+    """Base class of base models and heads with a depth stream; it stands in front of the family's own class."""
 
     family: Family
     plain_class: type[PreTrainedModel]
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_parallel(self.family, config)
+        parallel = self.family.parallel
+        if parallel and getattr(config, parallel):
+            raise UserError(
+                f"{parallel} is on: attention and MLP read one stream side by side, and depth reads need them one "
+                f"after the other; only models with {parallel}=False have a place for them"
+            )
         super().__init__(config, *args, **kwargs)
         if self.attach_residual():
             self._scale_branches()
@@ -53,8 +50,8 @@ class Depth(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load the model as Transformers does, which lets everything be trained that it loads; what is fixed here stays
-        fixed."""
+        """Load the model as Transformers does, which makes every parameter trainable, then freeze what the residual
+        freezes."""
         loaded: Any = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._freeze()
@@ -330,7 +327,8 @@ def checkpoint_activations(model: Any, how: str) -> None:
 
 
 def _mixers(part: nn.Module, reads: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield a layer's attention, MLP and the like: what has matrices and is called on what a read gives.
+    """Yield the modules of a layer that are called on the result of a read and have matrices: attention, MLP and the
+    like.
 
     Args:
         reads: paths in `part` of what reads the stream. What holds one of these takes the stream itself.

@@ -20,15 +20,14 @@ from attnres.residuals import residual_class
 from attnres.text import memory
 
 
-def _narrow(width: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """Return a Qwen3 for a CPU: twelve layers, so that depth has something to show, and narrow."""
+def _qwen3(width: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> dict[str, Any]:
     return {
         "family": "qwen3",
         "hidden_size": width,
-        "num_hidden_layers": 12,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": 32,
+        "head_dim": head_dim,
         "intermediate_size": 3 * width,
         "tie_word_embeddings": True,
     }
@@ -75,31 +74,13 @@ def _kimi(width: int, heads: int, head: int, experts: int, chosen: int, expert: 
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    # The models of the studies' presets of these names (lab/presets.py).
-    "pico": _narrow(32, 1, 1),
-    "micro": _narrow(64, 2, 1),
-    "nano": _narrow(128, 4, 2),
-    "100m": {
-        "family": "qwen3",
-        "hidden_size": 512,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "tie_word_embeddings": True,
-    },
-    # Qwen3-0.6B's shape.
-    "0.6b": {
-        "family": "qwen3",
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "tie_word_embeddings": True,
-    },
+    # The models of the studies' presets of these names (lab/presets.py): twelve layers, so that depth has something to
+    # show, and narrow, for a CPU.
+    "pico": _qwen3(32, 12, 1, 1, 32),
+    "micro": _qwen3(64, 12, 2, 1, 32),
+    "nano": _qwen3(128, 12, 4, 2, 32),
+    "100m": _qwen3(512, 12, 8, 4, 64),
+    "0.6b": _qwen3(1024, 28, 16, 8, 128),  # Qwen3-0.6B's shape
     "gpt2-124m": {
         "family": "gpt2",
         "n_embd": 768,
@@ -238,17 +219,13 @@ def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int
     fields |= {"vocab_size": vocab_size, FAMILIES[key].positions: max_positions}
     _check_fields(config_class, fields)
     names = [config_class.attribute_map.get(name, name) for name in ("hidden_size", "num_hidden_layers")]
-    if missing := [name for name in names if not {name, *_aliases(config_class, name)} & set(fields)]:
+    given = {config_class.attribute_map.get(name, name) for name in fields}  # under whatever name
+    if missing := [name for name in names if name not in given]:
         raise UserError(
             f"the size {{family: {key}}} does not say {' and '.join(missing)}, and {key}'s own may be billions of "
             "parameters: give them"
         )
     return key, fields
-
-
-def _aliases(config_class: Any, name: str) -> list[str]:
-    """Other names that a config takes for the field `name`."""
-    return [alias for alias, target in config_class.attribute_map.items() if target == name]
 
 
 def _drawn(key: str, model_class: Any, config_class: Any, fields: Mapping[str, Any], seed: int) -> Any:

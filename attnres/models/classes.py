@@ -6,7 +6,7 @@ one module of the base model (`model.model.residual`, also `model.residual`). Ev
 plain checkpoints load directly.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,6 @@ def __getattr__(name: str) -> type:
     return GENERATED[name]
 
 
-def _plain_classes(config: type) -> Iterator[tuple[Any, type[PreTrainedModel]]]:
-    """Yield the Auto classes that know a plain config, with the model class that each has for it."""
-    for auto in AUTOS:
-        plain = plain_class(auto, config)
-        if plain is not None:
-            yield auto, plain
-
-
 def register(key: str, family: Family, base_config: type, base_model: Any) -> tuple[type, type]:
     """Make a family's config, base model and heads: `attnres_{key}` to the Auto classes, `key` in `CLASSES`, which has
     the config and the class for `base_model`."""
@@ -65,7 +57,7 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
     )
     AutoConfig.register(f"attnres_{key}", config)
     share_defaults(f"attnres_{key}", getattr(base_config, "model_type", ""))
-    plain_classes = dict(_plain_classes(base_config))
+    plain_classes: dict[Any, Any] = {auto: cls for auto in AUTOS if (cls := plain_class(auto, base_config)) is not None}
     if base_model not in plain_classes.values():  # code that comes with a model, a part of another
         plain_classes = {AutoModelForCausalLM if hasattr(base_model, "generate") else AutoModel: base_model}
     for auto, plain in plain_classes.items():
@@ -104,8 +96,8 @@ for _key, _family in FAMILIES.items():
 
 
 def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool = False) -> dict[str, type]:
-    """Make what a stored model needs beyond this package, from what its config.json says: the classes of a family that
-    was probed, and the mechanism of a user's own file, where code is trusted.
+    """Register the classes that a stored model needs besides this package's: those of a probed family, and, where code
+    is trusted, the mechanism of a user's own file. Its config.json names them.
 
     Returns:
         Its classes by name, config, base model and heads.

@@ -4,7 +4,7 @@ with which Transformers finds our classes, and the model card."""
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -89,8 +89,8 @@ class ResidualConfigMixin:
         return super().from_dict(config_dict, **kwargs)  # ty: ignore[missing-attribute]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as config.json has them: every setting of the residual, so that no later default changes
-        what a saved model computes."""
+        """Return the fields as config.json has them, with every setting of the residual: a later default does not
+        change a saved model."""
         values = super().to_dict()  # ty: ignore[missing-attribute]
         if is_known(self.residual):
             values["residual_settings"] = settings_in_full(self.residual, self.residual_settings)
@@ -115,15 +115,11 @@ class ResidualConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # ty: ignore[missing-attribute]
-        self._refuse_stray_settings(kwargs)
+        if stray := stray_settings(type(self), {*kwargs, *vars(self)}):  # which would be kept and change nothing
+            raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
         self.note_file()
         with torch.device("meta"):
             self.make_residual()
-
-    def _refuse_stray_settings(self, kwargs: Mapping[str, Any]) -> None:
-        """A residual's setting among the fields of the config would be kept there and change nothing."""
-        if stray := stray_settings(type(self), {*kwargs, *vars(self)}):
-            raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
 
     def note_file(self) -> None:
         """Record the file that the mechanism was read from; warn where the stored one had another content."""

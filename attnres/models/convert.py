@@ -216,7 +216,7 @@ def _write(new: DepthMixin, out: Path, folder: Mapping[str, Path]) -> Conversion
 
 
 def _plain(model: DepthMixin) -> PreTrainedModel:
-    """Return the plain Transformers model of one with the standard residual, around the same weights."""
+    """Return the plain Transformers model with the weights of a model that has the standard residual."""
     config: Any = model.config
     kind = type(config).__bases__[1]
     ours = {"model_type", "architectures", "transformers_version", *stray_settings(type(config), vars(config))}

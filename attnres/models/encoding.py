@@ -14,19 +14,13 @@ Log-probabilities of continuations follow lm-eval's rule instead (`attnres.evals
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from attnres.errors import UserError, first_line, foreign
 from attnres.typed import is_text
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from transformers import PreTrainedTokenizerBase
-
 
 Offsets = Sequence[tuple[int, int]]
 """Of each token its characters [start, end) of the text."""
@@ -163,7 +157,7 @@ SPACE = "▁"
 """As SentencePiece spells it."""
 
 
-def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
+def piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     r"""Return the text of a single token, with the leading space that SentencePiece's decoders strip from a text's
     first token; bytes that are no whole character as \xc3."""
     text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
@@ -175,7 +169,7 @@ def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
     return " " * (spaces - (len(text) - len(text.lstrip(" ")))) + text
 
 
-def pieces(tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets") -> list[str]:
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, offsets: Offsets) -> list[str]:
     """Return the text of each token of `text`: the characters at its offsets, which keep the spaces that some
     tokenizers drop, or `piece` where several tokens share a character."""
     token_spans = list(offsets[: len(ids)]) or [(0, 0)] * len(ids)
@@ -191,7 +185,7 @@ def pieces(tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str
 
 
 def characters(
-    tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets"
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, offsets: Offsets
 ) -> tuple[list[str], list[str]]:
     """Return the tokens' texts in whole characters, and a name for each. A character of several tokens stands at the
     first of them; the names of all say which of how many they are: "漢 (2 of 3)"."""

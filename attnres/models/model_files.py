@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from attnres.data.tokenizer import TOKENIZER_FILES
 from attnres.errors import UserError, foreign
-from attnres.files import refuse_special, user_path, write_bytes
+from attnres.files import by_step, refuse_special, user_path, write_bytes
 from attnres.folders import kind_of
 from attnres.hub import fetch, is_hub_name
 from attnres.models.foreign import formats_of
@@ -313,8 +312,7 @@ def write_snapshot(run: str | Path, step: int, tensors: Mapping[str, Tensor]) ->
 
 def snapshots(run: str | Path) -> dict[int, Path]:
     """Return the snapshots of a run, by step, in order."""
-    files = sorted((Path(run) / "residual").glob("*.safetensors"))
-    return {int(path.stem): path for path in files if re.fullmatch("[0-9]{1,18}", path.stem) and path.is_file()}
+    return by_step(Path(run) / "residual", "safetensors")
 
 
 def residual_at(config: Any, path: Path) -> Residual:

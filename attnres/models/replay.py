@@ -45,7 +45,9 @@ class Replay:
                 run()
 
     def _keep(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.layer_outputs.append(_pytree.tree_map_only(Stream, self._packed, output, is_leaf=_is_stream))
+        self.layer_outputs.append(
+            _pytree.tree_map_only(Stream, self._packed, output, is_leaf=lambda value: isinstance(value, Stream))
+        )
 
     def _packed(self, stream: Stream) -> "_Packed":
         return _Packed(self.residual.pack(stream.written(), stream.index), stream)
@@ -118,7 +120,3 @@ def _restore(layer: nn.Module, forward: Any) -> None:
         del layer.forward
     else:
         layer.forward = forward
-
-
-def _is_stream(value: Any) -> bool:
-    return isinstance(value, Stream)

@@ -72,18 +72,19 @@ def _multiplying(model: Any, *, trained: bool = False) -> float:
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()} - head
     total = 0.0
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 or name.endswith("bias") or id(parameter) in apart | tables:
-            continue
-        if trained and not parameter.requires_grad:
-            continue
-        of_experts = parameter.ndim == 3 and "experts" in name
-        total += parameter.numel() * (_experts_of_a_token(model.config) / len(parameter) if of_experts else 1)
+        if id(parameter) not in apart | tables and (parameter.requires_grad or not trained):
+            total += parameter.numel() * share_of_token(name, parameter, model.config)
     return total
 
 
-def _experts_of_a_token(config: Any) -> float:
-    count = getattr(config, "num_experts_per_tok", 1)
-    return sum(count) / len(count) if isinstance(count, list) else count
+def share_of_token(name: str, parameter: nn.Parameter, config: Any) -> float:
+    """Return the part of a parameter that multiplies a token: of experts those that it is given to; 0 of a vector."""
+    if parameter.ndim < 2 or name.endswith("bias"):
+        return 0.0
+    if parameter.ndim == 3 and "experts" in name:
+        chosen = getattr(config, "num_experts_per_tok", 1)  # in some configs by layer
+        return (sum(chosen) / len(chosen) if isinstance(chosen, list) else chosen) / len(parameter)
+    return 1.0
 
 
 def _attention(config: Any, length: int) -> float:

@@ -399,7 +399,7 @@ def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]
 
 
 def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1, nbytes: int | None = None) -> bool:
-    """Whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases.
+    """Return whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases.
 
     `nbytes` are those of the sealed sources, where a kernel takes any number of them: what is in a cache is not moved.
     """

@@ -73,7 +73,7 @@ class Program(NamedTuple):
     alone: int = 1
 
     def shared(self, tokens: int, width: int, dtype: torch.dtype, *, cached: bool) -> list[Group]:
-        """The groups whose reads are made in two phases. cached: small sources stay in a cache between reads."""
+        """Return the groups whose reads are made in two phases. cached: small sources stay in a cache between reads."""
         size, shared = tokens * width * dtype.itemsize, list[Group]()
         for group in self.groups:
             count, reads = len(group.rows), group.stop - group.start
@@ -126,11 +126,11 @@ class Bank:
 
     @staticmethod
     def takes(vector: Tensor) -> bool:
-        """Whether reads are made of the vector where it lies; else of a copy."""
+        """Return whether reads are made of the vector where it lies; else of a copy."""
         return True
 
     def scale(self) -> float:
-        """What the coming read is multiplied by, where no norm follows that takes its eps."""
+        """Return what the coming read is multiplied by, where no norm follows that takes its eps."""
         return self.program.steps[self.index].scale
 
     def begin(self, embedding: Tensor, queries: Tensor) -> None:

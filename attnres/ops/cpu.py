@@ -43,38 +43,22 @@ LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels read and write."""
 
-_BANK = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
-"""Arguments of the bank's kernels: bank, step, address of an output, whether that is bf16."""
-
-
 _opened = dict[str, Any]()
 """The library: a graph that its kernels made goes back through them, whatever reads take since."""
 
 
-@functools.cache
-def loaded() -> Any:
-    """Return the library with the kernels' prototypes, or in a few words why there is none."""
+def load() -> Any:
+    """Return the compiled kernels, or None where they cannot be had. Never raises."""
     kernels = library()
-    if not isinstance(kernels, str):
-        _opened["kernels"] = kernels
-        names = ("read_sealed", "read_sealed_backward", "merge", "merge_backward", "mix", "connect", "connect_backward")
-        for name in names:
-            function = getattr(kernels, f"attnres_{name}")
-            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
-        write, read = kernels.attnres_bank_write, kernels.attnres_bank_read
-        write.argtypes, write.restype = _BANK, None
-        read.argtypes, read.restype = [*_BANK, ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
+    if isinstance(kernels, str):
+        return None
+    _opened["kernels"] = kernels
     return kernels
 
 
-def load() -> Any:
-    """The compiled kernels, or None where they cannot be had. Never raises."""
-    kernels = loaded()
-    return None if isinstance(kernels, str) else kernels
-
-
 def version() -> str | None:
-    """Which build of the kernels this process has: the name of the library, a hash of what decides what is in it."""
+    """Return which build of the kernels this process has: the name of the library, a hash of what decides what is in
+    it."""
     kernels = load()
     return None if kernels is None else Path(kernels._name).stem
 
@@ -85,19 +69,14 @@ def switched(on: bool) -> Generator[None]:
     before = os.environ.get(SWITCH)
     try:
         os.environ[SWITCH] = "1" if on else "0"
-        _forget()
+        library.cache_clear()
         yield
     finally:
         if before is None:
             del os.environ[SWITCH]
         else:
             os.environ[SWITCH] = before
-        _forget()
-
-
-def _forget() -> None:
-    library.cache_clear()
-    loaded.cache_clear()
+        library.cache_clear()
 
 
 def usable() -> Backend | str:
@@ -105,7 +84,7 @@ def usable() -> Backend | str:
     if load() is not None:
         this: Any = sys.modules[__name__]
         return this
-    kernels = loaded()
+    kernels = library()
     return kernels if isinstance(kernels, str) else "there are no C kernels"
 
 
@@ -243,12 +222,12 @@ new = functools.partial(torch.empty, dtype=torch.float32, device=torch.device("c
 
 
 def threads_for(tokens: int) -> int:
-    """How many threads share `tokens`: one for every 16, at most torch's."""
+    """Return how many threads share `tokens`: one for every 16, at most torch's."""
     return max(1, min(torch.get_num_threads(), tokens // 16))
 
 
 def read_sealed(r: ReadInputs) -> Sealed:
-    """As `eager.read_sealed`, outputs of the sources' shape."""
+    """Make phase 1 as `eager.read_sealed` does, in the sources' shape."""
     queries, sources, eps, dtype = r
     shape, n, (reads, d) = sources[0].shape, len(sources), queries.shape
     tokens = sources[0].numel() // d
@@ -272,7 +251,7 @@ def read_sealed(r: ReadInputs) -> Sealed:
 
 
 def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
-    """As `eager.read_sealed_backward`."""
+    """Return the gradients of phase 1 as `eager.read_sealed_backward` does."""
     queries, sources, inv_rms, logits, grads, dtop, carried = r
     shape, n, (reads, d) = sources[0].shape, len(sources), queries.shape
     dsources = list[Tensor]()
@@ -292,7 +271,7 @@ def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
 
 
 def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
-    """As `eager.merge`, vectors of the sources' shape."""
+    """Make phase 2 and the norm as `eager.merge` does, in the sources' shape."""
     opens, added, query, eps, output, top, total, norm, dtype, _ = m
     k = len(opens)
     if not k and norm is None:
@@ -348,7 +327,7 @@ def _parts(scalars: Tensor | None, k: int) -> tuple[int, ...]:
 
 
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
-    """As `eager.merge_backward`."""
+    """Return the gradients of a merge as `eager.merge_backward` does."""
     grad, carried, opens, query, norm, saved, *_ = m
     h, scalars = saved
     assert h is not None
@@ -382,7 +361,7 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
 
 
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `eager.mix`, of the sources' shape."""
+    """Mix as `eager.mix` does, in the sources' shape."""
     shape = sources[0].shape
     h, n, d = new(shape, dtype=dtype), len(sources), shape[-1]
     _call("attnres_mix", h.numel() // d, (n, d), shape, pointers=(weights,), lists=(h, *sources))
@@ -529,7 +508,7 @@ class CpuBank(Bank):
         self._vectors: list[tuple[Tensor | None, Tensor | None] | None] = [None] * len(program.steps)
 
     def _row(self, tensor: Tensor) -> bytes:
-        """The kernels' `rows` of a contiguous (..., d)."""
+        """Return the kernels' `rows` of a contiguous (..., d)."""
         return struct.pack("3q", tensor.data_ptr(), self.width * tensor.element_size(), tensor.dtype is torch.bfloat16)
 
     def begin(self, embedding: Tensor, queries: Tensor) -> None:
@@ -610,7 +589,7 @@ class CpuBank(Bank):
 
 
 def _readable(tensor: Any) -> Any:
-    """The tensor, or None, as the kernels read it: contiguous, in a dtype of theirs; a copy where it is not."""
+    """Return the tensor, or None, as the kernels read it: contiguous, in a dtype of theirs; a copy where it is not."""
     if tensor is None or (tensor.dtype in DTYPES and tensor.is_contiguous()):
         return tensor
     return (tensor if tensor.dtype in DTYPES else tensor.float()).contiguous()

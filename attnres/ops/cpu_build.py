@@ -14,6 +14,7 @@ import shutil
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,13 +33,13 @@ _SECONDS = 120
 
 
 def turned_off() -> bool:
-    """Whether the user asked for plain torch."""
+    """Return whether the user asked for plain torch."""
     return os.environ.get(SWITCH, "1") == "0"
 
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The compiled kernels, or in a few words why there are none. Never raises."""
+    """Return the compiled kernels, or in a few words why there are none. Never raises."""
     if turned_off():
         return "ATTNRES_CPU_KERNELS is 0"
     if platform.system() != "Linux":
@@ -58,7 +59,7 @@ def library() -> ctypes.CDLL | str:
             return f"the C kernels in {target} could have been put there by another user"
         for runtime in runtimes:
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(target))
+        return _with_prototypes(ctypes.CDLL(str(target)))
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
         return f"the C kernels do not build with {name}: {lines[0] if lines else error}"
@@ -66,8 +67,28 @@ def library() -> ctypes.CDLL | str:
         return f"the C kernels cannot be built or loaded ({type(error).__name__}: {error})"
 
 
+def _with_prototypes(kernels: Any) -> ctypes.CDLL:
+    """Return the library with the types of its functions' arguments and results."""
+    for name in (
+        "read_sealed",
+        "read_sealed_backward",
+        "merge",
+        "merge_backward",
+        "mix",
+        "connect",
+        "connect_backward",
+    ):
+        function = getattr(kernels, f"attnres_{name}")
+        function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+    write, read = kernels.attnres_bank_write, kernels.attnres_bank_read
+    # bank, step, address of an output, whether that is bf16; of a read the same of its result
+    write.argtypes, write.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
+    read.argtypes, read.restype = [*write.argtypes, ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
+    return kernels
+
+
 def _is_strange(path: Path) -> bool:
-    """Whether somebody other than this user and the administrator may change what is there."""
+    """Return whether somebody other than this user and the administrator may change what is there."""
     status = path.stat()
     return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
 

@@ -86,7 +86,8 @@ def backend_for(
     streams: int = 0,
     form: Connection | None = None,
 ) -> Backend:
-    """The backend that takes these (..., d) tensors and makes such vectors, with queries and norms' `parameters`.
+    """Return the backend that takes these (..., d) tensors and makes such vectors, with queries and norms'
+    `parameters`.
 
     `reads` share them in phase 1, or `opens` of them are the open sources of one merge, or they are parallel streams.
 
@@ -144,7 +145,8 @@ def explain_connection(stream: Tensor, form: Connection, streams: int) -> Plan:
 
 
 def bank_plan(device: str, *, in_common: bool) -> Plan:
-    """How the reads of a pass in a bank (bank.py) are made, whose groups share sources in two phases or do not."""
+    """Return how the reads of a pass in a bank (bank.py) are made, whose groups share sources in two phases or do
+    not."""
     schedule = "two phases" if in_common else "one pass"
     why = "a group's sources are more than a cache holds" if in_common else "its sources are few, or stay in a cache"
     return Plan(KERNELS[device].name, schedule, ("no gradients are needed and nobody watches", why), "bank")
@@ -160,7 +162,7 @@ def stored_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, training: bool | None = None) -> Plan:
-    """Which path `reads` reads over these sources take, and why.
+    """Return which path `reads` reads over these sources take, and why.
 
     Args:
         sources: the sealed sources, (..., d).

@@ -29,7 +29,7 @@ class Norm(NamedTuple):
 
 
 def norm_kind(norm: Norm | None) -> int:
-    """The number by which operators and kernels know a norm: 0 none, 1 RMSNorm, 2 LayerNorm."""
+    """Return the number by which operators and kernels know a norm: 0 none, 1 RMSNorm, 2 LayerNorm."""
     return 0 if norm is None else 2 if norm.center else 1
 
 
@@ -43,8 +43,13 @@ def normed_product(vectors: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (vectors @ weight) * (squares / vectors.shape[-1] + eps).rsqrt()
 
 
+def one_over_rms(x: Tensor, eps: float) -> Tensor:
+    """Return 1 / sqrt(mean(x^2) + eps) of x (..., d), (..., 1), of operations that autograd differentiates."""
+    return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, in the compute dtype; carries no gradient."""
+    """Return 1 / sqrt(mean(x^2) + eps) over the last axis, in the compute dtype; carries no gradient."""
     with torch.no_grad():
         dtype = compute_dtype(x.dtype)
         squares = torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()
@@ -52,7 +57,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def normalise(h: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """The norm's forward on h (T, d) in the compute dtype: (y, rstd), rstd of shape (T,)."""
+    """Return the norm's forward on h (T, d) in the compute dtype: (y, rstd), rstd of shape (T,)."""
     d = h.shape[-1]
     weight, bias = (v if v is None else v.to(h.dtype) for v in (norm.weight, norm.bias))
     if norm.center:

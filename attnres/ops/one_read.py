@@ -80,7 +80,7 @@ def depth_read(
 def _check_read(
     sources: list[Tensor], query: Tensor, gain: Tensor | None, norm: Norm | None, checkpoint_level: int
 ) -> None:
-    """Raises ValueError for what `depth_read` cannot take."""
+    """Raise ValueError for what `depth_read` cannot take."""
     if not sources:
         raise ValueError("depth_read got no sources: expected a list of at least one tensor (..., d)")
     if checkpoint_level not in (0, 1):
@@ -108,7 +108,7 @@ def _check_read(
 
 
 def _check_dtype(name: str, tensor: Tensor) -> None:
-    """Raises ValueError for one that no read is made of: integers, complex numbers, 8 bits, no tensor."""
+    """Raise ValueError for one that no read is made of: integers, complex numbers, 8 bits, no tensor."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"depth_read got {name} of type {type(tensor).__name__}: expected a tensor")
     if tensor.dtype not in DTYPES:

@@ -53,7 +53,7 @@ def plain_torch() -> Generator[None]:
 
 
 def is_needed() -> bool:
-    """Whether the kernels' own backward cannot serve here: see above."""
+    """Return whether the kernels' own backward cannot serve here: see above."""
     if torch.compiler.is_compiling():
         return torch.compiler._is_exporting_flag  # dynamo of PyTorch 2.11 takes is_exporting() for true, always
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
@@ -61,8 +61,8 @@ def is_needed() -> bool:
 
 
 def is_compiled(tensors: Sequence[Tensor | None], source: Tensor, *, phase: int, opens: int) -> bool:
-    """Whether a compiler is at work that makes a faster phase 1 or 2 of these tensors, of so many open sources, than
-    our operators are."""
+    """Return whether a compiler is at work that makes a faster phase 1 or 2 of these tensors, of so many open sources,
+    than our operators are."""
     if not torch.compiler.is_compiling() or len(tensors) > MOST_COMPILED:
         return False
     kernels = KERNELS.get(source.device.type)

@@ -10,7 +10,7 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits, softmax and norm statistics: at least fp32, fp64 for fp64 sources."""
+    """Return the dtype of logits, softmax and norm statistics: at least fp32, fp64 for fp64 sources."""
     return torch.float32 if dtype in _NARROW else torch.promote_types(dtype, torch.float32)
 
 

@@ -135,7 +135,7 @@ class _Unrecorded:
 class _ReadSealed(torch.autograd.Function):
     @staticmethod
     def plainly(form: _Form, queries: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
-        """What `forward` returns, of operations that autograd itself differentiates."""
+        """Return what `forward` returns, of operations that autograd itself differentiates."""
         outputs, top, total, logits = plain.read_sealed(queries, sources, form.eps, form.dtype)
         return (*outputs, *top, *total, logits.reshape(-1, *logits.shape[-2:]), *sources)
 
@@ -180,7 +180,7 @@ class _Merge(torch.autograd.Function):
         added: Tensor | None,
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
-        """What `forward` returns, of operations that autograd itself differentiates."""
+        """Return what `forward` returns, of operations that autograd itself differentiates."""
         norm = form.norm(weight, bias)
         x, h, sealed, weights, opens = plain.merge(
             MergeInputs(rest[: form.k], added, query, form.eps, output, top, total, norm, form.dtype)
@@ -262,7 +262,8 @@ class _Merge(torch.autograd.Function):
 
 
 def _handed_on(sources: Sequence[Tensor]) -> list[Tensor]:
-    """The sources as new outputs of a Function, not as views of its inputs: FSDP2 warns of views, each costs a node."""
+    """Return the sources as new outputs of a Function, not as views of its inputs: FSDP2 warns of views, each costs a
+    node."""
     handed_on = []
     for source in sources:
         handed_on.append(source.detach())
@@ -276,7 +277,7 @@ def _read_again(
     saved: MergeSaved,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The read before its norm, from its weights: what `recompute` does instead of keeping it."""
+    """Return the read before its norm, from its weights: what `recompute` does instead of keeping it."""
     _, weights, sealed, *_ = saved.named(form.k, normed=form.kind > 0)
     parts = [] if weights is None else [weights]
     if recomputed:
@@ -295,7 +296,7 @@ def _backend(
     reads: int = 1,
     opens: int = 0,
 ) -> Backend:
-    """The backend of a call."""
+    """Return the backend of a call: the operators, of which each picks its own, while a compiler traces it."""
     if torch.compiler.is_compiling():
         return registered
     return backend_for(vectors, compute, *outputs, reads=reads, opens=opens, parameters=parameters)
@@ -320,7 +321,7 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
 
 @functools.cache
 def _recorded(function: "type[_ReadSealed | _Merge]") -> Callable[..., tuple[Tensor, ...]]:
-    """The function's `apply` without what it does for torch.func, whose transforms take plain torch."""
+    """Return the function's `apply` without what it does for torch.func, whose transforms take plain torch."""
     above: Any = super(torch.autograd.Function, function)
     return above.apply
 
@@ -415,7 +416,7 @@ def merge(
 
 
 def _settled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What a backend will be given for these: of those that a collective is still writing what they stand for."""
+    """Wait for pending collectives; return plain tensors."""
     for tensor in tensors:
         if type(tensor) is not Tensor:
             return [settled(tensor) for tensor in tensors]

@@ -232,9 +232,9 @@ def _notes(study: Study, rows: list[VariantRow], baseline: str | None, interleav
             notes.append(f"Differences are taken at the last step that both runs have: {steps}.")
     if any(not math.isnan(row.tokens_saved) for row in rows):
         notes.append(
-            f"Tokens saved: how many times a variant's tokens {baseline} needs for the lowest loss that both have "
-            "reached, between measured points of the curves; within one schedule a lower bound. Time saved: the same "
-            "by the time of each one's step."
+            f"Tokens saved: the tokens that {baseline} needs to reach the lowest loss that both have reached, divided "
+            "by the variant's own, read between measured points of the curves. The learning rate falls along a curve, "
+            "so that a saving and a loss are both understated. Time saved: the same ratio in the time of steps."
         )
     if baseline and baseline != study.baseline:
         notes.append(f"The baseline is {baseline}: the best of the {kind_name(study, baseline)} runs.")

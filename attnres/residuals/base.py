@@ -1,7 +1,7 @@
 """The class that a residual mechanism subclasses: sublayers read from a network's depth and write to it."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ class Residual(Described, Watched, Cut, Banked):
     values of an attention are read apart.
 
     A mechanism is a subclass with a `name` and `traits`, whose keyword arguments after `width` are its settings. It
-    defines `start, read, write, finish, hidden_state`, which never change a state in place. `sources` and `implied`
-    (`Described`) say what its reads mix. The other parts have defaults: who watches (`Watched`), what crosses a cut of
-    a pipeline (`Cut`), which passes take a bank (`Banked`).
+    defines `start, read, write, hidden_state`, which never change a state in place, and `finish` where the head's read
+    is unlike the others. `sources` and `implied` (`Described`) say what its reads mix. The other parts have defaults:
+    who watches (`Watched`), what crosses a cut of a pipeline (`Cut`), which passes take a bank (`Banked`).
 
     All parameters live in this one module: it is small, fp32, and takes no weight decay. A model calls the module,
     `residual("read", state, index, norm)`, so that hooks on it (adapters, offloading, sharding) work.
@@ -77,8 +77,9 @@ class Residual(Described, Watched, Cut, Banked):
         raise NotImplementedError
 
     def finish(self, state: State, norm: NormLike) -> Tensor:
-        """Return the normed input of the head, which is the output's read."""
-        raise NotImplementedError
+        """Return the normed input of the head, which is the output's read; unless a mechanism says otherwise, as `read`
+        makes it after the last sublayer."""
+        return cast(Tensor, self.read(state, self.num_sublayers, norm)[0])
 
     def hidden_state(self, state: State) -> Tensor:
         """Return the state as a vector (..., d) for `output_hidden_states`: of depth reads, the sum of all sources."""

@@ -274,7 +274,7 @@ def sublayer_name(index: int, kinds: Sequence[str] = ("attention", "mlp")) -> st
 
 
 def outputs(count: int, kinds: Sequence[str] = ("attention", "mlp")) -> tuple[Source, ...]:
-    """The embedding and the first `count - 1` sublayers' outputs, each a source of its own."""
+    """Return the embedding and the first `count - 1` sublayers' outputs, each a source of its own."""
     return (
         EMBEDDING,
         *(Source(kinds[i % len(kinds)], i // len(kinds), range(i + 1, i + 2)) for i in range(count - 1)),
@@ -282,8 +282,8 @@ def outputs(count: int, kinds: Sequence[str] = ("attention", "mlp")) -> tuple[So
 
 
 def block_sources(bounds: Sequence[int], index: int) -> tuple[Source, ...]:
-    """The embedding, the sums of the blocks that have ended before sublayer `index` (L: the head), and that of the one
-    in progress there.
+    """Return the embedding, the sums of the blocks that have ended before sublayer `index` (L: the head), and that of
+    the one in progress there.
 
     Args:
         bounds: how many sublayers have written where blocks end, from 0 on.

@@ -61,9 +61,8 @@ class Queried(Residual):
     def set_query_lr(self, rate: float) -> None:
         """Store queries and gains so that they move at `rate` times the learning rate; the function stays the same."""
         before, rate = self.query_lr, positive("query_lr", rate)
-        for name in type(self).slow:
-            parameter = _parameter(self, name)
-            if parameter is not None and not parameter.is_meta:
+        for name, parameter in self.named_parameters():
+            if name in type(self).slow and not parameter.is_meta:
                 parameter.copy_(_stored(name, parameter, before, rate))
         self.query_lr = rate
         self._buffers.pop("query_scale", None)
@@ -90,11 +89,3 @@ def _stored(name: str, value: Tensor, before: float, after: float) -> Tensor:
         return value * (before / after)
     gain = value if before == 1.0 else 1.0 + value * before
     return gain if after == 1.0 else (gain - 1.0) / after
-
-
-def _parameter(module: nn.Module, path: str) -> Tensor | None:
-    """Return the parameter at a path, None where a setting leaves it out."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        module = module._modules[parent]  # ty: ignore[invalid-assignment]
-    return module._parameters.get(name)

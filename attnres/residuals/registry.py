@@ -50,9 +50,6 @@ def register(mechanism: type[Residual]) -> type[Residual]:
     ...     def write(self, state, index, output):
     ...         return state[0] + output, state[1]
     ...
-    ...     def finish(self, state, norm):
-    ...         return self.read(state, self.num_sublayers, norm)[0]
-    ...
     ...     def hidden_state(self, state):
     ...         return state[0]
     ...
@@ -78,9 +75,9 @@ def register(mechanism: type[Residual]) -> type[Residual]:
         raise UserError(f"class {label} has the name {name!r}: give it a class attribute `name` of letters and _")
     if not isinstance(getattr(mechanism, "traits", None), Traits):
         raise UserError(f"class {label} has no traits: give it a class attribute `traits = Traits(...)`")
-    for verb in ("start", "read", "write", "finish"):
+    for verb in ("start", "read", "write"):
         if getattr(mechanism, verb) is getattr(Residual, verb):
-            raise UserError(f"class {label} does not define {verb}: a mechanism says start, read, write and finish")
+            raise UserError(f"class {label} does not define {verb}: a mechanism says start, read and write")
     if ships(name) and _MECHANISMS[name] is not mechanism:
         raise UserError(f"'{name}' is the name of a mechanism of attnres: give class {label} another one")
     _MECHANISMS[name] = mechanism
@@ -116,12 +113,12 @@ def residual_class(name: str, file: str | None = None) -> type[Residual]:
 
 
 def ships(name: str) -> bool:
-    """Whether a mechanism of this name comes with the package."""
+    """Return whether a mechanism of this name comes with the package."""
     return name in _MECHANISMS and _MECHANISMS[name].__module__.startswith("attnres.residuals.")
 
 
 def is_known(name: str) -> bool:
-    """Whether a mechanism has this name: one that ships with attnres, was registered, or is in a file that the
+    """Return whether a mechanism has this name: one that ships with attnres, was registered, or is in a file that the
     environment variable ATTNRES_RESIDUALS names.
 
     Raises:

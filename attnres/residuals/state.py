@@ -1,5 +1,6 @@
 """What the verbs of a residual take and give, and what of a state crosses a cut between two stages of a pipeline."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
@@ -18,7 +19,7 @@ State = Any
 
 
 def as_it_is(h: Tensor) -> Tensor:
-    """The norm of a read that has none."""
+    """Return `h`: the norm of a read that has none."""
     return h
 
 
@@ -49,43 +50,73 @@ def slots_of(sources: Sequence[Source], index: int) -> tuple[Slot, ...]:
     return tuple(Slot(f"{one.name} {index}" if one.open else one.name, not one.open) for one in sources)
 
 
+class Crossing(NamedTuple):
+    """The state before a sublayer as the tensors that a cut there carries.
+
+    Attributes:
+        form: of the state. places: of each of its leaves among the tensors; one that is in it twice is carried once.
+        slots: of each tensor.
+    """
+
+    form: _pytree.TreeSpec
+    places: tuple[int, ...]
+    slots: tuple[Slot, ...]
+
+
 class Cut(nn.Module):
     """The state of a residual as a list of tensors, which a pipeline's stage hands to the next. A mechanism whose state
     has other tensors than (tokens.., *axes, d) overrides `slots`, `pack` and `unpack`."""
 
     name: ClassVar[str]
+    num_sublayers: int
     width: int
+    crossings: tuple[Crossing, ...] | None = None
+    """Of a cut before each sublayer, and before the output's read; made when they are first asked for."""
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         """Return what the state before sublayer `index` (L: before the output's read) consists of, a function of depth
         alone: the tensors of `pack`, in order."""
-        leaves, _ = self._tree(index)
-        return tuple(Slot(f"state {index}.{place}", False, axes) for place, axes in enumerate(leaves))
+        return self._crossing_at(index).slots
 
     def pack(self, state: State, index: int) -> tuple[Tensor, ...]:
         """Return the tensors of the state before sublayer `index`, with nothing pending: what a cut there carries."""
-        return tuple(_pytree.tree_leaves(state))
+        return tuple(dict(zip(self._crossing_at(index).places, _pytree.tree_leaves(state), strict=True)).values())
 
     def unpack(self, tensors: Sequence[Tensor], index: int) -> State:
         """Return the state again that `pack` took apart."""
-        return _pytree.tree_unflatten(list(tensors), self._tree(index)[1])
+        form, places, _ = self._crossing_at(index)
+        return _pytree.tree_unflatten([tensors[place] for place in places], form)
+
+    def _crossing_at(self, index: int) -> Crossing:
+        if self.crossings is None:
+            self.crossings = self._made_crossings()
+        return self.crossings[index]
 
     @torch.no_grad()
-    def _tree(self, index: int) -> tuple[list[tuple[int, ...]], _pytree.TreeSpec]:
-        """Return the axes of each tensor of the state before sublayer `index`, and the state's form, from a pass of one
-        token of zeros."""
+    def _made_crossings(self) -> tuple[Crossing, ...]:
+        """Return the crossings by a pass of one token of zeros: a tensor that is in the state before several sublayers
+        is kept."""
         residual = cast("Residual", self)
         parameter = next(self.parameters(), None)
         zeros = torch.zeros(1, self.width) if parameter is None else parameter.new_zeros(1, self.width)
         with unwatched(residual):
-            state = residual.start(zeros)
-            for sublayer in range(index):
-                _, state = residual.read(state, sublayer, as_it_is)
-                state = residual.write(state, sublayer, zeros)
-        leaves, form = _pytree.tree_flatten(state)
-        if any(leaf.shape[0] != 1 or leaf.shape[-1] != self.width for leaf in leaves):
+            states = [residual.start(zeros)]
+            for sublayer in range(self.num_sublayers):
+                _, state = residual.read(states[-1], sublayer, as_it_is)
+                states.append(residual.write(state, sublayer, zeros.clone()))
+        flat = [_pytree.tree_flatten(state) for state in states]
+        if any(leaf.shape[0] != 1 or leaf.shape[-1] != self.width for leaves, _ in flat for leaf in leaves):
             raise TypeError(
                 f"the state of residual '{self.name}' has tensors that are not (tokens, ..., {self.width}): it needs "
                 "slots, pack and unpack of its own, which say what crosses a cut"
             )
-        return [tuple(leaf.shape[1:-1]) for leaf in leaves], form
+        several = Counter(key for leaves, _ in flat for key in {id(leaf) for leaf in leaves})
+        names: dict[int, str] = {}
+        crossings = []
+        for index, (leaves, form) in enumerate(flat):
+            distinct = {id(leaf): leaf for leaf in leaves}
+            for place, key in enumerate(distinct):
+                names.setdefault(key, f"state {index}.{place}")
+            slots = [Slot(names[key], several[key] > 1, tuple(leaf.shape[1:-1])) for key, leaf in distinct.items()]
+            crossings.append(Crossing(form, tuple([*distinct].index(id(leaf)) for leaf in leaves), tuple(slots)))
+        return tuple(crossings)

@@ -5,6 +5,7 @@ attention gathers the keys and values of all tokens (B, heads, T, head_dim) and 
 ring: keys and values are whole on every rank while a layer works, T d of them, where the stream is T/P N d.
 """
 
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -45,7 +46,7 @@ def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> TokenSlices:
     name = f"attnres_context_{next(_numbers)}"
     attention = _Attention(slices)
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _Mask(slices))
+    AttentionMaskInterface.register(name, partial(_mask, slices))
     model.set_attn_implementation(name)
     if config._attn_implementation != name:
         raise UserError(f"{type(model).__name__} keeps an attention of its own: train it with dp, shard or pp")
@@ -53,7 +54,7 @@ def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> TokenSlices:
     layers[0].register_forward_pre_hook(Given(slices.begin), prepend=True, with_kwargs=True)
     layers[0].register_forward_pre_hook(attention.begin)
     for layer in layers:
-        layer.register_forward_pre_hook(_Positions(slices), with_kwargs=True)
+        layer.register_forward_pre_hook(partial(_positions, slices), with_kwargs=True)
     layers[-1].register_forward_hook(attention.end(len(layers)))
     return slices
 
@@ -106,28 +107,18 @@ class _Attention:
         return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
-class _Mask:
-    """Transformers' mask of a rank's queries, (B, 1, T/P, T), which is never left out: they begin anywhere."""
-
-    def __init__(self, slices: TokenSlices) -> None:
-        self.slices = slices
-
-    def __call__(self, q_length: int, q_offset: Any = 0, **options: Any) -> Tensor | None:
-        ours = self.slices.of(torch.arange(q_length)[None])[0]
-        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        return sdpa_mask(q_length=len(ours), q_offset=q_offset + int(ours[0]), **options)
+def _mask(slices: TokenSlices, q_length: int, q_offset: Any = 0, **options: Any) -> Tensor | None:
+    """Return Transformers' mask of a rank's queries, (B, 1, T/P, T), which is never left out: they begin anywhere."""
+    ours = slices.of(torch.arange(q_length)[None])[0]
+    options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return sdpa_mask(q_length=len(ours), q_offset=q_offset + int(ours[0]), **options)
 
 
-class _Positions:
-    """Before a layer: rotary embeddings and positions of this rank's tokens."""
-
-    def __init__(self, slices: TokenSlices) -> None:
-        self.slices = slices
-
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        whole, places, ours = kwargs.get("position_embeddings"), kwargs.get("position_ids"), {}
-        if whole is not None:
-            ours["position_embeddings"] = tuple(self.slices.of(part) for part in whole)
-        if places is not None and places.ndim == 2:
-            ours["position_ids"] = self.slices.of(places)
-        return args, {**kwargs, **ours}
+def _positions(slices: TokenSlices, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Give a layer the rotary embeddings and positions of this rank's tokens."""
+    whole, places, ours = kwargs.get("position_embeddings"), kwargs.get("position_ids"), {}
+    if whole is not None:
+        ours["position_embeddings"] = tuple(slices.of(part) for part in whole)
+    if places is not None and places.ndim == 2:
+        ours["position_ids"] = slices.of(places)
+    return args, {**kwargs, **ours}

@@ -17,6 +17,7 @@ The embedding is one source more: C-1, P-1 and (with V > 1) P vectors.
 import math
 import statistics
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -198,28 +199,6 @@ ROUNDS = 7
 """Timed forward passes, after one that is not."""
 
 
-class _LayerClock:
-    """Seconds between the hooks before and after each of some modules, in the last pass."""
-
-    def __init__(self, modules: list[torch.nn.Module], device: torch.device) -> None:
-        self.seconds = [0.0] * len(modules)
-        self._device = device
-        self._hooks: list[Any] = []
-        for i, module in enumerate(modules):
-            self._hooks.append(module.register_forward_pre_hook(lambda *_, i=i: self._begin(i)))
-            self._hooks.append(module.register_forward_hook(lambda *_, i=i: self._end(i)))
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _begin(self, i: int) -> None:
-        self.seconds[i] = -now(self._device)
-
-    def _end(self, i: int) -> None:
-        self.seconds[i] += now(self._device)
-
-
 def layer_times(model: DepthMixin, *, batch: int, tokens: int, rounds: int = ROUNDS) -> tuple[list[float], float]:
     """Measure the seconds of each layer's forward pass with its reads, and of the head with the loss: medians.
 
@@ -234,18 +213,30 @@ def layer_times(model: DepthMixin, *, batch: int, tokens: int, rounds: int = ROU
     device = next(model.parameters()).device
     words = table.weight.shape[0]
     ids = torch.randint(words, (batch, tokens + 1), device=device)
-    clock = _LayerClock([*model.depth_layers, *([] if head is None else [head])], device)
+    parts = [*model.depth_layers, *([] if head is None else [head])]
+    clock, hooks = [0.0] * len(parts), list[Any]()  # seconds of each part in the last pass
+
+    def begin(index: int, *_: Any) -> None:
+        clock[index] = -now(device)
+
+    def end(index: int, *_: Any) -> None:
+        clock[index] += now(device)
+
+    for index, part in enumerate(parts):
+        hooks.append(part.register_forward_pre_hook(partial(begin, index)))
+        hooks.append(part.register_forward_hook(partial(end, index)))
     passes = []
     try:
         for _ in range(rounds + 1):
             logits: Tensor = model(input_ids=ids[:, :-1], use_cache=False)[0]
-            seconds = list(clock.seconds) if head is not None else [*clock.seconds, 0.0]
+            seconds = list(clock) if head is not None else [*clock, 0.0]
             if head is not None:
                 began = now(device)
                 cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
                 seconds[-1] += now(device) - began
             passes.append(seconds)
     finally:
-        clock.remove()
+        for hook in hooks:
+            hook.remove()
     *layers, last = (statistics.median(each) for each in zip(*passes[1:], strict=True))
     return layers, last

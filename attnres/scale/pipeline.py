@@ -13,6 +13,7 @@ dualpipev                DualPipeV                2                there and bac
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +23,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
+from attnres.models.step_cost import share_of_token
 from attnres.ops import compute_dtype
 from attnres.scale.cut import PipelineCut, balanced, crossings, cut_of, placed
 from attnres.scale.lean_stage import LeanStage, stage_class
 from attnres.scale.shard import local
 from attnres.scale.stage import RankCache, StageModule, refuse_stages, shapes, shell
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Fields of a config that say how many experts a layer has."""
 
 
 class Schedule(NamedTuple):
@@ -100,20 +99,12 @@ def check_schedule(name: str, ranks: int, virtual: int, microbatches: int) -> No
 
 
 def layer_costs(model: DepthMixin) -> tuple[list[float], float]:
-    """Return the multiplications of each layer for a token, by the weights that it has, and those of the head.
-
-    Of experts, those of `num_experts_per_tok` count where the config says that.
-    """
+    """Return the multiplications of each layer for a token, by the weights that it has, and those of the head."""
     head = model.get_output_embeddings()
-    config: Any = model.config
-    total = next((n for name in EXPERTS if (n := getattr(config, name, 0))), 0)
-    active = getattr(config, "num_experts_per_tok", total) or total
-
-    def cost(name: str, parameter: nn.Parameter) -> float:
-        expert = total and ".experts." in f".{name}."
-        return parameter.numel() * (active / total if expert else 1.0) if parameter.dim() > 1 else 0.0
-
-    layers = [sum(cost(name, p) for name, p in layer.named_parameters()) for layer in model.depth_layers]
+    layers = [
+        sum(p.numel() * share_of_token(name, p, model.config) for name, p in layer.named_parameters())
+        for layer in model.depth_layers
+    ]
     return layers, 0.0 if head is None else float(sum(p.numel() for p in head.parameters()))
 
 
@@ -163,19 +154,12 @@ def _tied(model: DepthMixin) -> set[int]:
     return {id(p) for p in head.parameters()} & {id(p) for p in table.parameters()}
 
 
-class Sent:
-    """Counts what this rank's stages send: elements of tensors, forward and back."""
-
-    def __init__(self) -> None:
-        self.forward = self.backward = 0
-
-
 class Pipeline:
     """This rank's stages of a model that is cut, and the schedule that runs them.
 
     Attributes:
         stages: its stages' modules. `model` is taken apart: use it no more.
-        sent: what was sent to other ranks.
+        sent: elements of tensors that were sent to other ranks, `forward` and `backward`.
 
     Args:
         model: the whole model, equal on every rank.
@@ -209,7 +193,7 @@ class Pipeline:
         self.residual = model.residual
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.table = crossings(self.residual.itself(), cut, cached=cached)
-        self.cache, self.sent = RankCache(), Sent()
+        self.cache, self.sent = RankCache(), SimpleNamespace(forward=0, backward=0)
         self.width = model.config.hidden_size
         self.dtype = self.residual.itself().stream_dtype or next(model.depth_layers[0].parameters()).dtype
         head: Any = model.get_output_embeddings()
@@ -219,15 +203,12 @@ class Pipeline:
         """Parameters of which the first stage's rank and the last one's have a copy each."""
         here = [stage for stage, rank in enumerate(cut.ranks) if rank == self.rank]
         self.stages = [StageModule(shell(model), stage, cut, self.table, self.cache, losses, cast) for stage in here]
-        self.parameters = self._owned()  # before they are sharded, which makes new ones
+        self.parameters = {  # before they are sharded, which makes new ones
+            self.names[id(parameter)]: (stage, path) for stage in self.stages for path, parameter in stage.named_owned()
+        }
         for stage in self.stages:
             prepare(stage)
         self.schedule = self._schedule(schedule, tokens)
-
-    def _owned(self) -> dict[str, tuple[StageModule, str]]:
-        return {
-            self.names[id(parameter)]: (stage, path) for stage in self.stages for path, parameter in stage.named_owned()
-        }
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Give what this rank trains, each once, by its name in the whole model."""

@@ -11,6 +11,7 @@ A pass of fewer tokens than can be shared out (a token that is decoded) keeps th
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -90,11 +91,11 @@ def share_out_layers(model: DepthMixin, mesh: DeviceMesh, *, whole_output: bool 
         for name in dict.fromkeys(name.rpartition(".")[0] for name in columns):
             layer.get_submodule(name).register_forward_pre_hook(Given(slices.gathered), with_kwargs=True)
         for name in rows:
-            layer.get_submodule(name).register_forward_hook(_Scatter(slices))
+            layer.get_submodule(name).register_forward_hook(partial(_scattered, slices))
     layers[0].register_forward_pre_hook(Given(slices.begin), prepend=True, with_kwargs=True)
     if whole_output:
         norm = model.depth_base.get_submodule(model.family.final_norm)
-        norm.register_forward_hook(_Whole(slices))
+        norm.register_forward_hook(partial(_whole, slices))
     return slices
 
 
@@ -165,22 +166,12 @@ class Given:
         return args, {**kwargs, "hidden_states": self.change(kwargs["hidden_states"])}
 
 
-class _Scatter:
-    """Behind its last matrix: this rank's tokens of the sum over ranks."""
-
-    def __init__(self, slices: TokenSlices) -> None:
-        self.slices = slices
-
-    def __call__(self, module: nn.Module, args: Any, output: DTensor) -> Tensor:
-        return output.redistribute(placements=[self.slices.placement]).to_local()
+def _scattered(slices: TokenSlices, module: nn.Module, args: Any, output: DTensor) -> Tensor:
+    """Return, behind the last matrix of a part, this rank's tokens of the sum over ranks."""
+    return output.redistribute(placements=[slices.placement]).to_local()
 
 
-class _Whole:
-    """Behind the read of the final norm: all tokens."""
-
-    def __init__(self, slices: TokenSlices) -> None:
-        self.slices = slices
-
-    def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        # A norm whose arithmetic is not known is called once more, by the read.
-        return self.slices.gathered(output).to_local() if isinstance(args[0], Stream) else None
+def _whole(slices: TokenSlices, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+    """Return, behind the read of the final norm, all tokens."""
+    # A norm whose arithmetic is not known is called once more, by the read.
+    return slices.gathered(output).to_local() if isinstance(args[0], Stream) else None

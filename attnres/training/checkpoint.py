@@ -53,6 +53,9 @@ T = TypeVar("T")
 FORMAT = "attnres-checkpoint-1"
 
 
+# ------------------------------------------------------------------ writing
+
+
 def save(
     folder: str | Path,
     model: Any,
@@ -77,6 +80,12 @@ def save(
         write_json(temporary / "state.json", {"format": FORMAT, **state, "checksums": sums})
 
 
+def save_model(model: Any, folder: Path) -> None:
+    """Write the model in Hugging Face layout; LoRA's tensors are no part of it."""
+    with quiet_transformers():
+        model.save_pretrained(folder, state_dict=finetune.base_state(model))
+
+
 def keep(run: Path, step: int) -> None:
     """Copy the checkpoint of a run's folder to where `kept` says, whole or not at all. Raises UserError."""
     with replaced_folder(kept(run, step)) as temporary:
@@ -95,10 +104,7 @@ def reconfigure(run: Path, config: dict[str, Any]) -> None:
         write_json(state, {**read_json(state), "config": config})
 
 
-def save_model(model: Any, folder: Path) -> None:
-    """Write the model in Hugging Face layout; LoRA's tensors are no part of it."""
-    with quiet_transformers():
-        model.save_pretrained(folder, state_dict=finetune.base_state(model))
+# ------------------------------------------------------------------ reading
 
 
 def restore(
@@ -192,9 +198,6 @@ def load_optimizers(
         load_state_tensors(optimizers, ours)
     except (OSError, SafetensorError, LookupError, ValueError) as error:
         raise UserError(f"cannot load the optimizer state {path} ({error}): {DAMAGED}") from error
-
-
-# ------------------------------------------------------------------ checks
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from attnres.errors import UserError, install
+from attnres.errors import UserError, install, require
 from attnres.training.config import FinetuneConfig
 
 ADAPTER = "adapter.safetensors"
@@ -64,12 +64,7 @@ def _add_lora(model: Any, config: FinetuneConfig, seed: int) -> None:
 
 def import_peft() -> Any:
     """Return the package peft; raises UserError where it is not installed."""
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise UserError(
-            f"train_only lora needs the package peft: {install('finetune')}, or choose all or residual"
-        ) from error
+    return require("peft", f"train_only lora needs the package peft: {install('finetune')}, or choose all or residual")
 
 
 # ------------------------------------------------------------------ base and adapter apart

@@ -97,17 +97,12 @@ def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokeni
         part = ids[begin:end].tolist()
         text = tokenizer.decode(part, skip_special_tokens=False)
         retokenised = tokenizer.encode(text, add_special_tokens=False)
-        same = _common(part, retokenised.ids)  # the last token may end in the middle of a word
+        pairs = enumerate(zip(part, retokenised.ids))
+        # They differ from where the last token ends in the middle of a word, if it does.
+        same = next((place for place, (one, other) in pairs if one != other), min(len(part), len(retokenised.ids)))
         known[begin : begin + same] = kinds_of(text, with_space(text, retokenised.offsets), kind)[:same]
     rows = [known[start - first : start - first + length] if start in near else np.full(length, -1) for start in starts]
     return np.concatenate(rows)
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Return how many of the first tokens are the same."""
-    shorter = min(len(a), len(b))
-    differ = np.flatnonzero(np.array(a[:shorter]) != np.array(b[:shorter]))
-    return int(differ[0]) if len(differ) else shorter
 
 
 def _example(tokens: "Tokens", starts: list[int], tokenizer: Any) -> str:
@@ -117,12 +112,8 @@ def _example(tokens: "Tokens", starts: list[int], tokenizer: Any) -> str:
     long = np.flatnonzero(lengths >= EXAMPLE)
     start = int(begins[long[0]]) if len(long) else starts[0]
     ids = tokens[start : start + EXAMPLE]
-    return tokenizer.decode(ids[: _until(ids == tokens.eos_id)].tolist())
-
-
-def _until(ends: np.ndarray) -> int:
-    """Return the place of the first end, or of the array's."""
-    return int(np.argmax(ends)) if ends.any() else len(ends)
+    ends = np.flatnonzero(ids == tokens.eos_id)
+    return tokenizer.decode(ids[: ends[0] if len(ends) else None].tolist())
 
 
 # ------------------------------------------------------------------ one training step

@@ -177,12 +177,13 @@ class ShardedModel(PlacedModel):
 
     @property
     def _products(self) -> torch.dtype | None:
-        """What matrix products take in; None is the parameters' own."""
+        """Return the dtype of matrix products; None is the dtype of the parameters."""
         return torch.bfloat16 if self.layout.dtype == "bf16" else None
 
     @property
     def _sharing(self) -> DeviceMesh:
-        """The processes among which parameters are shared out: with copies of the shares in two dimensions."""
+        """Return the mesh over which parameters are sharded, with replicas of the shards as a second dimension
+        (HSDP)."""
         return self.mesh[("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)]
 
     def place(self) -> None:

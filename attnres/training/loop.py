@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -28,9 +28,6 @@ from attnres.training.prepare import prepare_run
 from attnres.training.records import import_tracker
 from attnres.training.run import Run
 from attnres.training.run_folder import claim
-
-if TYPE_CHECKING:
-    from attnres.training.run import Run
 
 
 def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
@@ -128,7 +125,7 @@ def _claimed(
 # ------------------------------------------------------------------ the end of a run
 
 
-def finish(run: "Run") -> dict[str, Any]:
+def finish(run: Run) -> dict[str, Any]:
     """Write inspection.json, the model and, last, the summary, which is returned on every process.
 
     Raises:
@@ -138,7 +135,7 @@ def finish(run: "Run") -> dict[str, Any]:
     return run.who.of_first(lambda: _write(run, model, memory, final))
 
 
-def _write(run: "Run", model: Any, memory: int, final: np.ndarray) -> dict[str, Any]:
+def _write(run: Run, model: Any, memory: int, final: np.ndarray) -> dict[str, Any]:
     config, run_state, folder = run.config, run.run_state, run.output.folder
     run.output.sync()
     _write_inspection(run, model)
@@ -177,7 +174,7 @@ def _write(run: "Run", model: Any, memory: int, final: np.ndarray) -> dict[str, 
     return summary
 
 
-def _write_inspection(run: "Run", model: nn.Module) -> None:
+def _write_inspection(run: Run, model: nn.Module) -> None:
     """Write inspection.json, or say why there is none: a mechanism that trains may still say wrongly what its reads
     are made of, and the run is finished for all that."""
     mechanism = run.config.model

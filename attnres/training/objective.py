@@ -101,8 +101,8 @@ class Objective(nn.Module):
         self._run = (torch.compile(run) if compiled else run,)  # a tuple, so that it is no further submodule
 
     def forward(self, x: Tensor, y: Tensor, *, eager: bool = False, held_out: bool = False) -> Any:
-        """Return the sums over a batch: x, y (B, T) int64; `eager` leaves what is compiled aside. `held_out`: return
-        the losses of its tokens instead, without it too."""
+        """Return the summed losses of a batch, x, y (B, T) int64. `eager` does not use the compiled model. With
+        `held_out`, return the losses of its tokens instead, also without it."""
         with torch.compiler.set_stance("force_eager") if eager or held_out else nullcontext():
             if held_out:
                 return held_out_losses(self.model, x, y, self.cast, self.kind)

@@ -7,7 +7,9 @@
     embedding   token and position tables              AdamW                 no
     head        an untied output projection            AdamW                 yes
     lora        low-rank changes of frozen matrices    AdamW                 yes
-    matrix      every other weight                     AdamW, or Muon if 2-D yes
+    matrix      every other weight                     AdamW or Muon         yes
+
+Muon has the matrices of two dimensions and stacked experts, each of which is a matrix; the rest stays with AdamW.
 
 Why the residual stands apart: pseudo-queries and gains are stored as (reads, d) tensors, which a rule by rank would
 take for weight matrices. Decay would pull the queries back to zero, that is to the uniform mean that depth attention
@@ -21,22 +23,17 @@ so rare tokens would fade; and the embedding is the first source, so its scale i
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from attnres.errors import unknown
 from attnres.residuals import Residual
 from attnres.residuals.queries import Queried
 from attnres.training.config import READ_RATE, OptimConfig
 from attnres.training.finetune import is_adapter
 from attnres.training.muon import OwnedMuon, StackedMuon
-
-if TYPE_CHECKING:
-    from attnres.training.config import OptimConfig
-
 
 QUERY, QUERY_WEIGHT = "query", "query_weight"
 """The last part of the names of pseudo-queries and of the weights that make queries of the input, in every mechanism
@@ -178,7 +175,8 @@ def optimizers_of(
     for kind, every in kinds.items():
         names = [name for name in every if name in parameters]
         decay = config.weight_decay if kind in ("head", "lora", "matrix") else 0.0
-        orthogonal = [n for n in names if config.optimizer == "muon" and kind == "matrix" and parameters[n].ndim == 2]
+        has_muon = config.optimizer == "muon" and kind == "matrix"
+        orthogonal = [name for name in names if has_muon and _is_orthogonalised(name, parameters[name])]
         plain: dict[tuple[float, float], list[str]] = {}
         for name in [name for name in names if name not in orthogonal]:
             # Pseudo-queries are decayed where that is asked for, back to the uniform mean.
@@ -203,6 +201,15 @@ def optimizers_of(
         muon_class = OwnedMuon if sharded else StackedMuon
         optimizers.append(muon_class(muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
     return optimizers
+
+
+def _is_orthogonalised(name: str, parameter: Tensor) -> bool:
+    """Whether Muon has a weight: a matrix, or experts of which every process has whole ones."""
+    if parameter.ndim == 2:
+        return True
+    places = parameter.placements if isinstance(parameter, DTensor) else ()
+    whole = all(place.is_replicate() or place.is_shard(0) for place in places)
+    return parameter.ndim == 3 and "experts" in name and whole
 
 
 def _adamw_rate(kind: str, config: OptimConfig, query_lr: float = 1.0) -> float:
@@ -304,51 +311,25 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def scheduled_rate(step: int, steps: int, optim: OptimConfig) -> float:
-    """Return the fraction of its peak that every learning rate has at an update of a run of `steps`."""
-    return fraction_of_peak(
-        step, steps, schedule=optim.schedule, warmup=optim.warmup, decay=optim.decay, floor=optim.min_lr_ratio
-    )
+    """Return the fraction of its peak that every learning rate has at an update of a run of `steps`.
 
+    It rises linearly from 1 / w at the first update to 1 at update w, the last of the warm-up, and ends at the floor,
+    `min_lr_ratio`:
 
-def warm_up(step: int, steps: int) -> float:
-    """Linear from 1/steps at the first update to 1 at update `steps`; 1 after it and where there is no warm-up."""
-    return min(1.0, step / steps) if steps > 0 else 1.0
+        cosine   floor + (1 - floor) (1 + cos(pi p)) / 2,   p = (step - w) / (steps - w)
+        wsd      1 until the last `decay` of the steps, then a line down to the floor
 
-
-def cosine(step: int, steps: int, *, warmup: int = 0, floor: float = 0.0) -> float:
-    """Half a cosine from 1 at the end of the warm-up to `floor` at the last step.
-
-        floor + (1 - floor) (1 + cos(pi p)) / 2,   p = (step - warmup) / (steps - warmup)
-
-    >>> [round(cosine(step, 4), 3) for step in (1, 2, 4)]
+    >>> [round(scheduled_rate(step, 4, OptimConfig(warmup=0, min_lr_ratio=0)), 3) for step in (1, 2, 4)]
     [0.854, 0.5, 0.0]
-    """
-    if step <= warmup:
-        return warm_up(step, warmup)
-    progress = min(1.0, (step - warmup) / (steps - warmup))
-    return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def wsd(step: int, steps: int, *, warmup: int = 0, decay: int = 0, floor: float = 0.0) -> float:
-    """Return the factor of warm-up, stable, decay: 1 until `decay` steps before the end, then a line down to `floor` at
-    the last step.
-
-    >>> [wsd(step, 10, warmup=2, decay=4) for step in (1, 2, 6, 8, 10)]
+    >>> optim = OptimConfig(schedule="wsd", warmup=0.2, decay=0.4, min_lr_ratio=0)
+    >>> [scheduled_rate(step, 10, optim) for step in (1, 2, 6, 8, 10)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    if step <= steps - decay:
-        return warm_up(step, warmup)
-    return floor + (1 - floor) * max(0.0, (steps - step) / decay)
-
-
-def fraction_of_peak(
-    step: int, steps: int, *, schedule: str = "cosine", warmup: float = 0.0, decay: float = 0.2, floor: float = 0.0
-) -> float:
-    """Return the schedule by name, `warmup` and `decay` as fractions of `steps`; raises UserError for an unknown
-    name."""
-    warm = round(warmup * steps)
-    if schedule == "cosine":
-        return cosine(step, steps, warmup=warm, floor=floor)
-    if schedule == "wsd":
-        return wsd(step, steps, warmup=warm, decay=min(round(decay * steps), steps - warm), floor=floor)
-    raise unknown("schedule", schedule, ("cosine", "wsd"))
+    warm, floor = round(optim.warmup * steps), optim.min_lr_ratio
+    falling = steps - warm if optim.schedule == "cosine" else min(round(optim.decay * steps), steps - warm)
+    if step <= steps - falling:
+        return min(1.0, step / warm) if warm else 1.0
+    if optim.schedule == "cosine":
+        progress = min(1.0, (step - warm) / falling)
+        return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+    return floor + (1 - floor) * max(0.0, (steps - step) / falling)

@@ -70,8 +70,8 @@ class Processes:
 
     @contextmanager
     def alike(self) -> Generator[None]:
-        """While all processes do the same, with no message between them: what one of them refuses (UserError) ends all.
-        The first raises it, the others leave with status 2."""
+        """Let a UserError of any process inside the block end all of them: the first raises it, the others leave with
+        status 2. The block sends no message between processes."""
         refusal = None
         try:
             yield
@@ -103,7 +103,8 @@ class Processes:
 
 @contextmanager
 def losses_said(who: Processes, where: str) -> Generator[None]:
-    """While processes work together: that one of them was lost ends this one too, and one of the others says so.
+    """Turn the loss of another process inside the block into the end of this one; one of the remaining processes says
+    so.
 
     Args:
         where: how to go on.

@@ -3,7 +3,6 @@
 The types say what a file must hold when it is read back. Fields that they do not name are left as they are.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError, require, unknown
 from attnres.files import is_same_file, write_text
 from attnres.reading import parse_json, read_json, read_text
 from attnres.typed import Count, Least, Misfit, Positive, checked, fit
@@ -100,7 +99,7 @@ class Summary(TypedDict, total=False):
 
 
 class Finished(TypedDict):
-    """What of it is needed of a run that others are measured by, or that is asked for again."""
+    """The fields of summary.json that other runs are compared by, or that a repeated command prints."""
 
     step: Count
     tokens: Count
@@ -114,7 +113,7 @@ class Finished(TypedDict):
 
 
 class MetricsLine(TypedDict):
-    """A line of metrics.jsonl, of whatever kind; what is measured by depth is a list."""
+    """A line of metrics.jsonl of any kind; what is measured by depth is a list."""
 
     kind: str
     step: Count
@@ -163,7 +162,7 @@ class Tracked(TypedDict):
 
 
 class ArithmeticRecord(TypedDict, total=False):
-    """What a run computes with, as its checkpoint says.
+    """The arithmetic of a run, as its checkpoint records it.
 
     Attributes:
         device: name of the processor with the instructions that torch uses, or of the GPU.
@@ -212,7 +211,7 @@ TIMES = "speed.json"
 
 
 class Speed(TypedDict):
-    """Of one variant in `TIMES`."""
+    """The step times of one variant in `TIMES`."""
 
     median_s: Positive
     ratio: Positive
@@ -325,7 +324,7 @@ def line_of(value: Any, where: str, advice: str) -> dict[str, Any]:
 
 
 class Tracker:
-    """The same lines, sent to trackio, wandb or tensorboard. Lists become one value a sublayer.
+    """Sends the lines of metrics.jsonl to trackio, wandb or tensorboard. A list becomes one value a sublayer.
 
     A tracker that fails after it has started is reported once on stderr and stops no run.
     """
@@ -388,12 +387,8 @@ def import_tracker(kind: str) -> ModuleType:
     modules = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
     if kind not in modules:
         raise unknown("tracker", kind, ("none", *modules))
-    try:
-        return importlib.import_module(modules[kind])
-    except ImportError as error:
-        raise UserError(
-            f"--track {kind} needs the package {kind}: pip install {kind}, or train with --track none"
-        ) from error
+    sentence = f"--track {kind} needs the package {kind}: pip install {kind}, or train with --track none"
+    return require(modules[kind], sentence)
 
 
 # ------------------------------------------------------------------ progress in a checkpoint

@@ -27,6 +27,7 @@ from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
 from attnres.stats import or_none, standard_error
 from attnres.training import checkpoint, environment, finetune, start, validate
+from attnres.training.balance import Balancer
 from attnres.training.checkpoint import random_state, set_random_state
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.data import data_record, held_out, open_data
@@ -54,6 +55,7 @@ class Run:
         `in_place` returns whether the folder is still there: somebody may rename or remove it.
         """
         config = prepared.config
+        # How the processes share the work, and what has been measured so far.
         self.start_model = prepared.start
         self.who, self.output = who, Output(config, who, in_place)
         self.layout = Layout(
@@ -63,12 +65,16 @@ class Run:
         self.run_state = RunState()
         self.saved: int | None = None  # step of the last checkpoint
         self.saving: checkpoint.ShardedSave | None = None  # one that may still be written
+
+        # The data. Only then is a checkpoint looked at: one of other data is refused.
         sizes = {"batch_size": config.batch_size, "seed": config.seed}
         self.prepared, self.batches, self.windows = open_data(config.data, who, **sizes, progress=progress)
         self.record = data_record(self.prepared, self.windows)
         self.data = {name: value for name, value in self.record.items() if name != "windows_sha256"}
         here = self.output.folder / "checkpoint"
         state = who.of_first(lambda: self._saved_state(here))
+
+        # The model, whole on every process, and what is known of it as a whole.
         environment.reset_peak_memory(who.device)
         with who.alike():
             self._make_model(here, state)
@@ -79,15 +85,22 @@ class Run:
         self.flops = step_flops(self.model, config.data.seq_len) + taught  # a token
         peak = peak_flops(who.device, config.dtype)
         self.peak = None if peak is None else peak * who.world_size  # a second
+
+        # Its place on the processes, the optimizers of the parameters that lie here, and the state of a checkpoint.
         groups = kinds(self.model)  # of the whole model: a stage has no embedding beside its head to tell by
         transfer = Transfer.of(self.model, config.optim.base_width)
         objective = Objective(
             self.model, self.kind, self.cast, self.teacher, compiled=config.compile and not self.layout.compile
         )
         with who.alike():
+            balance = config.optim.balance
+            self.balancer = None if balance == "none" else Balancer(self.model, balance, who)
             self.placed = parallelize(objective, self.layout)
         self.model = self.placed.model
-        _seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
+        # After building, which may draw more for one residual than another: seed what may draw random numbers.
+        torch.manual_seed(config.seed + who.rank)
+        random.seed(config.seed + who.rank)
+        np.random.seed(config.seed + who.rank)  # noqa: NPY002 (for whatever draws from it)
         self.optimizers = optimizers_of(dict(self.placed.named_parameters()), groups, config.optim, transfer)
         update = Update(
             self.placed,
@@ -95,17 +108,22 @@ class Run:
             config.optim.clip,
             lambda: self.model.residual("penalty"),  # whoever is the residual by then
             capture=config.cuda_graphs,
+            balancer=self.balancer,
         )
         if state:
             with who.alike():
                 self._restore(here, state)
+
+        # What decides the last bits. What cannot be kept as the checkpoint has it is refused before a file is changed.
         ours = who, self.model.residual("itself").width, self.kind if config.loss == "auto" else None
         self.computed_with = partial(environment.arithmetic, *ours)
         self.arithmetic = partial(
             environment.restored_arithmetic, self._recorded(state), *ours, different=config.allow_different
         )
         with who.alike(), self.arithmetic():
-            pass  # what cannot be kept is refused before a file is changed
+            pass
+
+        # The folder with its files, and what the user is told.
         self.resumed = state is not None
         self.described = environment.describe(who.device, config.dtype) | {"loss": self.kind, "step": update.path}
         who.of_first(lambda: self.output.open(self.described, self._records(), self.run_state.step if state else -1))
@@ -118,6 +136,8 @@ class Run:
             self.bars.say(f"{name}: --cuda-graphs: steps are {update.path}")
         if state:
             self.bars.say(f"{name}: resumed at step {self.run_state.step} of {config.steps}")
+
+        # The steps.
         share = {"rank": self.placed.rank, "world_size": self.placed.shares}
         feed = Feed(self.batches, who.device, **share, steps=config.steps)
         self.steps = Steps(config, update, feed, self.run_state, self.output.is_away, self._diverged)
@@ -125,7 +145,7 @@ class Run:
 
     @property
     def config(self) -> TrainConfig:
-        """The run's configuration, with the folder where it is written now."""
+        """Return the run's configuration, with the folder where it is written now."""
         return self.output.config
 
     # -------------------------------------------------------------- what it begins with
@@ -216,6 +236,7 @@ class Run:
                 **({} if self.peak is None else {"mfu": self.flops * tokens / seconds / self.peak}),
                 **({"divergence": steps.divergence} if self.teacher else {}),
                 **({} if steps.penalty is None else {"penalty": steps.penalty.item()}),
+                **({} if self.balancer is None else {"expert_load": self.balancer.load}),
             )
         if depth:
             self._write("depth", **depth)
@@ -284,7 +305,7 @@ class Run:
     # -------------------------------------------------------------- details
 
     def _validate(self) -> None:
-        """The held-out loss, to metrics.jsonl and val/STEP.npy."""
+        """Measure the held-out loss and write it to metrics.jsonl and val/STEP.npy."""
         run_state = self.run_state
         losses, in_context = self.placed.window_losses(self.windows, self.layout.rows).T
         run_state.val_loss = float(losses.mean())
@@ -358,10 +379,3 @@ class Run:
             f"{self.output.folder}; try a lower optim.lr, a longer optim.warmup, a smaller optim.clip or --dtype fp32 "
             "(in another --out)"
         )
-
-
-def _seed(seed: int) -> None:
-    """Seed what may draw random numbers."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)  # noqa: NPY002 (for whatever draws from it)

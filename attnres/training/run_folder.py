@@ -47,12 +47,6 @@ def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[s
     return dict(checked(read_json(summary), Finished, summary, ADVICE)) if summary.exists() else None
 
 
-def free_beside(folder: Path) -> Path:
-    """Return a folder that is not there yet, beside one that was taken away: NAME.saved, NAME.saved2, ..."""
-    names = (folder.with_name(f"{folder.name}.saved{number}") for number in ["", *range(2, 1000)])
-    return next(path for path in names if not path.exists())
-
-
 def same_data(folder: str | Path, record: dict[str, Any]) -> None:
     """Refuse to go on with a run whose data.json is not `record` (`attnres.training.data.data_record`): UserError.
 
@@ -148,8 +142,11 @@ class Output:
 
     def move_beside(self, step: int) -> None:
         """Go on in a folder beside the one that was taken away, with the metrics so far."""
-        self.gone, self.in_place = self.folder, None
-        self.config = dataclasses.replace(self.config, out=self.who.share(str(free_beside(self.gone))))
+        gone = self.gone = self.folder
+        self.in_place = None
+        names = (gone.with_name(f"{gone.name}.saved{number}") for number in ["", *range(2, 1000)])
+        free = next(path for path in names if not path.exists())
+        self.config = dataclasses.replace(self.config, out=self.who.share(str(free)))
         if self.metrics:
             lines = self.metrics.text()
             self.metrics.close()

@@ -83,8 +83,8 @@ def check_shapes(start: "Checkpoint | None", model: ModelConfig, seq_len: int) -
 
 
 def _layers_of_start(start: "Checkpoint", model: ModelConfig) -> int | None:
-    """Return the layers of the start model, on which the residual is made of shapes. None where its config alone does
-    not tell: then it shows when the model is loaded. Raises UserError."""
+    """Return the number of layers of the start model, after making its residual of shapes. Where its config alone does
+    not tell the layers, return None: loading the model shows them. Raises UserError."""
     described = start.config
     try:
         layers, width = described.num_hidden_layers, described.hidden_size

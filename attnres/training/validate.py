@@ -2,7 +2,6 @@
 
 import io
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError, foreign
-from attnres.files import refuse_special, write_bytes
+from attnres.files import by_step, refuse_special, write_bytes
 from attnres.head import evaluating
 from attnres.training.objective import Cast, held_out_losses
 from attnres.training.parallel import Processes
@@ -50,8 +49,8 @@ def shared_out(
     batch: int,
     place: tuple[int, int],
 ) -> np.ndarray:
-    """Return the same with `of_tokens`, which passes through `model`: x, y (B, T) int64 -> losses (B, T), or those of
-    some of the tokens, where other processes give the others.
+    """Return what `window_losses` returns, with `of_tokens` as the pass through `model`: x, y (B, T) int64 -> losses
+    (B, T), or the losses of those tokens that this process has.
 
     Args:
         tokens_here: returns of (B, T) the part of those tokens whose losses `of_tokens` gives.
@@ -106,8 +105,7 @@ def read_windows(path: Path) -> np.ndarray:
 
 def windows_files(folder: str | Path) -> dict[int, Path]:
     """Return the files that `save_windows` wrote into RUN/val, by step."""
-    files = sorted((Path(folder) / "val").glob("*.npy"))
-    return {int(path.stem): path for path in files if re.fullmatch("[0-9]{1,18}", path.stem) and path.is_file()}
+    return by_step(Path(folder) / "val", "npy")
 
 
 def windows_path(folder: str | Path, step: int | None) -> Path:

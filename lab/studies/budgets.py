@@ -6,12 +6,12 @@ import statistics
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, TOKENS
-from attnres.savings import LossCurve, Saving, saving
+from attnres.savings import LossCurve, saving
 from attnres.stats import Effect, Recipe, or_none, pooled
 from attnres.text import UNKNOWN, number, run_name
 from attnres.training.config import TrainConfig
 from lab.analyses import trend
-from lab.contrast import NO_NOISE, interval
+from lab.contrast import NO_NOISE, interval, times_fewer
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult, branch_step
 
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
@@ -24,11 +24,6 @@ READ = (
     "Tokens saved: how many times Block's tokens the standard model needs for the same loss, between measured budgets, "
     "beyond the longest by a fit."
 )
-
-
-def _times(saved: Saving) -> str:
-    known = math.isfinite(saved.tokens)
-    return f"{saved.tokens:.2f}×{' by a fit' * saved.extrapolated}" if known else UNKNOWN
 
 
 def unit(setting: Setting) -> int:
@@ -97,7 +92,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
                 number(statistics.fmean(other[budget]), 4),
                 number(gap, 4, signed=True),
                 interval(gaps[budget]) or UNKNOWN,
-                _times(saving(*curves, statistics.fmean(other[budget]))),
+                times_fewer(saving(*curves, statistics.fmean(other[budget]))),
             ]
         )
     head = ["budget", "tokens", "standard", "block", "gap", "interval", "tokens saved"]

@@ -94,14 +94,8 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         tables.append(ResultTable(f"{name}: share of right answers by steps", head, rows))
         # An accuracy over so many problems tells no less than this, whatever its seeds have in common.
         floor = 0.5 / math.sqrt(STEPS * PROBLEMS)
-        one = contrast(
-            measured,
-            name,
-            "standard",
-            quantity="accuracy",
-            comparisons=sum(len(measured.asked_for(task)) - 1 for task in measured.planned),
-            floor=floor,
-        )
+        made = sum(len(measured.asked_for(task)) - 1 for task in measured.planned)
+        one = contrast(measured, name, "standard", quantity="accuracy", comparisons=made, floor=floor)
         tables.append(one.table(f"{name}: share of right answers"))
         sentences.append(f"{name}, accuracy: {one.sentence()}")
         values[name] = one.values()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from attnres.figures.chart import Curves, Line
 from attnres.stats import Effect, Recipe, judged
 from attnres.text import UNKNOWN, number
+from lab.contrast import ratio_interval
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 QUANTITIES = {"output_rms": "RMS of a sublayer's output", "grad_rms": "RMS of the gradient that reaches it"}
@@ -61,7 +62,8 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
             ]
             ratios = _beside_standard(each, comparisons)
             for label, one in ratios.items():
-                rows.append([arm, label, name, number(one.ratio, 2), one.bounds or UNKNOWN, one.words, str(one.seeds)])
+                bounds = (one.effect and ratio_interval(one.effect)) or UNKNOWN
+                rows.append([arm, label, name, number(one.ratio, 2), bounds, one.words, str(one.seeds)])
                 values[f"{arm}/{label}/{quantity}"] = {"ratio": one.ratio, "beside_standard": one.words}
             if ratios:
                 said = ", ".join(f"{label} {one}" for label, one in ratios.items())
@@ -90,13 +92,6 @@ class RatioByDepth:
     ratio: float
     effect: Effect | None
     seeds: int
-
-    @property
-    def bounds(self) -> str:
-        """The interval of the ratio to standard's."""
-        if self.effect is None or not self.effect.margin < 10:  # seeds so far apart tell nothing
-            return ""
-        return f"{math.exp(self.effect.low):.2g} to {math.exp(self.effect.high):.2g}"
 
     @property
     def words(self) -> str:

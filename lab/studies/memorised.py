@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from attnres.figures.chart import Curves, Line
 from attnres.stats import Effect, Recipe, judged, or_none
 from attnres.text import UNKNOWN, listed, run_name
+from lab.contrast import ratio_interval
 from lab.design import Arm, Computed, ComputedCall, Design, Measured, ResultTable, Setting, StudyResult
 from lab.studies.growth import Mlps
 
@@ -87,25 +88,17 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     steps = max(2, round(20_000 * setting.preset.small))
     small = setting.preset.small < 0.01
     depths, mechanisms = ((2,), MECHANISMS[:2]) if small else ((4, 10, 30), MECHANISMS)
-    mixtures = {
-        run_name(f"{residual}, {layers} layers, {'norm' if norm else 'no norm'}", seed): _call(
-            len(ALPHAS),
-            {"residual": residual, "norm": norm, "layers": layers, "steps": steps, "seed": seed},
-        )
-        for seed in range(setting.seeds)
-        for layers in depths
-        for norm in (True, False)
-        for residual in mechanisms
-    }
-    teachers = {
-        run_name(f"{residual}, T {temperature:g}", seed): _call(
-            1,
-            {"residual": residual, "layers": depths[-1], "temperature": temperature, "steps": steps, "seed": seed},
-        )
-        for seed in range(setting.seeds)
-        for temperature in TEMPERATURES
-        for residual in MECHANISMS
-    }
+    mixtures, teachers = dict[str, ComputedCall](), dict[str, ComputedCall]()
+    for seed in range(setting.seeds):
+        for layers, norm, residual in itertools.product(depths, (True, False), mechanisms):
+            name = run_name(f"{residual}, {layers} layers, {'norm' if norm else 'no norm'}", seed)
+            arguments = {"residual": residual, "norm": norm, "layers": layers, "steps": steps, "seed": seed}
+            mixtures[name] = _call(len(ALPHAS), arguments)
+        for temperature, residual in itertools.product(TEMPERATURES, MECHANISMS):
+            arguments = {"residual": residual, "layers": depths[-1], "temperature": temperature}
+            teachers[run_name(f"{residual}, T {temperature:g}", seed)] = _call(
+                1, {**arguments, "steps": steps, "seed": seed}
+            )
     return [
         Arm("mixtures", computed=Computed(f"{__name__}:mixture", mixtures)),
         Arm("teachers", computed=Computed(f"{__name__}:taught", teachers)),
@@ -136,16 +129,14 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
     caption = (
         "Training loss at the end over the variance of the labels, best of four rates; mean over seeds of its log."
     )
+    titles = {"norm": "Structure to memorisation", "no norm": "The same without norms"}
     charts = [
-        Curves(f"mixtures-{norm}".replace(" ", "-"), title, caption, "alpha", "loss", drawn, log_y=True)
-        for (norm, drawn), title in zip(
-            panels.items(), ("Structure to memorisation", "The same without norms"), strict=True
-        )
+        Curves(f"mixtures-{norm}".replace(" ", "-"), titles[norm], caption, "alpha", "loss", drawn, log_y=True)
+        for norm, drawn in panels.items()
         if drawn
     ]
-    taught_rows = []
-    for label in measured.labels("teachers"):
-        taught_rows.append([label, *(_taught_cell(measured, label, rate) for rate in RATES)])
+    students = measured.labels("teachers")
+    taught_rows = [[label, *(_taught_cell(measured, label, rate) for rate in RATES)] for label in students]
     tables, sentences, values = [], [], {}
     for arm, (title, first, unit, places) in QUESTIONS.items():
         cells = _cells(measured, arm, places)
@@ -157,9 +148,8 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
             f"{one.name}, {one.kind}/{one.place:g}": {"ratio": or_none(one.ratio), "interval": one.words}
             for one in cells
         }
-    tables.insert(
-        1, ResultTable("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows)
-    )
+    head = ["student, teacher's T", *map(str, RATES)]
+    tables.insert(1, ResultTable("Taught by a random Full network", head, taught_rows))
     return StudyResult(" ".join(sentences) or "Nothing has run yet.", tables, charts, values)
 
 
@@ -202,7 +192,7 @@ class Cell:
 
     @property
     def words(self) -> str:
-        """What the interval of the ratio says."""
+        """Say which side of 1 the interval of the ratio lies on."""
         if self.effect is None or not self.effect.excludes():
             return "includes 1"
         below = self.effect.difference < 0
@@ -214,10 +204,8 @@ class Cell:
         lost = f", {self.diverged} diverged" if self.diverged else ""
         if self.effect is None:
             return lost.removeprefix(", ")
-        bounds = ""
-        if self.effect.margin < 10:  # seeds so far apart tell nothing
-            bounds = f" ({math.exp(self.effect.low):.2g} to {math.exp(self.effect.high):.2g})"
-        return f"{self.ratio:.2g}{bounds}{lost}"
+        bounds = ratio_interval(self.effect)
+        return f"{self.ratio:.2g}{f' ({bounds})' * bool(bounds)}{lost}"
 
 
 def _cells(measured: Measured, arm: str, places: Sequence[float]) -> list[Cell]:

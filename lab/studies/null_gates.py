@@ -15,7 +15,8 @@ import torch
 
 from attnres.residuals.mechanisms.adaptive import Adaptive
 from attnres.text import run_name
-from attnres.training.optim import fraction_of_peak
+from attnres.training.config import OptimConfig
+from attnres.training.optim import scheduled_rate
 from lab.design import ComputedCall
 
 LAYERS = 12
@@ -76,6 +77,7 @@ def simulate(label: str, steps: int, every: int, seed: int = 0, lr: float = RATE
     residual = Adaptive(2 * LAYERS, 1, **variant.settings)
     gates, generator = residual.logit, torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW([gates], lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
+    schedule = OptimConfig(warmup=WARMUP, min_lr_ratio=FLOOR)
     rows: list[dict[str, Any]] = []
 
     def record(step: int) -> None:
@@ -87,7 +89,7 @@ def simulate(label: str, steps: int, every: int, seed: int = 0, lr: float = RATE
     record(0)
     for step in range(1, steps + 1):
         residual.set_progress(step / steps)
-        share = fraction_of_peak(step, steps, warmup=WARMUP, floor=FLOOR)
+        share = scheduled_rate(step, steps, schedule)
         optimizer.param_groups[0]["lr"] = variant.rate * lr * share
         (gradient,) = torch.autograd.grad(residual.penalty(), gates)
         if variant.noise:

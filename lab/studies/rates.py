@@ -23,7 +23,7 @@ MOST = 16.0
 
 @dataclass(frozen=True)
 class Kind:
-    """What a search of the standard model's rates is of.
+    """A search of the standard model's learning rates.
 
     Attributes:
         base: the arm that has it at the recipe's rates. judged: the arm by whose noise its losses are.
@@ -73,7 +73,7 @@ class RateSearch:
         return min(self.losses) < self.best < max(self.losses)
 
     def where(self, recipe: Recipe | None) -> str:
-        """Return what is said of the best rate, by the rates next to it; those that diverged count as worse."""
+        """Say how well the best rate is known, by the rates next to it; a rate that diverged counts as worse."""
         if not self.turned:
             return f"the {'highest' if self.best == max(self.losses) else 'lowest'} that was tried: it has not turned"
         rates = sorted(self.losses)
@@ -125,11 +125,6 @@ def _own(setting: Setting, factor: float) -> str:
     return f"block@residual_lr={digits:g}"
 
 
-def _also(variant: str, change: str) -> str:
-    """Return a variant that is trained in one more way of its own."""
-    return f"{variant}{',' if '@' in variant else '@'}{change}"
-
-
 def _best(setting: Setting, measured: Measured) -> list[str]:
     """Block at the two of its own rates with the lowest losses at the coarse seed, the better one first."""
     variants = setting.some([_own(setting, factor) for factor in OWN])
@@ -156,21 +151,12 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     rate = best[0].removeprefix("block")
     whole = f"full@residual_lr={recipe.optim.lr:g}"
     layers = setting.preset.depth
+    decayed = f"{best[0]}{',' if '@' in best[0] else '@'}residual_decay=0.01"
+    knobs = [best[0], decayed, f"block:read_temperature=4{rate}"]
     parts += [
         setting.arm("best", ["standard", *best], of=recipe),
         setting.arm("full", list(dict.fromkeys([f"full{rate}", whole])), range(min(2, setting.seeds)), of=recipe),
-        setting.arm(
-            "knobs",
-            setting.some(
-                [
-                    best[0],
-                    _also(best[0], "residual_decay=0.01"),
-                    f"block:read_temperature=4{rate}",
-                ]
-            ),
-            [0],
-            of=recipe,
-        ),
+        setting.arm("knobs", setting.some(knobs), [0], of=recipe),
         *(
             setting.arm(
                 f"layers{depth}",
@@ -217,12 +203,12 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
             values[arm] = one.values()
             if arm == "best":
                 tables[-1].notes.append(
-                    f"The best two of {len(OWN)} own rates by seed 0, which counts here too: where they are level that "
-                    "flatters them. The standard model is at the recipe's rate."
+                    f"Of {len(OWN)} own rates the two that were best with seed 0, which counts here too: where rates "
+                    "are equally good this flatters them. The standard model is at the recipe's rate."
                 )
             if arm.startswith("tuned"):
                 tables[-1].notes.append(
-                    "The rate is the standard model's best of those tried by seed 0, which counts here too: that "
+                    "The rate is the one at which the standard model was best with seed 0, which counts here too: this "
                     "flatters the standard model."
                 )
             if arm != "knobs":

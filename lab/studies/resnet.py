@@ -280,17 +280,11 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     depths = list(DEPTHS)[:1] if small < 0.01 else list(DEPTHS)[:2] if small < 1 else list(DEPTHS)
     kinds = ("plain", "resnet", "standard", "full") if small >= 0.01 else ("plain", "full")
     steps = max(2, round(STEPS * (small / 2 if small < 1 else 1.0)))
+    shared = {"images": setting.images, "steps": steps, "dtype": setting.config().dtype}
     runs = {
         run_name(f"{kind}-{layers}", seed): ComputedCall(
-            {
-                "kind": kind,
-                "blocks": DEPTHS[layers],
-                "images": setting.images,
-                "steps": steps,
-                "seed": seed,
-                "dtype": setting.config().dtype,
-            },
-            6.0 * MULTIPLICATIONS * layers / 20 * BATCH * steps,
+            {"kind": kind, "blocks": DEPTHS[layers], "seed": seed, **shared},
+            flops=6.0 * MULTIPLICATIONS * layers / 20 * BATCH * steps,
         )
         for seed in range(setting.seeds)
         for layers in depths
@@ -307,11 +301,14 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
     asked = measured.asked_for("cifar10")
     kinds, depths = {_named(label)[0] for label in asked}, {_named(label)[1] for label in asked}
     # One baseline a depth; depth reads are held against a second one, the same network without them.
-    comparisons = len(asked) - (0 if "standard" in kinds else len(depths))
+    how: dict[str, Any] = {
+        "quantity": "error",
+        "comparisons": len(asked) - (0 if "standard" in kinds else len(depths)),
+    }
     for layers in sorted({_named(label)[1] for label in measured.labels("cifar10")}):
         here = [label for label in asked if _named(label)[1] == layers]
         baseline = f"resnet-{layers}" if f"resnet-{layers}" in here else here[0]
-        one = contrast(measured, "cifar10", baseline, here, quantity="error", comparisons=comparisons)
+        one = contrast(measured, "cifar10", baseline, here, **how)
         tables.append(one.table(f"{layers} layers: test error, percent", PUBLISHED))
         charts.append(
             dataclasses.replace(one.chart(f"resnet-{layers}", f"{layers} layers"), caption=CAPTION, x_label=AXIS)
@@ -319,14 +316,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         sentences.append(f"{layers} layers: {one.sentence()}")
         values[str(layers)] = one.values()
         if f"standard-{layers}" in here:  # the same network but for its reads
-            reads = contrast(
-                measured,
-                "cifar10",
-                f"standard-{layers}",
-                [f"full-{layers}"],
-                quantity="error",
-                comparisons=comparisons,
-            )
+            reads = contrast(measured, "cifar10", f"standard-{layers}", [f"full-{layers}"], **how)
             if reads.others:
                 tables.append(reads.table(f"{layers} layers, beside the same network without depth reads"))
                 sentences.append(f"{layers} layers, of one layout: {reads.sentence()}")

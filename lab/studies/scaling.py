@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from typing import Any, NamedTuple
+from typing import Any
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
@@ -68,21 +68,24 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
     floor = None if len(sizes) >= 4 else 0.0
     unit = statistics.geometric_mean(compute["standard"])
     fits = {label: fitted(compute[label], losses[label], sigma, floor, unit) for label in complete}
-    saved = {
-        label: _saved(fits["standard"], one, compute[label][-1]) for label, one in fits.items() if label != "standard"
-    }
+    # The compute that the standard model needs for a mechanism's loss at its largest size, over what that took.
+    saved = dict[str, tuple[float, tuple[float, float]]]()
+    for label, one in fits.items():
+        if label != "standard":
+            base, largest = fits["standard"], compute[label][-1]
+            saved[label] = multiplier(base.fit, one.fit, largest), multiplier_interval(base, one, largest)
     head = ["variant", "E", "A", "a", f"compute multiplier at {sizes[-1]}"]
-    tables.append(
-        ResultTable("L = E + A C^-a", head, [_row(label, fits, saved) for label in fits], [_note(floor, unit)])
-    )
+    lines = [_row(label, one, saved.get(label)) for label, one in fits.items()]
+    fixed = "" if floor is None else " E is held at 0, as in the paper: there are too few sizes to fit it."
+    note = f"In brackets 95 % intervals of refitted curves; C in {unit:.2e} FLOPs.{fixed}"
+    tables.append(ResultTable("L = E + A C^-a", head, lines, [note]))
     sentences, values = [], dict[str, Any](largest_flops=compute["standard"][-1])
-    for label, one in saved.items():
-        ratio, (low, high) = one
+    for label, (ratio, (low, high)) in saved.items():
         words = "excludes 1" if low > 1 or high < 1 else "includes 1"
         if degrees < ENOUGH:
             words = f"includes 1: the noise is known by {degrees} degrees of freedom, expected {ENOUGH}"
         sentences.append(f"{label}: {number(ratio, 2)} times the compute (95 %: {_bounds(low, high)}), {words}.")
-        values[label] = {"multiplier": or_none(one.ratio), "interval": [or_none(bound) for bound in one.interval]}
+        values[label] = {"multiplier": or_none(ratio), "interval": [or_none(low), or_none(high)]}
     return StudyResult(" ".join(sentences), tables, [_chart(compute, losses, fits)], values)
 
 
@@ -97,28 +100,10 @@ def _chart(compute: dict[str, list[float]], losses: dict[str, list[float]], fits
     return Curves("scaling", "Scaling", caption, "FLOPs", LOSS, {"": lines}, log_x=True)
 
 
-class _Saved(NamedTuple):
-    """The compute that the standard model needs for a mechanism's loss at its largest size, over what that took, and
-    its 95 % interval."""
-
-    ratio: float
-    interval: tuple[float, float]
-
-
-def _saved(standard: Fitted, other: Fitted, largest: float) -> _Saved:
-    return _Saved(multiplier(standard.fit, other.fit, largest), multiplier_interval(standard, other, largest))
-
-
-def _row(label: str, fits: dict[str, Fitted], saved: dict[str, _Saved]) -> list[str]:
-    one = fits[label]
+def _row(label: str, one: Fitted, saved: tuple[float, tuple[float, float]] | None) -> list[str]:
     cells = [f"{number(getattr(one.fit, n), 3)} ({_bounds(*one.interval(n))})" for n in ("floor", "scale", "exponent")]
-    last = f"{number(saved[label].ratio, 2)} ({_bounds(*saved[label].interval)})" if label in saved else "1"
+    last = "1" if saved is None else f"{number(saved[0], 2)} ({_bounds(*saved[1])})"
     return [label, *cells, last]
-
-
-def _note(floor: float | None, unit: float) -> str:
-    fixed = "" if floor is None else " E is held at 0, as in the paper: there are too few sizes to fit it."
-    return f"In brackets 95 % intervals of refitted curves; C in {unit:.2e} FLOPs.{fixed}"
 
 
 def _bounds(low: float, high: float) -> str:

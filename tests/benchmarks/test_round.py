@@ -90,7 +90,7 @@ def test_layers_are_captured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> No
     import busy
     from step import Size, _qwen3
 
-    from attnres.comparison.speed import training_steps
+    from attnres.comparison.speed import StepOptions, training_steps
 
     calls: list[int] = []
 
@@ -105,7 +105,7 @@ def test_layers_are_captured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> No
     size = Size(_qwen3(32, 4), 64, 2, 16)
     how: dict[str, Any] = {"vocab_size": 64, "seq_len": 16, "batch_size": 2, "size": size.model}
     for variant in ((None, {}), ("block", {"num_blocks": 2})):
-        taken, expected = (training_steps({"a": variant}, on=torch.device("cpu"), **how)["a"] for _ in range(2))
+        taken, expected = (training_steps({"a": variant}, StepOptions(**how))["a"] for _ in range(2))
         calls.clear()
         assert busy.graph_layers(taken).startswith("captured")
         expected()  # the step that graph_layers takes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from attnres.comparison.children import Child, run_children
+from attnres.comparison.children import Child, Watch, run_children
 from attnres.comparison.watch import Ended, ProgressRate, train_all
 from attnres.errors import Interrupted, UserError
 from attnres.progress import grid
@@ -40,18 +40,21 @@ def script(tmp_path, name, source, **fields):
     return Script(name, tmp_path / name, tmp_path / f"{name}.json", steps=10, source=source, **fields)
 
 
+class Noted(Watch):
+    def __init__(self, on_poll, log_of):
+        self.events, self.poll, self.log_of = [], on_poll, log_of
+
+    def start(self, child):
+        self.events.append(f"+{child.name}")
+
+    def end(self, child):
+        self.events.append(f"-{child.name}")
+
+
 def run(children, jobs=1, until=math.inf, on_poll=lambda running: None, log_of=lambda child: None):
-    events = []
-    run_children(
-        children,
-        jobs=jobs,
-        until=until,
-        on_start=lambda child: events.append(f"+{child.name}"),
-        on_end=lambda child: events.append(f"-{child.name}"),
-        on_poll=on_poll,
-        log_of=log_of,
-    )
-    return events
+    watch = Noted(on_poll, log_of)
+    run_children(children, watch, jobs=jobs, until=until)
+    return watch.events
 
 
 def test_one_after_the_other(tmp_path):

@@ -13,7 +13,7 @@ from tiny import NARROW
 from attnres.comparison import speed
 from attnres.comparison.compare import compare, opened
 from attnres.comparison.plan import CompareConfig, make_plan
-from attnres.comparison.speed import step_times
+from attnres.comparison.speed import StepOptions, step_times
 from attnres.comparison.watch import RunStatus
 from attnres.errors import UserError
 from attnres.files import locked
@@ -351,15 +351,14 @@ def test_mistakes_show_before_anything_is_trained(tmp_path, changes, message):
 # ------------------------------------------------------------------ timing
 
 
+SHAPE = {"size": NARROW, "vocab_size": 64, "seq_len": 8, "batch_size": 2}
+
+
 def test_steps_are_timed_in_turn():
     rounds = []
     result = step_times(
         {"a": ("standard", {}), "b": ("block", {"num_blocks": 2}), "c": ("full", {})},
-        size=NARROW,
-        vocab_size=64,
-        seq_len=8,
-        batch_size=2,
-        accumulation=2,
+        StepOptions(**SHAPE, accumulation=2),
         rounds=4,
         on_round=rounds.append,
     )
@@ -373,15 +372,13 @@ def test_steps_are_timed_in_turn():
 
 def test_rates_that_are_carried_to_a_width_are_timed_as_they_are():
     """The plain model, which is timed beside, has no place for what carries them."""
-    shape = {"size": NARROW, "vocab_size": 64, "seq_len": 8, "batch_size": 2, "rounds": 1, "least": 1}
-    result = step_times({"plain": (None, {}), "a": ("block", {})}, **shape, optim=OptimConfig(base_width=64))
+    options = StepOptions(**SHAPE, optim=OptimConfig(base_width=64))
+    result = step_times({"plain": (None, {}), "a": ("block", {})}, options, rounds=1, least=1)
     assert set(result["variants"]) == {"plain", "a"}
 
 
 def test_the_time_cap_leaves_the_least_number_of_rounds():
-    result = step_times(
-        {"a": ("standard", {})}, size=NARROW, vocab_size=64, seq_len=8, batch_size=2, seconds=0, least=2
-    )
+    result = step_times({"a": ("standard", {})}, StepOptions(**SHAPE), seconds=0, least=2)
     assert result["rounds"] == 2
 
 
@@ -404,8 +401,8 @@ def test_a_timed_step_is_the_one_that_is_trained(monkeypatch, how):
 
     monkeypatch.setattr(speed, "Objective", seen)
     variants = {"plain": (None, {}), "a": ("block", {"num_blocks": 2})}
-    shape = {"size": NARROW, "vocab_size": 64, "seq_len": 8, "batch_size": 2, "rounds": 1, "least": 1}
-    step_times(variants, **shape, loss="chunked", gradient_checkpointing=how)
+    options = StepOptions(**SHAPE, loss="chunked", gradient_checkpointing=how)
+    step_times(variants, options, rounds=1, least=1)
     assert kinds == ["chunked"] * 2
     for model in models:
         assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules()) == (how == "layer")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from attnres.comparison.speed import TrainingStep, training_steps
+from attnres.comparison.speed import StepOptions, TrainingStep, training_steps
 from attnres.loss_kernel import losses_and_gradients
 
 SIZE = {"family": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 2, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -16,9 +16,8 @@ VARIANTS = {"standard": ("standard", {}), "block": ("block", {"num_blocks": 2}),
 def step_of(device: str, variant: str, *, captured: bool, **how: Any) -> TrainingStep:
     """A training step with dropout and two micro-batches."""
     shape: dict[str, Any] = {"vocab_size": 128, "seq_len": 32, "batch_size": 4, "accumulation": 2}
-    return training_steps(
-        {variant: VARIANTS[variant]}, size=SIZE, on=torch.device(device), cuda_graphs=captured, **shape, **how
-    )[variant]
+    options = StepOptions(SIZE, device=device, cuda_graphs=captured, **shape, **how)
+    return training_steps({variant: VARIANTS[variant]}, options)[variant]
 
 
 def losses(step: TrainingStep, count: int) -> list[float]:

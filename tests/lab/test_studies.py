@@ -60,17 +60,17 @@ class Here:
     def __init__(self, most=10**6, end=None):
         self.most, self.end, self.names = most, end or Interrupted("stopped", 130), []
 
-    def __call__(self, children, *, on_start, on_end, **_):
+    def __call__(self, children, watch, **_):
         for child in children:
             if len(self.names) == self.most:
                 raise self.end
-            on_start(child)
+            watch.start(child)
             self.names.append(child.name)
             if isinstance(child, Computation):
                 compute(child.config)
             else:
                 train(dataclasses.replace(from_dict(read_json(child.config)), resume=True), progress=False)
-            on_end(child)
+            watch.end(child)
 
 
 @pytest.fixture(scope="module")

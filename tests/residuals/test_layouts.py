@@ -310,3 +310,15 @@ def test_queries_whose_logits_are_divided_by_the_root_of_the_width_are_not_slowe
 def test_wrong_settings_are_one_sentence(name, settings, message):
     with pytest.raises(UserError, match=message):
         make_residual(name, SUBLAYERS, WIDTH, **settings)
+
+
+def test_what_stays_in_a_state_is_kept_and_what_is_in_it_twice_crosses_once():
+    denseformer = make_residual("denseformer", 6, 8)
+    before, after = denseformer.slots(4), denseformer.slots(5)
+    assert [slot.kept for slot in before] == [False, True, True, True]  # the stream; the embedding and two layers
+    assert {slot.name for slot in before if slot.kept} == {slot.name for slot in after if slot.kept}
+    siamese = make_residual("siamese_norm", 4, 8)
+    assert [len(siamese.slots(index)) for index in (0, 1)] == [1, 2]
+    embedding = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    (packed,) = siamese.pack(siamese.start(embedding), 0)
+    assert all(torch.equal(stream, embedding) for stream in siamese.unpack([packed], 0))

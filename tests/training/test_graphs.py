@@ -12,7 +12,7 @@ from lines import lines
 from safetensors.torch import load_file
 from tapes import Tape
 
-from attnres.comparison.speed import step_times, training_steps
+from attnres.comparison.speed import StepOptions, step_times, training_steps
 from attnres.head import LossSums
 from attnres.ops import cpu
 from attnres.residuals.mechanisms.standard import Standard
@@ -186,9 +186,10 @@ def test_a_step_that_asks_for_a_number_is_no_captured_step(
 
 def test_each_shape_is_captured_up_to_a_number_of_shapes(tapes: list[Tape]) -> None:
     size = {**GPT2, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-    how: dict[str, Any] = {"size": size, "vocab_size": 32, "seq_len": 12, "batch_size": 2, "on": torch.device("cpu")}
+    how: dict[str, Any] = {"size": size, "vocab_size": 32, "seq_len": 12, "batch_size": 2}
     captured, eager = (
-        training_steps({"block": ("block", {"num_blocks": 2})}, cuda_graphs=on, **how)["block"] for on in (True, False)
+        training_steps({"block": ("block", {"num_blocks": 2})}, StepOptions(**how, cuda_graphs=on))["block"]
+        for on in (True, False)
     )
     tokens = torch.cat([eager.x, eager.y[:, -1:]], 1)
     lengths = [12, 8] * 5 + [7, 6, 12, 5, 8, 12]  # of which 5 is one too many
@@ -202,8 +203,7 @@ def test_each_shape_is_captured_up_to_a_number_of_shapes(tapes: list[Tape]) -> N
 
 def test_steps_are_timed_captured_the_plain_model_too(tapes: list[Tape]) -> None:
     variants = {"plain": (None, {}), "full": ("full", {})}
-    rows = step_times(
-        variants, size={**GPT2, "resid_pdrop": 0.0}, vocab_size=32, seq_len=8, batch_size=2, cuda_graphs=True, rounds=3
-    )["variants"]
+    options = StepOptions({**GPT2, "resid_pdrop": 0.0}, vocab_size=32, seq_len=8, batch_size=2, cuda_graphs=True)
+    rows = step_times(variants, options, rounds=3)["variants"]
     assert [row["step"] for row in rows.values()] == ["captured", "captured"]
     assert len(tapes) == 4 and all(len(row["times"]) == 3 for row in rows.values())

@@ -115,7 +115,7 @@ def _read(files: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def _unwrapped(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Without what stands in front of every name."""
+    """Return the tensors without a prefix that all their names have."""
     for wrapper in _WRAPPERS:
         wrapped = [name for name in tensors if name.startswith(wrapper)]
         if wrapped and len(wrapped) < len(tensors):
@@ -127,7 +127,7 @@ def _unwrapped(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
 
 
 def _gathered(tensors: dict[str, Tensor], kind: Format, residual: Residual, source: str) -> dict[str, Tensor]:
-    """Return the residual's tensors, by their names in it; what they are made of is taken out of `tensors`."""
+    """Return the residual's tensors by their names in it, and remove their parts from `tensors`."""
     rows = kind.rows(residual)
     missing = [row.theirs for row in rows if row.theirs not in tensors]
     others = [name for name in tensors if _READ.search(name) and name not in {row.theirs for row in rows}]

@@ -22,7 +22,7 @@ INTERPRETED = bool(knobs.runtime.interpret)
 
 
 def power_of_two(count: int) -> int:
-    """The smallest one that is not less. Triton's own function takes five microseconds."""
+    """Return the smallest power of two that is not less. Triton's own function takes five microseconds."""
     return 1 << (count - 1).bit_length()
 
 

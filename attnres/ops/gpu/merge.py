@@ -54,7 +54,7 @@ def _check_opens(count: int) -> None:
 def plan_merge(
     m: MergeInputs, empty: Empty = new_empty, partial: Tensor | None = None
 ) -> tuple[list[Launch], tuple[Tensor, MergeSaved, Tensor | None]]:
-    """The launch, and what `merge` returns once it has run."""
+    """Return the launch, and what `merge` returns once it has run."""
     opens, added, query, eps, output, top, total, norm, dtype, saves = m
     first = opens[0] if opens else output
     assert first is not None

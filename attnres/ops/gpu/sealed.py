@@ -122,7 +122,7 @@ def _held(n: int, reads: int, width: int, element_size: int, *, backward: bool) 
 
 
 def _in_bf16(*bunches: _Bunch) -> bool:
-    """Whether products are taken in bf16 pieces; the interpreter's bf16 arithmetic is wrong."""
+    """Return whether products are taken in bf16 pieces; the interpreter's bf16 arithmetic is wrong."""
     return not INTERPRETED and all(t.dtype == torch.bfloat16 for bunch in bunches for t in bunch.tensors)
 
 

@@ -19,7 +19,7 @@ TAKEN = ("kind", "step", "output_rms", "input_rms", "grad_rms", "entropy", "shar
 def interface(subject: Subject) -> str:
     """It has a name, traits, all verbs, and a docstring with a formula or a source."""
     mechanism = subject.mechanism
-    for verb in ("start", "read", "write", "finish", "hidden_state"):
+    for verb in ("start", "read", "write", "hidden_state"):
         expect(getattr(mechanism, verb) is not getattr(Residual, verb), f"{verb} is not defined")
     classes = mechanism.__mro__[: mechanism.__mro__.index(Residual)]
     expect(bool(mechanism.__doc__), "the class has no docstring")

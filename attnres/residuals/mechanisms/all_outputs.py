@@ -1,6 +1,5 @@
 """Rules that keep the embedding and every output apart: DenseNet and static mixing."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -8,10 +7,9 @@ from torch import Tensor, nn
 
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import Residual
-from attnres.residuals.layout import About, Learned, Traits, outputs
+from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.weighting import weighted_sum
 from attnres.residuals.settings import one_of, start_at
-from attnres.residuals.state import Slot, slots_of
 from attnres.residuals.watch import NormLike
 
 
@@ -29,17 +27,8 @@ class AllOutputs(Residual):
     def write(self, state: tuple[Tensor, ...], index: int, output: Tensor) -> tuple[Tensor, ...]:
         return (*state, output)
 
-    def finish(self, state: tuple[Tensor, ...], norm: NormLike) -> Tensor:
-        return self.read(state, self.num_sublayers, norm)[0]
-
     def hidden_state(self, state: tuple[Tensor, ...]) -> Tensor:
         return torch.stack(state).sum(0)
-
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        return slots_of(outputs(index + 1, self.sublayers), index)
-
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
-        return tuple(tensors)
 
 
 class StaticMix(AllOutputs):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, depth_read, full_precision, scaled_query
+from attnres.ops.norms import one_over_rms
 from attnres.residuals.layout import EMBEDDING, About, Source, Traits, block_sources
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
 from attnres.residuals.program import BankReads
@@ -71,7 +72,7 @@ class Boundary(Queried):
         self.init_queries()
 
     def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-        """The stream after block `block`, the weights (sources, ...), and what they weigh."""
+        """Return the stream after block `block`, the weights (sources, ...), and what they weigh."""
         query, gain = self.queries[block], self.gains[block]
         h, weights = depth_read(sources, query, gain, eps=self.key_norm_eps, return_weights=True)
         return h, weights, sources
@@ -92,7 +93,7 @@ class Boundary(Queried):
         return ends
 
     def _inside(self, index: int) -> bool:
-        """Whether read `index` is of the plain stream: no block ends before it."""
+        """Return whether read `index` is of the plain stream: no block ends before it."""
         return index == 0 or not self._at_end(index)
 
     def write(self, state: State, index: int, output: Tensor) -> State:
@@ -132,29 +133,12 @@ class Boundary(Queried):
             return Source("block", 1, range(stop + 1))
         return Source("block", start // self.block_size + 1, range(start + 1, stop + 1), after=start)
 
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        ends = [Slot("embedding", True), *(Slot(f"block {i}", True) for i in range(1, self._ends(index)))]
-        return tuple(ends) if self._at_end(index) else (*ends, Slot(f"stream {index}", False))
-
     def _at_end(self, index: int) -> bool:
-        """Whether the stream before sublayer `index` is the end of a block, or the embedding."""
+        """Return whether the stream before sublayer `index` is the end of a block, or the embedding."""
         return index % self.block_size == 0 or index == self.num_sublayers
-
-    def _ends(self, index: int) -> int:
-        """Return how many states at block ends there are before sublayer `index`, the embedding included."""
-        return 1 + (math.ceil(index / self.block_size) if self._at_end(index) else index // self.block_size)
-
-    def pack(self, state: State, index: int) -> tuple[Tensor, ...]:
-        return state.ends if self._at_end(index) else (*state.ends, state.stream)
-
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> State:
-        return Boundaries(tensors[-1], tuple(tensors[: self._ends(index)]))
 
     def hidden_state(self, state: State) -> Tensor:
         return state.stream
-
-    def finish(self, state: State, norm: NormLike) -> Tensor:
-        return self.read(state, self.num_sublayers, norm)[0]
 
 
 class BoundaryNormed(Boundary):
@@ -190,19 +174,13 @@ class BoundaryNormed(Boundary):
         mixes = [one._replace(span=range(end + 1, end + 1), after=end) for one, end in zip(past, ends, strict=True)]
         return (embedding, *mixes, last)
 
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        slots = super().slots(index)
-        if self._inside(index):
-            return slots
-        return (*slots[:-1], Slot(f"stream {index}", False))  # which the next read mixes
-
     def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         dtype = compute_dtype(sources[0].dtype)
         with full_precision(sources[0]):
             gain = self.gains[block].to(dtype)
             query = self.query[block].to(dtype) / self.width**0.5
             values = [source.to(dtype) for source in sources]
-            keys = [v * (v.square().mean(-1, keepdim=True) + self.key_norm_eps).rsqrt() * gain for v in values]
+            keys = [v * one_over_rms(v, self.key_norm_eps) * gain for v in values]
             weights = torch.stack([key @ query for key in keys]).softmax(0)
             h = torch.stack([w.unsqueeze(-1) * key for w, key in zip(weights, keys, strict=True)]).sum(0)
         return h.to(sources[0].dtype), weights.detach(), keys
@@ -284,12 +262,16 @@ class PostBlock(Boundary):
         return block_sources((*range(0, self.num_sublayers, self.block_size), self.num_sublayers), read)
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        slots = super().slots(index)
-        return slots if self._at_end(index) else (*slots, Slot(f"partial {index}", False))
+        stream, *others = super().slots(index)
+        return tuple(others) if self._mixes_next(index) else (stream, *others)
 
     def pack(self, state: State, index: int) -> tuple[Tensor, ...]:
-        return state.ends if self._at_end(index) else (*state.ends, state.stream, *state.partial)
+        stream, *others = super().pack(state, index)
+        return tuple(others) if self._mixes_next(index) else (stream, *others)
 
     def unpack(self, tensors: Sequence[Tensor], index: int) -> State:
-        ends = tuple(tensors[: self._ends(index)])
-        return Sums(ends[-1], ends) if self._at_end(index) else Sums(tensors[-2], ends, (tensors[-1],))
+        return super().unpack((tensors[-1], *tensors) if self._mixes_next(index) else tensors, index)
+
+    def _mixes_next(self, index: int) -> bool:
+        """Return whether the next read takes the blocks' sums, and the stream before it need not cross a cut."""
+        return index > 0 and self._at_end(index)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnres.ops.norms import one_over_rms
 from attnres.residuals.layout import EMBEDDING, About, Learned, Source, Traits
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, whole
@@ -42,7 +43,6 @@ class DeepCrossAttention(Mixtures):
         "4 + L/4",
         "Heddes et al., arXiv 2502.06785",
     )
-    carried = ("stream", "attention")
 
     def __init__(self, num_sublayers: int, width: int, *, past_layers: int | None = None, eps: float = 1e-6) -> None:
         super().__init__(num_sublayers, width)
@@ -70,10 +70,10 @@ class DeepCrossAttention(Mixtures):
         return Ways._fields if index % 2 == 0 and index < self.num_sublayers else (None,)
 
     def mix(self, index: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights are the part in which tokens differ, (..., n, ways)."""
+        """Return the mixtures and, as weights, the part in which tokens differ, (..., n, ways)."""
         place = (index + 1) // 2
         bias, weight, gain = (x[place].to(values.dtype) for x in (self.bias, self.weight, self.gain))
-        scale = (values.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        scale = one_over_rms(values, self.eps)
         dynamic = (F.linear(values, weight * gain) * scale).clamp_min(0.0)
         static = torch.stack([(values * row).sum(-2) for row in bias], -2)
         return static + dynamic.mT @ values, dynamic

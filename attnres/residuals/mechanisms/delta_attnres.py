@@ -12,7 +12,6 @@ from attnres.residuals.layout import About, Source, Traits, block_sources, outpu
 from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.queries import Queried
 from attnres.residuals.settings import number, positive
-from attnres.residuals.state import Slot, slots_of
 from attnres.residuals.watch import NormLike
 
 
@@ -116,19 +115,5 @@ class DeltaAttnRes(Queried):
     def direction(self, read: int) -> Tensor | None:
         return (self.queries[read] * self.gains[read]).detach() if 0 < read < self.num_sublayers else None
 
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        return (*slots_of(self.sources(index), index), *([Slot(f"stream {index}", False)] if index else []))
-
-    def pack(self, state: Deltas, index: int) -> tuple[Tensor, ...]:
-        return (*state.finished, *state.partial, *([state.stream] if index else []))
-
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> Deltas:
-        sources = self.sources(index)
-        count = sum(not source.open for source in sources)
-        return Deltas(tensors[-1], tuple(tensors[:count]), tuple(tensors[count : len(sources)]))
-
     def hidden_state(self, state: Deltas) -> Tensor:
         return state.stream
-
-    def finish(self, state: Deltas, norm: NormLike) -> Tensor:
-        return self.read(state, self.num_sublayers, norm)[0]

@@ -161,7 +161,7 @@ class DepthAttention(Queried):
         )
 
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
-        """The state with the output of sublayer `index` among, or to be added to, the group's open sources."""
+        """Return the state with the output of sublayer `index` among, or to be added to, the group's open sources."""
         raise NotImplementedError
 
     @property

@@ -11,7 +11,7 @@ from attnres.residuals.layout import About, Source, Traits, block_sources
 from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, whole
-from attnres.residuals.state import Slot, Ways, slots_of
+from attnres.residuals.state import Ways
 from attnres.residuals.watch import NormLike, looking, watched, with_norm
 
 
@@ -109,10 +109,3 @@ class Inkling2(Mixtures):
         """|w|: the logits are divided by sqrt(d)."""
         query = self.direction(read)
         return None if query is None else float(query.detach().double().norm())
-
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        return slots_of(block_sources(self.bounds, index), index)
-
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> Kept:
-        count = sum(slot.kept for slot in self.slots(index))
-        return Kept(tuple(tensors[:count]), tuple(tensors[count:]))

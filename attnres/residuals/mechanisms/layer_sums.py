@@ -1,6 +1,5 @@
 """Rules that end each layer with a static sum of earlier layers' states: DenseFormer and ANCRe."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,6 @@ from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.weighting import weighted_sum
 from attnres.residuals.settings import positive, start_at
-from attnres.residuals.state import Slot
 from attnres.residuals.watch import NormLike
 
 
@@ -52,20 +50,6 @@ class LayerSums(Residual):
         for sublayer in range(read):
             state = self.write(state, sublayer, rows[sublayer + 1])
         return state.stream[: read + 1]
-
-    def in_past(self, index: int) -> bool:
-        """Whether the stream before sublayer `index` is the last of the past."""
-        return index == 0
-
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        past = [Slot("embedding", True), *(Slot(f"layer {i}", True) for i in range(index // 2))]
-        return (*past, *([] if self.in_past(index) else [Slot(f"stream {index}", False)]))
-
-    def pack(self, state: Layers, index: int) -> tuple[Tensor, ...]:
-        return state.past if self.in_past(index) else (*state.past, state.stream)
-
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> Layers:
-        return Layers(tensors[-1], tuple(tensors[: 1 + index // 2]))
 
     def hidden_state(self, state: Layers) -> Tensor:
         return state.stream
@@ -150,9 +134,6 @@ class ANCRe(LayerSums):
         stream, past = layers
         stream = stream + weighted_sum(past, self.coefficients(layer, stream.dtype).to(stream))
         return Layers(stream, (*past, stream))
-
-    def in_past(self, index: int) -> bool:
-        return index % 2 == 0
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:

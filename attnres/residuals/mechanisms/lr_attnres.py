@@ -127,6 +127,3 @@ class LRAttnRes(Residual):
 
     def hidden_state(self, state: Keyed) -> Tensor:
         return torch.stack(state.values).sum(0)
-
-    def finish(self, state: Keyed, norm: NormLike) -> Tensor:
-        return self.read(state, self.num_sublayers, norm)[0]

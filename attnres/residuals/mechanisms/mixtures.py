@@ -1,7 +1,7 @@
-"""What mechanisms share that mix earlier outputs for each projection of an attention: their state, its cuts."""
+"""What mechanisms share that mix earlier outputs for each projection of an attention: their state."""
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import Residual
-from attnres.residuals.state import Slot
 
 
 class Kept(NamedTuple):
@@ -23,13 +22,11 @@ class Mixtures(Residual):
     """x_c = sum_j w_cj y_j for each way c of a sublayer's input.
 
     A subclass says the weights by `mix`. A sublayer's mixtures keep a copy of their sources for the backward pass
-    unless `recompute_reads` is set. Slots are those of layers; another unit has its own.
+    unless `recompute_reads` is set.
     """
 
     heeds_recompute = True
     whole_layers = True
-    carried: ClassVar[tuple[str, ...]]
-    """Names of what is unfinished between a layer's attention and its MLP."""
 
     def mix(self, index: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mixtures of the reads of sublayer `index` (L: of the head), (..., ways, d), and their weights.
@@ -56,14 +53,3 @@ class Mixtures(Residual):
 
     def start(self, embedding: Tensor) -> Kept:
         return Kept((embedding,))
-
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        past = [Slot("embedding", True), *(Slot(f"layer {i}", True) for i in range(index // 2))]
-        return (*past, *(Slot(f"{name} {index}", False) for name in self.carried if index % 2))
-
-    def pack(self, state: Kept, index: int) -> tuple[Tensor, ...]:
-        return (*state.past, *state.inside)
-
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> Kept:
-        count = 1 + index // 2
-        return Kept(tuple(tensors[:count]), tuple(tensors[count:]))

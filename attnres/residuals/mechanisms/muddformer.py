@@ -42,7 +42,6 @@ class MuddFormer(Mixtures):
         "5 + L/4",
         "Xiao et al., arXiv 2502.12170",
     )
-    carried = ("stream",)
 
     def __init__(
         self,
@@ -78,7 +77,8 @@ class MuddFormer(Mixtures):
             start_at(bias, one * torch.eye(bias.shape[1])[-1:].expand_as(bias))
 
     def mixes(self, index: int) -> bool:
-        """Whether the reads of sublayer `index` (L: of the head) are mixtures: those behind a layer from `first` on."""
+        """Return whether the reads of sublayer `index` (L: of the head) are mixtures: those behind a layer from `first`
+        on."""
         return index % 2 == 0 and index // 2 > self.first
 
     def ways(self, index: int) -> tuple[str | None, ...]:

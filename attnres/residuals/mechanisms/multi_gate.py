@@ -135,9 +135,6 @@ class MultiGate(Residual):
     def handed_on(self, state: Tensor) -> Tensor:
         return self.finish(state, as_it_is)
 
-    def finish(self, state: Tensor, norm: NormLike) -> Tensor:
-        return self.read(state, self.num_sublayers, norm)[0]
-
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
         bias, n = self.bias.float().cpu(), self.num_streams

@@ -67,9 +67,6 @@ class SiameseNorm(Residual):
     def hidden_state(self, state: Siamese) -> Tensor:
         return state.pre
 
-    def finish(self, state: Siamese, norm: NormLike) -> Tensor:
-        return self.read(state, self.num_sublayers, norm)[0]
-
 
 Lanes = tuple[Tensor, Tensor]
 

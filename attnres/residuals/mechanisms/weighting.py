@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype, full_precision
+from attnres.ops.norms import one_over_rms
 from attnres.residuals.settings import number, one_of, positive, true_or_false, whole
 
 QueryKind = Literal["static", "input"]
@@ -184,7 +185,7 @@ class Weighting(nn.Module):
             keys = values if self.rank is None else [v[..., -self.rank :] for v in values]
             if self.embedding_key is not None:
                 keys = [self.embedding_key.to(dtype).expand_as(keys[0]), *keys[1:]]
-            factors = [_one_over_rms(key, eps) for key in keys]
+            factors = [one_over_rms(key, eps) for key in keys]
             logits = [self._logit(key, scaled_query, factor) for key, factor in zip(keys, factors, strict=True)]
             if biases:
                 logits = [logit + bias for logit, bias in zip(logits, biases, strict=True)]
@@ -194,7 +195,7 @@ class Weighting(nn.Module):
             weights = stacked.sigmoid() if self.sigmoid else stacked.softmax(-1)
             if self.normed_values:
                 if self.rank is not None or self.embedding_key is not None:
-                    factors = [_one_over_rms(v, eps) for v in values]
+                    factors = [one_over_rms(v, eps) for v in values]
                 values = [v * factor for v, factor in zip(values, factors, strict=True)]
             rows = weights.mean(-2).reshape(-1, weights.shape[-1])
             if edit is not None:
@@ -231,10 +232,6 @@ def _sliced(keys: Any, width: int) -> int | None:
     if word != "sliced" or not rank.isdecimal() or not 1 <= int(rank) <= width:
         raise UserError(f"keys is {keys!r}: expected whole, or sliced:R with R from 1 to the width, {width}")
     return int(rank)
-
-
-def _one_over_rms(vectors: Tensor, eps: float) -> Tensor:
-    return (vectors.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def _in_proportion(weights: Tensor, before: Tensor, after: Tensor) -> Tensor:
