@@ -70,7 +70,7 @@ class OptimConfig:
     """How it is optimised."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon: Muon for the weight matrices and AdamW for everything else."""
+    """adamw, or muon: Muon for the weight matrices, each of an expert too, and AdamW for everything else."""
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     residual_lr: float | None = None
@@ -98,6 +98,9 @@ class OptimConfig:
     """AdamW's beta1 and beta2."""
     momentum: float = 0.95
     """Muon's momentum."""
+    balance: Literal["none", "sign", "quantile"] = "none"
+    """Keep experts evenly loaded by the bias of their router: sign moves it by 0.001 a step towards the mean load
+    (DeepSeek-V3), quantile sets it from the step's scores (Kimi K3). The load of the fullest expert is logged."""
     clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
 

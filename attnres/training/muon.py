@@ -9,6 +9,9 @@ torch's Muon takes DTensors too, but then each product of the Newton-Schulz step
 the same products. `OwnedMuon` gathers the update of a matrix once, on the rank that owns the matrix, which
 orthogonalises it and scatters the result: two messages of the matrix's size, and the work is divided among the ranks.
 Momentum stays sharded.
+
+A mixture's experts lie in one tensor (E, rows, columns): each is a matrix of its own. Sharding gives a rank whole
+experts, which it orthogonalises without a message.
 """
 
 import functools
@@ -39,6 +42,14 @@ class StackedMuon(torch.optim.Muon):
     small: int = 1 << 16
     most: int = 1 << 26
 
+    def __init__(self, params: Any, **options: Any) -> None:
+        """As torch's Muon, which refuses stacked experts: it is asked with a matrix in their place."""
+        torch.optim.Muon.__init__(self, [nn.Parameter(torch.zeros(1, 1))], **options)
+        self.param_groups.clear()
+        given = list(params)
+        for group in given if isinstance(given[0], dict) else [{"params": given}]:
+            self.add_param_group(dict(group))
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # ty: ignore[incompatible-method-override]
         assert closure is None
@@ -56,7 +67,8 @@ class StackedMuon(torch.optim.Muon):
         for p in group["params"]:
             if p.grad is None or isinstance(p, DTensor):
                 continue
-            if p.numel() <= self.small or not is_host(p.device) or precision(p.device) is torch.float32:
+            alone = p.ndim == 2 and p.numel() > self.small and is_host(p.device)
+            if not alone or precision(p.device) is torch.float32:
                 stacks.setdefault((p.shape, p.device, p.dtype, p.grad.dtype), []).append(p)
         for parameters in stacks.values():
             size = max(1, self.most // parameters[0].numel())
@@ -65,10 +77,16 @@ class StackedMuon(torch.optim.Muon):
         return [parameter for parameters in stacks.values() for parameter in parameters]
 
     def _update_stack(self, parameters: list[Any], group: dict[str, Any]) -> None:
-        """Update matrices of one shape, in as many calls as one of them takes."""
-        changes = orthogonal(self._momenta(parameters, group), group)
+        """Update matrices of one shape, or experts, in as many calls as one of them takes."""
+        momenta = self._momenta(parameters, group)
+        parameters = [local(parameter) for parameter in parameters]
+        shape = parameters[0].shape[-2:]
+        matrices = [matrix for momentum in momenta for matrix in momentum.view(-1, *shape).unbind()]
+        size = max(1, self.most // shape.numel())
+        parts = [orthogonal(matrices[start : start + size], group) for start in range(0, len(matrices), size)]
+        changes = torch.cat(parts).view(len(parameters), *parameters[0].shape)
         changes = changes.to(parameters[0].dtype, memory_format=torch.contiguous_format)
-        rate = rate_of(parameters[0].shape, group)
+        rate = rate_of(shape, group)
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
         if isinstance(rate, Tensor):  # of a captured step, which reads it on the device
             torch._foreach_add_(parameters, changes.mul_(-rate).unbind())
@@ -130,8 +148,13 @@ class OwnedMuon(StackedMuon):
     def _update_all(self, group: dict[str, Any]) -> Iterable[nn.Parameter]:
         sharded = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
         sharded.sort(key=lambda p: -p.numel())
-        self._owned([p for p in sharded if len(_axes(p)) == 1], group)
-        self._by_all([p for p in sharded if len(_axes(p)) > 1], group)
+        experts = [p for p in sharded if p.ndim == 3]
+        for parameter in experts:
+            if parameter.to_local().numel():  # of fewer experts than ranks some have none
+                self._update_stack([parameter], group)
+        matrices = [p for p in sharded if p.ndim == 2]
+        self._owned([p for p in matrices if len(_axes(p)) == 1], group)
+        self._by_all([p for p in matrices if len(_axes(p)) > 1], group)
         return [*sharded, *super()._update_all(group)]
 
     def _owned(self, parameters: Sequence[Any], group: dict[str, Any]) -> None:

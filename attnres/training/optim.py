@@ -7,7 +7,9 @@
     embedding   token and position tables              AdamW                 no
     head        an untied output projection            AdamW                 yes
     lora        low-rank changes of frozen matrices    AdamW                 yes
-    matrix      every other weight                     AdamW, or Muon if 2-D yes
+    matrix      every other weight                     AdamW or Muon         yes
+
+Muon has the matrices of two dimensions and stacked experts, each of which is a matrix; the rest stays with AdamW.
 
 Why the residual stands apart: pseudo-queries and gains are stored as (reads, d) tensors, which a rule by rank would
 take for weight matrices. Decay would pull the queries back to zero, that is to the uniform mean that depth attention
@@ -173,7 +175,8 @@ def optimizers_of(
     for kind, every in kinds.items():
         names = [name for name in every if name in parameters]
         decay = config.weight_decay if kind in ("head", "lora", "matrix") else 0.0
-        orthogonal = [n for n in names if config.optimizer == "muon" and kind == "matrix" and parameters[n].ndim == 2]
+        has_muon = config.optimizer == "muon" and kind == "matrix"
+        orthogonal = [name for name in names if has_muon and _is_orthogonalised(name, parameters[name])]
         plain: dict[tuple[float, float], list[str]] = {}
         for name in [name for name in names if name not in orthogonal]:
             # Pseudo-queries are decayed where that is asked for, back to the uniform mean.
@@ -198,6 +201,15 @@ def optimizers_of(
         muon_class = OwnedMuon if sharded else StackedMuon
         optimizers.append(muon_class(muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
     return optimizers
+
+
+def _is_orthogonalised(name: str, parameter: Tensor) -> bool:
+    """Whether Muon has a weight: a matrix, or experts of which every process has whole ones."""
+    if parameter.ndim == 2:
+        return True
+    places = parameter.placements if isinstance(parameter, DTensor) else ()
+    whole = all(place.is_replicate() or place.is_shard(0) for place in places)
+    return parameter.ndim == 3 and "experts" in name and whole
 
 
 def _adamw_rate(kind: str, config: OptimConfig, query_lr: float = 1.0) -> float:

@@ -286,6 +286,11 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
             )
     refuse_idle(config)
     _refuse_layout(config)
+    if optim.balance != "none" and finetune.train_only != "all":
+        raise UserError(
+            f"optim.balance is {optim.balance} and finetune.train_only is {finetune.train_only}: routers are frozen, "
+            "and their biases with them; leave balance out"
+        )
     if finetune.init_from is not None and optim.base_width is not None:
         raise UserError(
             f"optim.base_width is {optim.base_width} and the model is {finetune.init_from}: it carries rates and start "
@@ -326,13 +331,18 @@ def _refuse_layout(config: TrainConfig) -> None:
                 f"parallel.{name} is {getattr(parallel, name)} and the layers are not cut into stages: give pp, or "
                 "leave it out"
             )
+    cuts = [name for name in ("pp", "tp", "cp") if getattr(parallel, name) > 1]
+    if config.optim.balance != "none" and cuts:
+        raise UserError(
+            f"optim.balance is {config.optim.balance} and parallel.{cuts[0]} above 1: loads are counted where every "
+            "process has all layers and whole sequences, use dp and shard"
+        )
     if max(parallel.shard, parallel.pp, parallel.tp, parallel.cp) == 1:
         if parallel.async_save:
             raise UserError(
                 "parallel.async_save is on and the model is whole on each process: it needs shard, pp, tp or cp"
             )
         return
-    cuts = [name for name in ("pp", "tp", "cp") if getattr(parallel, name) > 1]
     if len(cuts) > 1:
         raise UserError(
             f"parallel.{' and parallel.'.join(cuts)} are above 1: a model is cut in one way alone, use {cuts[-1]} with "

@@ -27,6 +27,7 @@ from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
 from attnres.stats import or_none, standard_error
 from attnres.training import checkpoint, environment, finetune, start, validate
+from attnres.training.balance import Balancer
 from attnres.training.checkpoint import random_state, set_random_state
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.data import data_record, held_out, open_data
@@ -92,6 +93,8 @@ class Run:
             self.model, self.kind, self.cast, self.teacher, compiled=config.compile and not self.layout.compile
         )
         with who.alike():
+            balance = config.optim.balance
+            self.balancer = None if balance == "none" else Balancer(self.model, balance, who)
             self.placed = parallelize(objective, self.layout)
         self.model = self.placed.model
         # After building, which may draw more for one residual than another: seed what may draw random numbers.
@@ -105,6 +108,7 @@ class Run:
             config.optim.clip,
             lambda: self.model.residual("penalty"),  # whoever is the residual by then
             capture=config.cuda_graphs,
+            balancer=self.balancer,
         )
         if state:
             with who.alike():
@@ -232,6 +236,7 @@ class Run:
                 **({} if self.peak is None else {"mfu": self.flops * tokens / seconds / self.peak}),
                 **({"divergence": steps.divergence} if self.teacher else {}),
                 **({} if steps.penalty is None else {"penalty": steps.penalty.item()}),
+                **({} if self.balancer is None else {"expert_load": self.balancer.load}),
             )
         if depth:
             self._write("depth", **depth)

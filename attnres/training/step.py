@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.training import graphs
+from attnres.training.balance import Balancer
 from attnres.training.config import TrainConfig
 from attnres.training.feed import Arriving, Feed, Moment, to_device
 from attnres.training.inspection import magnitudes, recorded
@@ -130,6 +131,7 @@ class Update:
         clip: the largest norm of the gradient; 0 turns clipping off.
         penalty: returns what is added to the loss once a step, with its gradient, or None.
         capture: whether the passes are to be CUDA graphs. Where they cannot be, `path` says why, and steps are eager.
+        balancer: moves the biases of routers after a step; None leaves them.
 
     Attributes:
         depth: what the last step did by depth, if that was recorded.
@@ -143,8 +145,10 @@ class Update:
         penalty: Callable[[], Tensor | None],
         *,
         capture: bool = False,
+        balancer: Balancer | None = None,
     ) -> None:
         self.placed, self.optimizers, self.penalty = placed, optimizers, penalty
+        self.balancer = balancer
         self.clip = partial(placed.clip, clip or math.inf)
         self.depth: dict[str, Any] | None = None
         self.capture = self._capture() if capture else None
@@ -197,10 +201,12 @@ class Update:
         if self.replayed is not None:
             assert self.capture is not None
             self.capture.step(self.replayed, self.optimizers)  # no zero_grad: graphs write gradients where they are
-            return
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        else:
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        if self.balancer is not None:
+            self.balancer.update()
 
     def _capture(self) -> graphs.Capture:
         placed, who = self.placed, self.placed.who

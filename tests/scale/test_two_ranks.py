@@ -236,6 +236,28 @@ def test_compiled_parts_are_those_of_one_process(launched, corpus, tmp_path):
             assert ours == pytest.approx(theirs, abs=1e-9)
 
 
+@pytest.mark.long
+def test_sharded_experts_are_orthogonalised_and_balanced_as_on_one_process(launched, corpus, tmp_path):
+    moe = {"moe_intermediate_size": 8, "num_local_experts": 6, "num_experts_per_tok": 2}
+    mla = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    kda = {"family": "kimi_linear", "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+    size = {**kda, "num_key_value_heads": 2, "intermediate_size": 32, "linear_head_dim": 8, "linear_num_heads": 2}
+    model = {"size": {**size, **mla, **moe}, "residual": "block", "num_blocks": 2}
+    options = {"model": model, "optim": {"optimizer": "muon", "balance": "quantile"}}
+    runs = {name: configuration(corpus, tmp_path / name, **options) for name in ("one", "shares")}
+    runs["shares"]["parallel"] = SHARD
+    assert isinstance(train_run(runs["one"], None, torch.float32), float)
+    launched(tmp_path / "jobs", {"single": [["shares", runs["shares"], None]]})
+    ours, theirs = (
+        [line for line in read_metrics(tmp_path / name / "metrics.jsonl") if line["kind"] == "train"] for name in runs
+    )
+    assert len(ours) == 8
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-3)
+        assert a["expert_load"] == pytest.approx(b["expert_load"], abs=0.05)
+    assert ours[0]["expert_load"] == theirs[0]["expert_load"]
+
+
 def test_muon_by_owners_is_muon(both, alone):
     for layout in ("muon", "slices, muon"):
         assert furthest(alone / layout, alone / "one muon") < 1e-6

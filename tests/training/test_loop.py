@@ -454,7 +454,7 @@ KIMI = {"size": "kimi-nano", "num_blocks": None, "block_size": 6}
         (signal.SIGTERM, {"optim": {"optimizer": "muon"}, "dtype": "bf16"}),
         (signal.SIGTERM, {"model": {"residual": "adaptive", "num_blocks": None}}),
         (signal.SIGTERM, {"model": MUDDFORMER}),
-        (signal.SIGTERM, {"model": KIMI}),
+        (signal.SIGTERM, {"model": KIMI, "optim": {"balance": "quantile", "optimizer": "muon"}}),
     ],
     ids=["SIGINT", "adamw", "muon-bf16", "annealed", "values", "kimi"],
 )

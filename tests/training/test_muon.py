@@ -110,3 +110,26 @@ def test_a_step_takes_as_many_calls_for_forty_matrices_as_for_four(
 
     assert 10 < calls(4, 1 << 20) == calls(40, 1 << 20) < 40
     assert 3 * calls(40, 1 << 20) < calls(40, 8 * 12 * 10) <= 4 * calls(40, 1 << 20)
+
+
+@pytest.mark.parametrize("most", [1 << 26, 700], ids=["one stack", "several stacks"])
+def test_stacked_experts_are_as_many_matrices_of_their_own(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "precision", lambda _: torch.float64)
+    monkeypatch.setattr(StackedMuon, "most", most)
+    draw = torch.Generator().manual_seed(0)
+    start = [torch.randn(5, *shape, generator=draw, dtype=torch.float64) for shape in ((16, 24), (24, 16))]
+    gradients = [[torch.randn(x.shape, generator=draw, dtype=torch.float64) for x in start] for _ in range(3)]
+    options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    experts = [nn.Parameter(x.clone()) for x in start]
+    apart = [[nn.Parameter(matrix.clone()) for matrix in x] for x in start]
+    together, alone = StackedMuon(experts, **options), [StackedMuon([p], **options) for many in apart for p in many]
+    for step in gradients:
+        for parameter, many, gradient in zip(experts, apart, step, strict=True):
+            parameter.grad = gradient
+            for one, part in zip(many, gradient, strict=True):
+                one.grad = part
+        for optimizer in (together, *alone):
+            optimizer.step()
+    for parameter, many, before in zip(experts, apart, start, strict=True):
+        assert (parameter - before).abs().max() > 1e-3
+        torch.testing.assert_close(parameter.detach(), torch.stack([p.detach() for p in many]), rtol=0, atol=1e-12)
