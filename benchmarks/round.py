@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
@@ -69,6 +69,7 @@ class Steps:
     length: int
     dtype: str = "bf16"
     optimizer: str = "adamw"
+    vocabulary: int | None = None
 
     NEXT: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "graphs": ("graphs", "graphs of passes", "graphs of layers", "reduce-overhead"),
@@ -82,6 +83,8 @@ class Steps:
         from step import SIZES, Size, _qwen3
 
         size = Size(_qwen3(32, 4), 64, 2, 16) if place.tiny else SIZES[self.size].sized(self.batch, self.length)
+        if self.vocabulary is not None and not place.tiny:
+            size = replace(size, vocabulary=self.vocabulary)
         how: dict[str, Any] = {"dtype": self.dtype, "optimizer": self.optimizer, "seconds": 0.0 if place.tiny else 6.0}
         how["plains"] = {}  # whose plain model serves all variants: a build of 0.6 B takes seconds, a compile more
         measured = {row["variant"] for row in done if "ms" in row}
@@ -423,6 +426,7 @@ ROUNDS: dict[str, Any] = {
     "step 100m eager, 64k tokens": Steps(60, "100m", ("standard", BLOCK8), "eager", 64, 1024),
     "step 1.7b graphs, bf16 parameters": Steps(100, "1.7b", (BLOCK8, "full"), "graphs", 4, 4096, "bf16-parameters"),
     "step 100m graphs, bf16 parameters": Steps(60, "100m", FOUR[:3], "graphs", 16, 1024, "bf16-parameters"),
+    "step 0.6b graphs, 152k words": Steps(120, "0.6b", (BLOCK8, "full"), "graphs", 8, 2048, vocabulary=151_936),
     "step 0.6b compiled": Steps(200, "0.6b", (BLOCK8,), "compile", 8, 2048),
     "tests of compiled models": Tests(150, ("tests/gpu/test_models.py", "-k", "compile")),
     "step 100m eager, parallel streams": Steps(60, "100m", ("standard", "mhc", "hyper_connections"), "eager", 16, 1024),
@@ -510,6 +514,8 @@ GOALS: tuple[tuple[str, str, str, str], ...] = (
     ("40 M, 16k tokens, compiled and captured", "step 100m compile+graphs", BLOCK8, ""),
     ("0.6 B, 16k tokens, captured", "step 0.6b graphs", BLOCK8, "1.045"),
     ("0.6 B, 16k tokens, captured", "step 0.6b graphs", "full", "1.09"),
+    ("0.6 B, 152k words, captured", "step 0.6b graphs, 152k words", BLOCK8, "1.035"),
+    ("0.6 B, 152k words, captured", "step 0.6b graphs, 152k words", "full", "1.08"),
     ("0.6 B, compiled", "step 0.6b compiled", BLOCK8, ""),
     ("1.7 B, 16k tokens, bf16 parameters, captured", "step 1.7b graphs, bf16 parameters", BLOCK8, "1.03"),
     ("40 M, bf16 parameters, captured", "step 100m graphs, bf16 parameters", BLOCK8, ""),

@@ -8,14 +8,42 @@ The offset of a row is the token's, not a program's plus zero: such a sum the co
 told of alignment, so that it loads element by element.
 
 Constants: as in sealed_kernels.py, but that ROWS >= N and BLOCK >= D are the powers of two of one token, and
-READS >= S one too.
+READS >= S one too; TOGETHER, how many sums over d are one exchange.
 """
 
 import triton
 import triton.language as tl
 
-from attnres.ops.gpu.merge_kernels import _load, _start
+from attnres.ops.gpu.merge_kernels import _add_pairs, _load, _start
 from attnres.ops.gpu.sealed_kernels import _among, _inside, _load_mixed, _starts, _store
+
+
+@triton.jit
+def _add_triples(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _add_fours(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def _sums(tiles, TOGETHER: tl.constexpr):
+    """The sums over the columns of tiles, those of TOGETHER, one or four, in one exchange between warps."""
+    sums = ()
+    for first in tl.static_range(0, len(tiles), TOGETHER):
+        if TOGETHER == 1:
+            sums = sums + (tl.sum(tiles[first], 1),)
+        elif len(tiles) - first >= 4:
+            sums = sums + tl.reduce(tiles[first : first + 4], 1, _add_fours)
+        elif len(tiles) - first == 3:
+            sums = sums + tl.reduce(tiles[first : first + 3], 1, _add_triples)
+        elif len(tiles) - first == 2:
+            sums = sums + tl.reduce(tiles[first : first + 2], 1, _add_pairs)
+        else:
+            sums = sums + (tl.sum(tiles[first], 1),)
+    return sums
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -38,6 +66,7 @@ def read_token(
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     t = tl.program_id(0).to(tl.int64)
     r = tl.arange(0, ROWS)
@@ -46,11 +75,15 @@ def read_token(
     here = tl.zeros([ROWS], tl.int64) + t
     rows, others = _starts(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
     v = _load_mixed(rows, others, _among(r, N, WIDE), live, at, D, BLOCK, WIDE != 0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
+    products = (v * v,)
+    for s in tl.static_range(S):
+        products = products + (v * _load(queries, s * D, D, BLOCK, True).to(tl.float32)[None, :],)
+    sums = _sums(products, TOGETHER)
+    inverse = tl.rsqrt(sums[0] / D + eps)
     if inv_rms is not None:
         tl.store(inv_rms + t * N + r, inverse, mask=live)
     for s in tl.static_range(S):
-        x = tl.sum(v * _load(queries, s * D, D, BLOCK, True).to(tl.float32)[None, :], 1) * inverse
+        x = sums[1 + s] * inverse
         if logits is not None:
             tl.store(logits + (t * N + r) * S + s, x, mask=live)
         x = tl.where(live, x, float("-inf"))
@@ -91,6 +124,7 @@ def read_token_backward(
     ROWS: tl.constexpr,
     READS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """Gradients of the sources, and those of the queries as one partial sum a program."""
     r = tl.arange(0, ROWS)
@@ -115,16 +149,27 @@ def read_token_backward(
             dv = tl.zeros([ROWS, BLOCK], tl.float32)
         inverse = tl.load(inv_rms + t * N + r, mask=live, other=0.0)
         back = tl.zeros([ROWS], tl.float32)
-        for s in tl.static_range(S):
-            g = _load(grads[s], _start(grad_strides, s, t, D), D, BLOCK, False).to(tl.float32)
-            x = tl.load(logits + (t * N + r) * S + s, mask=live, other=0.0)
-            p = tl.where(live, tl.exp(x - tl.max(tl.where(live, x, float("-inf")), 0)), 0.0)
-            p /= tl.sum(p, 0)
-            ds = p * (tl.sum(v * g[None, :], 1) + tl.load(dtop[s] + t))
-            a = ds * inverse
-            back += ds * x
-            dv += p[:, None] * g[None, :] + a[:, None] * _load(queries, s * D, D, BLOCK, True).to(tl.float32)[None, :]
-            dq += tl.where(read[:, None] == s, tl.sum(a[:, None] * v, 0)[None, :], 0.0)
+        for first in tl.static_range(0, S, TOGETHER):
+            rows_of_grads = ()
+            products = ()
+            for s in tl.static_range(first, first + TOGETHER):
+                if s < S:
+                    g = _load(grads[s], _start(grad_strides, s, t, D), D, BLOCK, False).to(tl.float32)
+                    rows_of_grads = rows_of_grads + (g,)
+                    products = products + (v * g[None, :],)
+            along = _sums(products, TOGETHER)
+            for s in tl.static_range(first, first + TOGETHER):
+                if s < S:
+                    g = rows_of_grads[s - first]
+                    q = _load(queries, s * D, D, BLOCK, True).to(tl.float32)
+                    x = tl.load(logits + (t * N + r) * S + s, mask=live, other=0.0)
+                    p = tl.where(live, tl.exp(x - tl.max(tl.where(live, x, float("-inf")), 0)), 0.0)
+                    p /= tl.sum(p, 0)
+                    ds = p * (along[s - first] + tl.load(dtop[s] + t))
+                    a = ds * inverse
+                    back += ds * x
+                    dv += p[:, None] * g[None, :] + a[:, None] * q[None, :]
+                    dq += tl.where(read[:, None] == s, tl.sum(a[:, None] * v, 0)[None, :], 0.0)
         dv -= (back * inverse * inverse / D)[:, None] * v
         to, to_others = _starts(dsources, None, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
         _store(to, dv, live & ~wide, at, D, BLOCK)
