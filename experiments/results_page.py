@@ -6,6 +6,7 @@ python experiments/results_page.py
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from recipe_runs import DATA, Run, finals, micro, rows
@@ -295,13 +296,15 @@ def who(bands: list[tuple[float, float, float]], last: tuple) -> list[str]:
         f"**Do not use it today** if time on a GPU is scarce: a step took {gpu:.2f} times as long "
         f"on one H200, more than "
         f"{max(factors):.2f} saves; nor to improve a finished model ({cell(tuned)} nats a token).",
+        bullet="- ",
     )
 
 
-def paragraphs(*texts: str) -> list[str]:
-    """Return the lines of paragraphs, broken between words, with an empty line between two."""
-    wrapped = [textwrap.wrap(text, 200, break_long_words=False, break_on_hyphens=False) for text in texts]
-    return [line for number, lines in enumerate(wrapped) for line in ([""] * (number > 0) + lines)]
+def paragraphs(*texts: str, bullet: str = "") -> list[str]:
+    """Return the lines of paragraphs, or of a list's points, broken between words."""
+    look: dict[str, Any] = {"initial_indent": bullet, "subsequent_indent": " " * len(bullet)}
+    look |= {"break_long_words": False, "break_on_hyphens": False}
+    return [line for text in texts for line in textwrap.wrap(text, 206, **look)]
 
 
 def page() -> str:
@@ -355,7 +358,6 @@ def page() -> str:
         "# Should I use Attention Residuals?",
         "",
         *who(bands, budgets["nano"][-2]),
-        "",
         *paragraphs(
             "**Settings**: `block` with its defaults: 8 blocks, queries at zero, queries and key "
             "gains at 0.1 times the "
@@ -368,6 +370,7 @@ def page() -> str:
             "tokens a parameter Block "
             "−0.021 to −0.034 at 0.5 B, Full −0.013 to −0.041 at 38 to 304 M, steps of 1.09 to 1.14 times; the paper "
             "−0.020 to −0.026 at 194 to 528 M; one run each ([others](others.md)).",
+            bullet="- ",
         ),
         "",
         *paragraphs(

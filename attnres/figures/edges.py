@@ -89,8 +89,9 @@ def graph(attribution: "Attribution", title: str) -> Plot:
         for member in members:  # what a block is the sum of
             (y0, x0), (y1, x1) = shown[_node(source, written)], shown[member]
             ax.plot([x0, x1], [y0, y1], color=style.MUTED, linewidth=0.7, linestyle=":", zorder=0)
+    labels = {read.sublayer: read._replace(into=None).label for read in layout}
     for name, place in shown.items():
-        _draw_node(ax, name, place, colours.get(name, style.INK))
+        _draw_node(ax, labels.get(name, name), place, colours.get(name, style.INK))
     ax.set_ylim(deepest + 0.8, -1.2)
     ax.set_xlim(-1.9, 3.4)
     ax.set_axis_off()

@@ -22,6 +22,7 @@ from attnres.figures.plot import (
     Plot,
     canvas,
     edge_head,
+    legend,
     numbers_on,
     plain,
     side_by_side,
@@ -86,9 +87,7 @@ def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
         ax.tick_params(axis="x", labelsize=sheet().font - 1, length=0)
         ax.grid(visible=False)
     figure.supylabel(axis(routing), fontsize=sheet().font + 0.5, color=style.MUTED)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    columns = max(1, min(len(labels), int(sheet().page * 72 / ((max(map(len, labels)) * 0.6 + 3.6) * sheet().font))))
-    figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=sheet().font, handlelength=1)
+    legend(figure, axes[0, 0])
     cut = f" Shown: the first {count} tokens." if count < len(tokens) else ""
     caption = f"Sources of the read '{shown_read.name}' at each token of the example"
     caption += ", what points against it below zero" if lowest < 0 else ""

@@ -281,7 +281,8 @@ def prune_table(
         table.add_row(title, *cells)
     console.print()
     console.print(table)
-    edges = [f"{edge.read} ← {edge.source} {number(edge.part)}" for edge in report.below("part")]
+    labels = {part.name: part.label for read in plain.trace.layout for part in (read, *read.sources)}
+    edges = [f"{labels[edge.read]} ← {labels[edge.source]} {number(edge.part)}" for edge in report.below("part")]
     if edges:
         more = f", {len(edges) - EDGES} more" if len(edges) > EDGES else ""
         say(console, f"least of a read by weight × rms: {', '.join(edges[:EDGES])}{more}")
@@ -289,7 +290,7 @@ def prune_table(
     sources = grid("source", right=("reads that have it", *titles))
     for use in report.sources:
         counts = (use.below_mean, use.below_high, use.below_part)
-        sources.add_row(use.source, str(use.reads), number(use.mean), number(use.part), *map(str, counts))
+        sources.add_row(labels[use.source], str(use.reads), number(use.mean), number(use.part), *map(str, counts))
     console.print()
     console.print(sources)
     say(console, "traffic: the vectors that reads with a choice load, one a token and edge; the model is unchanged")

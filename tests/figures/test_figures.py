@@ -40,7 +40,7 @@ from attnres.figures.patterns import (
     patterns,
     shares,
 )
-from attnres.figures.plot import canvas, from_zero, label, log_numbers, panels, thin_ticks
+from attnres.figures.plot import canvas, from_zero, log_numbers, panels, thin_ticks
 from attnres.figures.style import to_svg
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
 from attnres.inspect.inspection import FIELD
@@ -236,7 +236,7 @@ def test_the_token_map_colours_each_token_by_its_own_weight():
     parts = np.array(example.example["contribution"][-1])
     place = parts.std(0).argmax()
     last = others.axes[[ax.get_title(loc="left")[:3] for ax in others.axes].index("out")]
-    assert f"← {label(example.layout[-1].sources[place])}:" in last.get_title(loc="left")
+    assert f"← {example.layout[-1].sources[place].label}:" in last.get_title(loc="left")
     blue = [last.patches[i].get_facecolor()[2] - last.patches[i].get_facecolor()[0] for i in range(len(fragments))]
     signs = [parts[fragment[0], place] for fragment in fragments]
     assert all((tint > 0) == (value > 0) for tint, value in zip(blue, signs) if abs(value) > 0.1)

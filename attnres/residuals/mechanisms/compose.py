@@ -94,6 +94,9 @@ class Inside:
     def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         self.watcher.on_read(self.row + index, h, weights, values or self.outputs)
 
+    def edits(self, index: int) -> bool:
+        return self.watcher.edits(self.row + index)
+
     def edit(self, index: int, weights: Tensor) -> Tensor:
         return self.watcher.edit(self.row + index, weights)
 
