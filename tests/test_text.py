@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from attnres.text import counted, duration, listed, memory, number, short, tick, with_error
+from attnres.text import counted, duration, listed, memory, number, tick, with_error
 
 
 def test_numbers_have_a_true_minus_and_zero_no_sign():
@@ -13,18 +13,6 @@ def test_numbers_have_a_true_minus_and_zero_no_sign():
     assert number(-0.0001, signed=True) == "0.000"
     assert number(math.nan) == number(None) == "–"
     assert number(1234.5678, 1) == "1,234.6"
-
-
-def test_columns_of_weights_leave_out_the_zero_before_the_point():
-    assert [short(value) for value in (0.4, -0.4, 10.25, -0.001, 1.0, None)] == [
-        ".40",
-        "−.40",
-        "10.25",
-        ".00",
-        "1.00",
-        "–",
-    ]
-    assert short(0.05, 3, signed=True) == "+.050"
 
 
 @pytest.mark.parametrize(

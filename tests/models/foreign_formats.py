@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
+from attnres.models.kda import use_tiles
+
 VOCAB, WIDTH, LAYERS, INNER = 61, 32, 5, 48
 IDS = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(3))
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -358,6 +360,7 @@ def kimi_logits(folder):
     config["model_type"] = config["model_type"].removesuffix("_ar")
     plain_folder = written(folder / "plain", config, {k: v for k, v in state.items() if "_res_" not in k})
     model = AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float64)
+    use_tiles(model)  # Transformers computes KDA in fp32 whatever the dtype; tests/ops/test_kda.py holds ours
     plain = Plain.__new__(Plain)
     plain.model, plain.base = model.eval(), model.model
     if hasattr(model, "set_experts_implementation"):
