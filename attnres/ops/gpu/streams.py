@@ -152,7 +152,11 @@ def plan_backward(c: ConnectGradInputs, empty: Empty = new_empty) -> tuple[list[
         block, same = 64, ("kept", "kept_stride", "kept_apart", "dproducts", "shares", "tokens")
         sums = {"dtable": dtable, "dweight": dweight, "dbias": dbias, "programs": programs}
         summed = {name: arguments[name] for name in same} | sums
-        constants = {name: sizes[name] for name in ("N", "D", "M", "MP", "NORM")} | {"G": groups, "TOKENS": 64, "BLOCK": block}
+        constants = {name: sizes[name] for name in ("N", "D", "M", "MP", "NORM")} | {
+            "G": groups,
+            "TOKENS": 64,
+            "BLOCK": block,
+        }
         number = (cdiv(n * width // groups, block) if columns else 0) + cdiv(shares.shape[1], block)
         launches.append(Launch(connect_sums, number, summed, constants, options))
     return launches, (dstreams, dearlier, doutput, dtable, dweight, dbias)
