@@ -93,8 +93,8 @@ def test_what_is_said_of_a_mixed_network_is_what_it_does(name, settings):
 
 
 BY_DEPTH = {"adaptive", "ancre", "boundary", "boundary_normed", "keel", "layernorm_scaling", "multi_gate", "post_block"}
-"""In one layer they have a parameter of no effect (a query over one source, the gate of a write that no read follows), or
-are the standard residual."""
+"""In one layer they have a parameter of no effect (a query over one source, a gate of a write that no read follows),
+or are the standard residual."""
 
 
 @pytest.mark.long
