@@ -319,7 +319,7 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
 
 
 @functools.cache
-def _recorded(function: "type[_ReadSealed | _Merge]") -> Callable[..., tuple[Tensor, ...]]:
+def _recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return the function's `apply` without what it does for torch.func, whose transforms take plain torch."""
     above: Any = super(torch.autograd.Function, function)
     return above.apply
@@ -439,8 +439,8 @@ def sealed_sum(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     does by itself."""
     wide = torch.promote_types(x.dtype, y.dtype)
     narrows = dtype != wide == torch.promote_types(wide, dtype)
-    if narrows and type(x) is type(y) is Tensor and not torch.compiler.is_compiling() and not plain.is_needed():
-        return _RoundedSum.apply(x, y, dtype)
+    if narrows and type(x) is type(y) is Tensor and not torch.compiler.is_compiling() and not plain.is_transformed():
+        return _recorded(_RoundedSum)(x, y, dtype)
     return rounded_sum(x, y, dtype)
 
 

@@ -157,8 +157,8 @@ def moved(name, settings, sublayers, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "settings", "forward", "backward"),
     [
-        ("block", {"block_size": 3}, (15.3, 32, 8, 285), (24.1, 34, 9, 315)),
-        ("full", {}, (14.8, 29, 1, 270), (32.7, 29, 2, 335)),
+        ("block", {"block_size": 3}, (15.3, 32, 8, 224), (24.1, 34, 9, 255)),
+        ("full", {}, (14.8, 29, 1, 215), (32.7, 29, 2, 280)),
     ],
 )
 def test_bytes_a_sublayer(name, settings, forward, backward, triton_on_a_cpu, monkeypatch):
@@ -177,7 +177,7 @@ def test_bytes_a_sublayer(name, settings, forward, backward, triton_on_a_cpu, mo
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "most"), [("block", {"block_size": 3}, (173, 156)), ("full", {}, (162, 136))]
+    ("name", "settings", "most"), [("block", {"block_size": 3}, (136, 118)), ("full", {}, (126, 93))]
 )
 def test_the_host_s_work_a_sublayer(name, settings, most, triton_on_a_cpu, monkeypatch):
     """Calls of functions, Python's and C's, of a step whose plans are made: `benchmarks/host.py` has their time."""
