@@ -34,7 +34,7 @@ def views(page: Page) -> Iterator[Image.Image]:
     page.click("[data-undo=all]")
     page.click("[role=tab][data-tab=patch]")
     page.wait_for_selector("#other")
-    page.fill("#other", page.evaluate("view.text.replace('count', 'total')"))
+    page.fill("#other", page.evaluate("view.text.replace('count', 'total').replace('man', 'woman')"))
     page.click("[data-patch]")
     until(page, "!document.body.dataset.working")
     yield picture(page)

@@ -39,11 +39,11 @@ class Counter:
 '''
 
 PROSE = """\
-The ferry left the harbour an hour late. Nobody on the pier had expected anything else. An old man folded his \
-newspaper, looked at the grey water, and said that in the winter of his childhood the whole bay had frozen, so that \
-people walked to the island with lanterns. The children did not believe him. When the wind turned, the gulls rose \
-from the roofs, and the ship, small and slow, began to cross the line where the river meets the sea.
-"""
+The ferry left the harbour an hour late. Nobody on the pier had expected anything else. When the wind turned, the \
+gulls rose from the roofs, and the ship, small and slow, began to cross the line where the river meets the sea. An old \
+man folded his newspaper, looked at the grey water, and said that in the winter of his childhood the whole bay had \
+been frozen, so that"""
+"""Ends where something is left to predict."""
 
 EXAMPLES = {"code": CODE, "prose": PROSE}
 
