@@ -334,7 +334,8 @@ class Kernels(NamedTuple):
         whole_scores: the longest sequence for which attention is faster with whole score matrices than fused.
         version: of the build, which decides the last bits. switched: gives a context with or without the kernels.
         torch_norm: PyTorch's own RMSNorm, forward and backward, is one kernel of the device and less work for the host
-            than a call of ours: it makes norms that no read is fused with.
+            than a call of ours: it makes norms that no read is fused with. Where the normed vector is rounded to a
+            narrower dtype, that is one more pass: so only of at most so many values, for which the host takes longer.
         traced: the backend is made of torch operations and launches that a compiler's graph can hold.
     """
 
@@ -349,7 +350,7 @@ class Kernels(NamedTuple):
     cached: bool = False
     few_compiled: dict[int, int] = {}  # noqa: RUF012
     most_open: int | None = None
-    torch_norm: bool = False
+    torch_norm: int = 0
     traced: bool = False
     bank: Any = None
     host: bool = False

@@ -97,8 +97,7 @@ def backend_for(
     kinds = list[Any]()
     for tensor in tensors:
         kinds += (tensor.device, tensor.dtype, tensor.shape[-1], type(tensor))
-    for tensor in parameters:
-        kinds.append(type(tensor))
+    kinds += map(type, parameters)
     kernels = KERNELS.get(tensors[0].device.type)
     key = (_choose, kernels and kernels.load(), compute, outputs, reads, opens, streams, form, *kinds)
     module = _CHOSEN.get(key)

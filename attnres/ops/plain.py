@@ -56,6 +56,11 @@ def is_needed() -> bool:
     """Return whether the kernels' own backward cannot serve here: see above."""
     if torch.compiler.is_compiling():
         return torch.compiler._is_exporting_flag  # dynamo of PyTorch 2.11 takes is_exporting() for true, always
+    return is_transformed()
+
+
+def is_transformed() -> bool:
+    """Return `is_needed` where no compiler is at work."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return transformed or torch._C._is_tracing() or _asked.get() or torch._C._get_dispatch_mode(_PROXY) is not None
 

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attnres.errors import UserError
 from attnres.ops import plain, registered
@@ -304,7 +303,7 @@ def _backend(
 
 def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -> tuple[Tensor, ...]:
     """Return what the function gives: of a backend, or of torch operations where one cannot serve."""
-    if not torch.compiler.is_compiling() and not plain.is_needed():
+    if form.backend is not registered and not plain.is_transformed():
         if torch.is_grad_enabled():
             return _recorded(function)(form, *arguments)
         return function.forward(_UNRECORDED, form, *arguments)
@@ -320,7 +319,7 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
 
 
 @functools.cache
-def _recorded(function: "type[_ReadSealed | _Merge]") -> Callable[..., tuple[Tensor, ...]]:
+def _recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return the function's `apply` without what it does for torch.func, whose transforms take plain torch."""
     above: Any = super(torch.autograd.Function, function)
     return above.apply
@@ -440,8 +439,8 @@ def sealed_sum(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     does by itself."""
     wide = torch.promote_types(x.dtype, y.dtype)
     narrows = dtype != wide == torch.promote_types(wide, dtype)
-    if narrows and type(x) is type(y) is Tensor and not torch.compiler.is_compiling() and not plain.is_needed():
-        return _RoundedSum.apply(x, y, dtype)
+    if narrows and type(x) is type(y) is Tensor and not torch.compiler.is_compiling() and not plain.is_transformed():
+        return _recorded(_RoundedSum)(x, y, dtype)
     return rounded_sum(x, y, dtype)
 
 
@@ -456,11 +455,13 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     if torch.compiler.is_compiling() and h.device.type in KERNELS:  # which fuses it with what is around it
         return plain.apply(h.to(compute_dtype(dtype)), norm).to(out_dtype)
     kernels = KERNELS.get(h.device.type)
-    of_one_dtype = weight is not None and weight.dtype == dtype == out_dtype
-    fits = of_one_dtype and bias is None and not norm.center
-    if fits and kernels is not None and kernels.torch_norm and not plain.is_needed():
-        with full_precision(h):
-            return F.rms_norm(h, h.shape[-1:], weight, eps)
+    fits = weight is not None and weight.dtype == dtype and bias is None and not norm.center
+    if fits and kernels is not None and not plain.is_transformed():
+        if dtype == out_dtype and kernels.torch_norm:
+            with full_precision(h):
+                return torch.rms_norm(h, h.shape[-1:], weight, eps)
+        if dtype == torch.float32 and h.numel() <= kernels.torch_norm:  # autocast leaves it in fp32
+            return torch.rms_norm(h, h.shape[-1:], weight, eps).to(out_dtype)
     backend = _backend(_settled((h,)), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
     recorded = torch.is_grad_enabled()
     form = _Form(backend, 0, 0.0, dtype, norm_kind(norm), eps, out_dtype, recorded=recorded)

@@ -20,12 +20,12 @@ class _Reading(Exchanged):
     """Mixed into a norm's own class: reads when given a stream, norms when given a tensor."""
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(hidden_states, torch.fx.Proxy):
-            raise TypeError(
-                f"a {own_class(self).__name__} that reads a depth stream is more than its arithmetic: it cannot be "
-                "traced by itself, nor replaced by another norm"
-            )
         if not isinstance(hidden_states, Stream):
+            if isinstance(hidden_states, torch.fx.Proxy):
+                raise TypeError(
+                    f"a {own_class(self).__name__} that reads a depth stream is more than its arithmetic: it cannot be "
+                    "traced by itself, nor replaced by another norm"
+                )
             return super().forward(hidden_states, *args, **kwargs)
         if args or kwargs:
             raise UserError(

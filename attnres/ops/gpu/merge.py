@@ -9,7 +9,6 @@ bit.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +55,7 @@ def plan_merge(
 ) -> tuple[list[Launch], tuple[Tensor, MergeSaved, Tensor | None]]:
     """Return the launch, and what `merge` returns once it has run."""
     opens, added, query, eps, output, top, total, norm, dtype, saves = m
+    _check_opens(len(opens))
     first = opens[0] if opens else output
     assert first is not None
     shape, width = first.shape, first.shape[-1]
@@ -122,7 +122,6 @@ def merge(m: MergeInputs, partial: Tensor | None = None) -> tuple[Tensor, MergeS
     Raises:
         ValueError: more than 32 open sources.
     """
-    _check_opens(len(m.opens))
     if not m.opens and m.norm is None:
         assert m.output is not None
         return m.output.to(m.dtype), MergeSaved(m.output), None
@@ -150,6 +149,7 @@ def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[La
     """Return the launch, the gradients once it has run but those of query, weight and bias, and of these as many as
     there are, in order, as one row (d,) a program: (count, programs, d)."""
     grad, carried, opens, query, norm, saved, dtype, output, output_dtype, last_dtype, added_dtype = m
+    _check_opens(len(opens))
     shape, width = grad.shape, grad.shape[-1]
     k, block, tokens = len(opens), power_of_two(width), grad.numel() // width
     warps = warps_for(block, per_thread=8)  # eight rows or so are in registers at once
@@ -238,7 +238,6 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
     Raises:
         ValueError: more than 32 open sources.
     """
-    _check_opens(len(m.opens))
     grad, carried, opens, query, norm, (h, scalars), dtype, again, *dtypes = m
     k = len(opens)
     weight, bias, *of_norm = norm or (None, None)
@@ -246,9 +245,9 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
     (output, top, dopens, *_, added), shares = planned(plan_backward, m, inputs, k, dtype, *dtypes, *of_norm)
     if not k and norm is None:
         return MergeGrads(grad, top, dopens, None, None, None)
-    sums: Any = shares.sum(1).unbind(0) if len(shares) > 1 else (shares[0].sum(0),) if len(shares) else ()
-    each = iter(sums)
-    dquery, dweight, dbias = [next(each) if summed else None for summed in _summed(k, norm)]
+    count = shares.shape[0]
+    sums = iter(shares.sum(1).unbind(0) if count > 1 else [shares.sum((0, 1))] if count else [])
+    dquery, dweight, dbias = [next(sums) if summed else None for summed in _summed(k, norm)]
     return MergeGrads(output, top, dopens, dquery, dweight, dbias, added)
 
 

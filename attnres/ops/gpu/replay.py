@@ -1,8 +1,7 @@
 """Plan the launches of a call once for inputs alike, and replay them: planning takes the host several times as long."""
 
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -74,11 +73,16 @@ def alike(plan: Any, inputs: Sequence[Tensor | None], fixed: tuple[Any, ...]) ->
 
 
 class _Replay:
-    """Launches with a place for each of their inputs: a number is a place in the inputs, the memory made for results
-    and the constants, one after the other; a tuple (type, places) is a nest of these."""
+    """Launches whose inputs and memory for results are put in where they belong.
 
-    def __init__(self, calls: Any, results: Any, made: Any, constants: list[Any]) -> None:
-        self.calls, self.results, self.made, self.constants = calls, results, made, constants
+    Args:
+        calls: of each launch what starts it, and what makes its arguments of the pool: inputs, then memory.
+        results: makes the plan's results of the pool. made: shapes and dtypes of the memory.
+        first: the place of an input, on whose device all is.
+    """
+
+    def __init__(self, calls: Any, results: Callable[..., Any], made: Any, first: int) -> None:
+        self.calls, self.results, self.made, self.first = calls, results, made, first
 
     @classmethod
     def of(
@@ -91,42 +95,53 @@ class _Replay:
             launch.programs for launch in launches
         ):
             return None
-        constants = list[Any]()
-
-        def place(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return places[id(value)]
-            if isinstance(value, (tuple, list)):
-                return type(value), [place(part) for part in value]
-            constants.append(value)
-            return len(inputs) + len(made) + len(constants) - 1
-
-        device = next(tensor.device for tensor in inputs if tensor is not None)
+        first = next(place for place, tensor in enumerate(inputs) if tensor is not None)
+        device = cast(Tensor, inputs[first]).device
         try:
-            calls = [(launch.started(device), [place(value) for value in launch.in_order()]) for launch in launches]
-            return cls(calls, place(results), [(tensor.shape, tensor.dtype) for tensor in made], constants)
+            calls = [(launch.started(device), _put_in(launch.in_order(), places)) for launch in launches]
+            return cls(calls, _put_in(results, places), [(tensor.shape, tensor.dtype) for tensor in made], first)
         except KeyError:
             return None
 
     def __call__(self, inputs: list[Tensor | None]) -> Any:
-        like = next(tensor for tensor in inputs if tensor is not None)
-        pool: list[Any] = inputs.copy()
-        for shape, dtype in self.made:
-            pool.append(like.new_empty(shape, dtype=dtype))
-        pool += self.constants
-        elsewhere = like.is_cuda and like.device.index != torch.cuda.current_device()
-        with torch.cuda.device(like.device) if elsewhere else contextlib.nullcontext():
-            for call, places in self.calls:
-                call(*[pool[place] if type(place) is int else _filled(place, pool) for place in places])
-        return _filled(self.results, pool)
+        like: Any = inputs[self.first]
+        pool = inputs + [like.new_empty(shape, dtype=dtype) for shape, dtype in self.made]
+        if like.is_cuda and like.device.index != torch.cuda.current_device():
+            with torch.cuda.device(like.device):
+                self._start(pool)
+        else:
+            self._start(pool)
+        return self.results(pool)
+
+    def _start(self, pool: list[Any]) -> None:
+        for call, arguments in self.calls:
+            call(*arguments(pool))
 
 
-def _filled(place: Any, pool: list[Any]) -> Any:
-    if type(place) is int:
-        return pool[place]
-    kind, places = place
-    values = [pool[part] if type(part) is int else _filled(part, pool) for part in places]
-    return values if kind is list else tuple(values) if kind is tuple else kind(*values)
+def _put_in(value: Any, places: dict[int, int]) -> Callable[[list[Any]], Any]:
+    """Return a function that makes a nest like `value` of a pool, its tensors those at their `places` there. It is
+    compiled, for a call for each part of the nest would take longer than the launch.
+
+    Raises:
+        KeyError: a tensor has no place.
+    """
+    constants = list[Any]()
+
+    def constant(value: Any) -> str:
+        constants.append(value)
+        return f"constants[{len(constants) - 1}]"
+
+    def written(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"pool[{places[id(value)]}]"
+        if not isinstance(value, (tuple, list)):
+            return constant(value)
+        parts = "".join(f"{written(part)}, " for part in value)
+        if type(value) in (list, tuple):
+            return f"[{parts}]" if type(value) is list else f"({parts})"
+        return f"new({constant(type(value))}, ({parts}))"  # a named tuple
+
+    return eval(f"lambda pool: {written(value)}", {"constants": constants, "new": tuple.__new__})
 
 
 _REPLAYS: dict[Any, _Replay] = {}

@@ -136,6 +136,7 @@ def _pieces(of_bf16: bool, *outputs: Tensor) -> dict[str, int]:
 def plan_read(r: ReadInputs, empty: Empty = new_empty, out: Sealed | None = None) -> tuple[list[Launch], Sealed]:
     queries, sources, eps, dtype = r
     shape, n, (reads, width) = sources[0].shape, len(sources), queries.shape
+    _check(n, reads)
     check_shapes((queries,), (reads, shape[-1]))
     bunch, tokens = _bunch(sources), sources[0].numel() // width
 
@@ -185,7 +186,6 @@ def read_sealed(r: ReadInputs, out: Sealed | None = None) -> Sealed:
     Raises:
         ValueError: more than 256 sources or reads.
     """
-    _check(len(r.sources), r.queries.shape[0])
     queries, sources, eps, dtype = r
     if out is None:
         return planned(plan_read, r, [queries, *sources], eps, dtype)
@@ -199,6 +199,7 @@ def plan_backward(
     """One or two launches, the partial sums of dqueries, and the gradients of the sources."""
     queries, sources, inv_rms, logits, grads, dtop, carried = r
     shape, n, (reads, width) = sources[0].shape, len(sources), queries.shape
+    _check(n, reads)
     bunch, tokens = _bunch(sources), sources[0].numel() // width
     upstream = _bunch(grads)
     if upstream.wide:
@@ -278,9 +279,8 @@ def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
         ValueError: more than 256 sources or reads.
     """
     queries, sources = r.queries, r.sources
-    _check(len(sources), queries.shape[0])
     if not sources[0].numel():
         return torch.zeros_like(queries), [source.new_empty(source.shape) for source in sources]
     inputs = [queries, *sources, r.inv_rms, r.logits, *r.grads, *r.dtop, *r.carried]
-    partials, dsources = planned(plan_backward, r, inputs, len(sources), len(queries))
+    partials, dsources = planned(plan_backward, r, inputs, len(sources), queries.shape[0])
     return partials.sum(0), [grad.to(source.dtype) for grad, source in zip(dsources, sources, strict=True)]

@@ -259,7 +259,7 @@ class DepthAttention(Queried):
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
             eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
-            fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or stream)
+            fused = Norm(fused.weight, fused.bias, eps, fused.center, fused.out_dtype or stream)
         phase1, opens = None, state.open
         if state.outputs:
             place = state.logits[0].shape[-1] - len(state.outputs)
