@@ -116,8 +116,9 @@ def _held(n: int, reads: int, width: int, element_size: int, *, backward: bool) 
     values = (2 * height + padded if backward else height) * block
     if reads > most_reads or values > most_values * 32 * warps:
         return None
-    # One warp exchanges nothing, and more than four reads' gradients held at once spill more.
-    sizes = {"ROWS": height, "BLOCK": block, "TOGETHER": 1 if warps == 1 or (backward and reads > 4) else 4}
+    # One warp exchanges nothing; beside 64 values a thread, or gradients of more than four reads, four sums spill.
+    single = warps == 1 or (reads > 4 if backward else values > 64 * 32 * warps)
+    sizes = {"ROWS": height, "BLOCK": block, "TOGETHER": 1 if single else 4}
     return sizes | ({"READS": padded} if backward else {}), warps
 
 

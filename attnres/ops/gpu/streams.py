@@ -126,7 +126,7 @@ def plan_backward(c: ConnectGradInputs, empty: Empty = new_empty) -> tuple[list[
     dtable = None if table is None else empty(table, table.shape)
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     dweight, dbias = (None if v is None else empty(v, v.shape, fp32) for v in (weight, bias))
-    shares = empty(streams, (programs, (groups + 1) * columns + 2 * width), fp32)
+    shares = empty(streams, (programs, (groups + 1) * columns + (0 if norm is None else 2 * width)), fp32)
     dproducts = empty(streams, (tokens, groups, columns), fp32) if columns else None
     arguments = _shared(inputs, made) | {
         "coefficients": coefficients,
@@ -152,7 +152,11 @@ def plan_backward(c: ConnectGradInputs, empty: Empty = new_empty) -> tuple[list[
         block, same = 64, ("kept", "kept_stride", "kept_apart", "dproducts", "shares", "tokens")
         sums = {"dtable": dtable, "dweight": dweight, "dbias": dbias, "programs": programs}
         summed = {name: arguments[name] for name in same} | sums
-        constants = {name: sizes[name] for name in ("N", "D", "M", "MP")} | {"G": groups, "TOKENS": 64, "BLOCK": block}
+        constants = {name: sizes[name] for name in ("N", "D", "M", "MP", "NORM")} | {
+            "G": groups,
+            "TOKENS": 64,
+            "BLOCK": block,
+        }
         number = (cdiv(n * width // groups, block) if columns else 0) + cdiv(shares.shape[1], block)
         launches.append(Launch(connect_sums, number, summed, constants, options))
     return launches, (dstreams, dearlier, doutput, dtable, dweight, dbias)

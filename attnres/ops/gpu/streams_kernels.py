@@ -395,7 +395,7 @@ def connect_tokens_backward(
     t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     live = t < tokens
     G: tl.constexpr = N if KIND == TANH else 1  # ty: ignore[invalid-assignment]
-    mine = shares + tl.program_id(0).to(tl.int64) * ((G + 1) * M + 2 * D)
+    mine = shares + tl.program_id(0).to(tl.int64) * ((G + 1) * M + (2 * D if NORM != 0 else 0))
     before, after = (streams, stride, apart), (kept, kept_stride, kept_apart)
     read_shares = _shares(earlier, coefficients, t, live, N, E, C, LATE)
     i = tl.arange(0, NP)
@@ -538,6 +538,7 @@ def connect_sums(
     G: tl.constexpr,
     M: tl.constexpr,
     MP: tl.constexpr,
+    NORM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -562,7 +563,7 @@ def connect_sums(
             to = dtable + (G + 1 + row)[:, None] * M + at[None, :]
             tl.store(to, dw, mask=(row < K)[:, None] & (at < M)[None, :])
     else:
-        width: tl.constexpr = (G + 1) * M + 2 * D
+        width: tl.constexpr = (G + 1) * M + (2 * D if NORM != 0 else 0)
         place = (program - blocks) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros([BLOCK], tl.float32)
         for each in range(programs):

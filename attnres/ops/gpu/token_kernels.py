@@ -75,26 +75,33 @@ def read_token(
     here = tl.zeros([ROWS], tl.int64) + t
     rows, others = _starts(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
     v = _load_mixed(rows, others, _among(r, N, WIDE), live, at, D, BLOCK, WIDE != 0).to(tl.float32)
-    products = (v * v,)
-    for s in tl.static_range(S):
-        products = products + (v * _load(queries, s * D, D, BLOCK, True).to(tl.float32)[None, :],)
-    sums = _sums(products, TOGETHER)
-    inverse = tl.rsqrt(sums[0] / D + eps)
-    if inv_rms is not None:
-        tl.store(inv_rms + t * N + r, inverse, mask=live)
-    for s in tl.static_range(S):
-        x = sums[1 + s] * inverse
-        if logits is not None:
-            tl.store(logits + (t * N + r) * S + s, x, mask=live)
-        x = tl.where(live, x, float("-inf"))
-        highest = tl.max(x, 0)
-        p = tl.where(live, tl.exp(x - highest), 0.0)
-        mass = tl.sum(p, 0)
-        place = t + s * tl.cast(tokens, tl.int64)
-        tl.store(top + place, highest)
-        tl.store(total + place, mass)
-        o = tl.sum((p / mass)[:, None] * v, 0)
-        tl.store(outputs[s] + t * D + at, o.to(outputs[s].dtype.element_ty), mask=at < D)
+    inverse = tl.zeros([ROWS], tl.float32)
+    for first in tl.static_range(0, S + 1, TOGETHER):  # sum 0 is that of the squares, 1 + s that of read s
+        products = ()
+        for i in tl.static_range(first, first + TOGETHER):
+            if i == 0:
+                products = products + (v * v,)
+            elif i <= S:
+                products = products + (v * _load(queries, (i - 1) * D, D, BLOCK, True).to(tl.float32)[None, :],)
+        sums = _sums(products, TOGETHER)
+        for i in tl.static_range(first, first + TOGETHER):
+            if i == 0:
+                inverse = tl.rsqrt(sums[0] / D + eps)
+                if inv_rms is not None:
+                    tl.store(inv_rms + t * N + r, inverse, mask=live)
+            elif i <= S:
+                x = sums[i - first] * inverse
+                if logits is not None:
+                    tl.store(logits + (t * N + r) * S + i - 1, x, mask=live)
+                x = tl.where(live, x, float("-inf"))
+                highest = tl.max(x, 0)
+                p = tl.where(live, tl.exp(x - highest), 0.0)
+                mass = tl.sum(p, 0)
+                place = t + (i - 1) * tl.cast(tokens, tl.int64)
+                tl.store(top + place, highest)
+                tl.store(total + place, mass)
+                o = tl.sum((p / mass)[:, None] * v, 0)
+                tl.store(outputs[i - 1] + t * D + at, o.to(outputs[i - 1].dtype.element_ty), mask=at < D)
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -92,8 +92,9 @@ def test_what_is_said_of_a_mixed_network_is_what_it_does(name, settings):
     assert not check(name, **settings)
 
 
-BY_DEPTH = {"adaptive", "ancre", "boundary", "boundary_normed", "keel", "layernorm_scaling", "post_block"}
-"""In one layer they have a parameter of no effect (a query over one source), or are the standard residual."""
+BY_DEPTH = {"adaptive", "ancre", "boundary", "boundary_normed", "keel", "layernorm_scaling", "multi_gate", "post_block"}
+"""In one layer they have a parameter of no effect (a query over one source, a gate of a write that no read follows),
+or are the standard residual."""
 
 
 @pytest.mark.long
