@@ -96,10 +96,11 @@ def backend_for(
     """
     kinds = list[Any]()
     for tensor in tensors:
-        kinds += (tensor.device, tensor.dtype, tensor.shape[-1], type(tensor))
+        kinds += (tensor.device, tensor.dtype, type(tensor))
     kinds += map(type, parameters)
     kernels = KERNELS.get(tensors[0].device.type)
-    key = (_choose, kernels and kernels.load(), compute, outputs, reads, opens, streams, form, *kinds)
+    width = tensors[0].shape[-1]  # of all: kernels refuse another
+    key = (_choose, kernels and kernels.load(), compute, outputs, width, reads, opens, streams, form, *kinds)
     module = _CHOSEN.get(key)
     if module is None:
         refuse_sharded((*tensors, *parameters))

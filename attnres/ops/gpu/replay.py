@@ -57,19 +57,20 @@ def planned(
 
 
 def alike(plan: Any, inputs: Sequence[Tensor | None], fixed: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return a key that inputs share where their plan is the same: number, shapes, dtypes and alignment. None where an
-    input is not contiguous or no plain tensor, or a graph is traced."""
+    """Return a key that inputs share where their plan is the same: number, shapes, dtypes, alignment and the device of
+    all. None where an input is not contiguous or no plain tensor, or a graph is traced."""
     if is_traced():
         return None
-    key: list[Any] = [plan, fixed]
+    key, device = [plan, fixed], None
     for tensor in inputs:
         if tensor is None:
             key.append(None)
         elif type(tensor) in PLAIN and tensor.is_contiguous():
-            key += (tensor.shape, tensor.dtype, tensor.device, tensor.data_ptr() & 15)
+            key += (tensor.shape, tensor.dtype, tensor.data_ptr() & 15)
+            device = tensor.device
         else:
             return None
-    return tuple(key)
+    return (device, *key)
 
 
 class _Replay:
@@ -77,7 +78,7 @@ class _Replay:
 
     Args:
         calls: of each launch what starts it, and what makes its arguments of the pool: inputs, then memory.
-        results: makes the plan's results of the pool. made: shapes and dtypes of the memory.
+        results: makes the plan's results of the pool. made: shapes, strides and dtypes of the memory.
         first: the place of an input, on whose device all is.
     """
 
@@ -99,15 +100,18 @@ class _Replay:
         device = cast(Tensor, inputs[first]).device
         try:
             calls = [(launch.started(device), _put_in(launch.in_order(), places)) for launch in launches]
-            return cls(calls, _put_in(results, places), [(tensor.shape, tensor.dtype) for tensor in made], first)
+            memory = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made]
+            return cls(calls, _put_in(results, places), memory, first)
         except KeyError:
             return None
 
-    def __call__(self, inputs: list[Tensor | None]) -> Any:
-        like: Any = inputs[self.first]
-        pool = inputs + [like.new_empty(shape, dtype=dtype) for shape, dtype in self.made]
-        if like.is_cuda and like.device.index != torch.cuda.current_device():
-            with torch.cuda.device(like.device):
+    def __call__(self, inputs: list[Any]) -> Any:
+        device: torch.device = inputs[self.first].device
+        # PyTorch takes a third of the time of `new_empty` for it.
+        made = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self.made]
+        pool = inputs + made
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
                 self._start(pool)
         else:
             self._start(pool)
