@@ -8,6 +8,8 @@ import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import attnres
 
 ROOT = Path(attnres.__file__).parent
@@ -77,7 +79,12 @@ def imported(path: Path, names: set[str]) -> set[str]:
 
 
 MODULES = modules()
-GRAPH = {name: imported(path, set(MODULES)) - {name} for name, path in MODULES.items()}
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    """Which modules of the package each imports; every collecting process would parse them all outside a fixture."""
+    return {name: imported(path, set(MODULES)) - {name} for name, path in MODULES.items()}
 
 
 def place(module: str) -> str | None:
@@ -86,10 +93,10 @@ def place(module: str) -> str | None:
     return name if name in LAYERS else name.split(".")[0] or None
 
 
-def test_the_graph_has_imports_of_functions_too_and_those_of_type_checkers_not():
-    assert "attnres.residuals.layout" in GRAPH["attnres.residuals.mechanisms.full"]
-    assert "attnres.comparison.compare" in GRAPH["attnres.commands.compare"]
-    assert "attnres.evals.generate" not in GRAPH["attnres"]
+def test_the_graph_has_imports_of_functions_too_and_those_of_type_checkers_not(graph):
+    assert "attnres.residuals.layout" in graph["attnres.residuals.mechanisms.full"]
+    assert "attnres.comparison.compare" in graph["attnres.commands.compare"]
+    assert "attnres.evals.generate" not in graph["attnres"]
 
 
 def test_the_package_imports_nothing_of_the_rest_of_the_repository():
@@ -102,18 +109,18 @@ def test_the_package_imports_nothing_of_the_rest_of_the_repository():
             assert not rest & {name.split(".")[0] for name in names}, path
 
 
-def test_every_package_has_its_place():
-    assert {place(name) for name in GRAPH} - {None} <= set(LAYERS)
+def test_every_package_has_its_place(graph):
+    assert {place(name) for name in graph} - {None} <= set(LAYERS)
 
 
-def test_no_module_imports_itself_by_way_of_others():
-    graphlib.TopologicalSorter(GRAPH).prepare()  # raises CycleError, which names the circle
+def test_no_module_imports_itself_by_way_of_others(graph):
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
-def test_packages_import_only_what_lies_below_them():
+def test_packages_import_only_what_lies_below_them(graph):
     up = [
         f"{name} -> {other}"
-        for name, others in GRAPH.items()
+        for name, others in graph.items()
         for other in others
         if name != "attnres" and other != "attnres" and LAYERS[place(other)] > LAYERS[place(name)]
     ]

@@ -190,7 +190,7 @@ def test_check_passes(place, name, capsys):
     assert "FAILED" not in capsys.readouterr().out
 
 
-@pytest.mark.quick("gated")
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_that_is_cut_short_goes_on_bit_for_bit(place, runs, name, monkeypatch):
     from attnres.training.run import Run

@@ -92,6 +92,7 @@ def test_every_variant_with_weights_is_there(study):
     assert outcome["tokens"]["statement start"] > 30
 
 
+@pytest.mark.long
 def test_a_zero_query_has_no_spike(study):
     _, outcome = study
     for variant in outcome["variants"]:

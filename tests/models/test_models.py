@@ -241,7 +241,7 @@ def test_reentrant_checkpointing_is_refused():
         checkpoint(make(), use_reentrant=True)
 
 
-@pytest.mark.quick("gpt2-block-aot_eager")
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "residual", "compiler"),
     [
