@@ -26,6 +26,24 @@ NARROW: dict[str, Any] = {
     "intermediate_size": 32,
     "tie_word_embeddings": True,
 }
+KIMI = {
+    "family": "kimi_linear",
+    "hidden_size": 32,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "linear_head_dim": 8,
+    "linear_num_heads": 2,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+}
+"""Kimi Linear of one layer of MLA, as a size."""
 
 
 def stir(residual: nn.Module, scale: float, seed: int) -> None:

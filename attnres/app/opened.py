@@ -17,7 +17,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from attnres.app.measured import Cache, Measured, Reading
+from attnres.app.cache import Cache
+from attnres.app.measured import Measured, Reading
 from attnres.app.state import MAX_CHARACTERS, Cut, key_of
 from attnres.errors import UserError
 from attnres.inspect.edits import source_names

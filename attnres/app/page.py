@@ -7,7 +7,8 @@ from functools import cached_property, reduce
 from typing import Any
 from urllib.parse import parse_qsl
 
-from attnres.app.measured import MEASURED, Asked, Report
+from attnres.app.cache import Report
+from attnres.app.measured import MEASURED, Asked
 from attnres.app.opened import Learned, Opened
 from attnres.app.pane import DIGITS, pane_of, score_rows
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode

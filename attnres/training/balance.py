@@ -80,8 +80,8 @@ class Balancer:
         """Move the biases after a step, from the counts of all processes, and begin to count anew."""
         for counts in (*self.loads, *(self.histograms if self.rule == "quantile" else ())):
             self.who.sum(counts)
-        worst = [(load.max() * len(load) / load.sum().clamp(min=1)).item() for load in self.loads]
-        self.load = max(worst)
+        worst = [load.max() * len(load) / load.sum().clamp(min=1) for load in self.loads]
+        self.load = torch.stack(worst).max().item()  # the device is waited for once, not for each layer
         for index, router in enumerate(self.routers):
             bias, load = getattr(router, BIAS), self.loads[index].double()
             if self.rule == "sign":

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 from attnres.app import serve
-from attnres.app.measured import KEPT, Asked, _bytes
+from attnres.app.cache import KEPT, _bytes
+from attnres.app.measured import Asked
 from attnres.app.opened import Opened, choose_threads, find_demo, open_models
 from attnres.app.page import Page
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
@@ -645,7 +646,7 @@ def test_few_analyses_are_kept_of_a_large_vocabulary(folders, monkeypatch):
     for i in range(20):
         model.read(f"text {i}")
     assert len(model.cache) == KEPT
-    monkeypatch.setattr("attnres.app.measured.KEPT_BYTES", 1.0)
+    monkeypatch.setattr("attnres.app.cache.KEPT_BYTES", 1.0)
     model.cache.make("scores", lambda: "what took long and has no tensors")
     for i in range(3):
         model.read(f"one more {i}")

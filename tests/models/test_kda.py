@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from tiny import KIMI
 from transformers import BailingHybridConfig, Glm5NextTextConfig, KimiLinearConfig, KimiLinearForCausalLM
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridDeltaAttention
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextLinearAttention
@@ -14,23 +15,6 @@ from attnres.models import build, convert
 from attnres.models import kda as module
 from attnres.models.kda import use_tiles
 
-SIZE = {
-    "family": "kimi_linear",
-    "hidden_size": 32,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "linear_head_dim": 8,
-    "linear_num_heads": 2,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-}
 VOCAB = 61
 IDS = torch.randint(0, VOCAB, (2, 37), generator=torch.Generator().manual_seed(3))
 
@@ -75,7 +59,7 @@ def test_every_file_of_transformers_with_kda_has_tiles(layer_class, config, call
 
 def test_a_converted_model_is_computed_on_tiles_and_the_plain_one_is_not(calls):
     torch.manual_seed(0)
-    fields = {name: value for name, value in SIZE.items() if name != "family"}
+    fields = {name: value for name, value in KIMI.items() if name != "family"}
     plain = KimiLinearForCausalLM(KimiLinearConfig(**fields, vocab_size=VOCAB, pad_token_id=None)).eval()
     model = convert(plain, num_blocks=2)
     del calls[:]
@@ -89,7 +73,7 @@ def test_a_converted_model_is_computed_on_tiles_and_the_plain_one_is_not(calls):
 
 @torch.no_grad()
 def test_caches_go_on_from_tiles_and_padding_on_the_left_changes_nothing(calls):
-    model = build(SIZE, "block", vocab_size=VOCAB, seed=1, settings={"num_blocks": 2}).eval()
+    model = build(KIMI, "block", vocab_size=VOCAB, seed=1, settings={"num_blocks": 2}).eval()
     whole = model(input_ids=IDS, use_cache=False).logits
     cache, parts = None, []
     for start, stop in ((0, 20), (20, 35), (35, 36), (36, 37)):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lines import lines
+from tiny import KIMI
 from transformers import DeepseekV3Config, KimiLinearConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearMoE, KimiLinearTopkRouter
@@ -18,27 +19,19 @@ from attnres.training.balance import BINS, Balancer
 
 EXPERTS, CHOSEN, WIDTH = 8, 2, 16
 ONE: Any = SimpleNamespace(sum=lambda values: values)
-KIMI = {
-    "family": "kimi_linear",
+SIZE = {
+    **KIMI,
     "hidden_size": 16,
     "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
     "intermediate_size": 32,
     "moe_intermediate_size": 8,
     "num_local_experts": EXPERTS,
     "num_experts_per_tok": CHOSEN,
-    "linear_head_dim": 8,
-    "linear_num_heads": 2,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
 }
 
 
 def config(**fields: Any) -> KimiLinearConfig:
-    names = {name: value for name, value in KIMI.items() if name != "family"}
+    names = {name: value for name, value in SIZE.items() if name != "family"}
     return KimiLinearConfig(**{**names, **fields}, vocab_size=32, pad_token_id=None)
 
 
@@ -132,7 +125,7 @@ def test_a_collapse_is_provoked_and_prevented(
 
 @pytest.mark.long  # test_loop.py stops and resumes one
 def test_a_balanced_run_logs_its_loads(configure: Callable[..., TrainConfig], tmp_path: Path) -> None:
-    extra: dict[str, Any] = {"model": {"size": KIMI}, "optim": {"balance": "quantile", "optimizer": "muon"}}
+    extra: dict[str, Any] = {"model": {"size": SIZE}, "optim": {"balance": "quantile", "optimizer": "muon"}}
     train(configure(out="whole", **extra), progress=False)
     loads = [line["expert_load"] for line in lines(tmp_path / "whole") if line["kind"] == "train"]
     assert len(loads) == 4 and all(1 <= load <= EXPERTS / CHOSEN for load in loads)
