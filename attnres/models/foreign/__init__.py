@@ -11,7 +11,8 @@ from typing import Any
 
 from attnres.errors import UserError
 from attnres.models.foreign.format import Format, WrittenFormat
-from attnres.models.foreign.formats import FLA, Kimi, NanoGPT, OpenAttnRes
+from attnres.models.foreign.formats import FLA, NanoGPT, OpenAttnRes
+from attnres.models.foreign.kimi import Kimi
 
 FORMATS: dict[str, Format] = {kind.name: kind for kind in (OpenAttnRes(), FLA(), Kimi(), NanoGPT())}
 WRITTEN = {name: kind for name, kind in FORMATS.items() if isinstance(kind, WrittenFormat)}
