@@ -1,4 +1,4 @@
-"""The formats of three projects (`kimi.py` has the fourth): how config, names and layout are said here, and for two back."""
+"""The formats of three projects (a fourth: `kimi.py`): how config, names and layout are said here, and for two back."""
 
 import math
 from typing import Any, ClassVar
