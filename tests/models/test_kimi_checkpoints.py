@@ -1,16 +1,16 @@
 """Folders of Kimi K3's release, made here: loaded against its decoder written out, written back, and refused."""
 
 import json
-import logging
-import subprocess
-import sys
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from attnres import UserError, cli
+from attnres import cli
 from attnres.models import export_model, load
 from attnres.models.foreign.kimi import mxfp4
 
@@ -249,13 +249,146 @@ def logits_of_the_release(folder):
     return linear(rms(read([*ended, prefix], "model.output_attn_res_")) * w["model.norm.weight"], "lm_head")
 
 
+class InFp64(TorchFunctionMode):
+    """Casts to fp32 in Transformers' layers are to fp64: what is left is what two ways to compute it differ by."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args = [torch.float64 if value is torch.float32 else value for value in args]
+        kwargs = {k: torch.float64 if value is torch.float32 else value for k, value in (kwargs or {}).items()}
+        return (Tensor.double if func is Tensor.float else func)(*args, **kwargs)
+
+
 @pytest.mark.quick("2-mxfp4")
 @pytest.mark.parametrize("quantised", [False, True], ids=["plain", "mxfp4"])
 @pytest.mark.parametrize("block", [2, 3, 12])
 def test_logits_are_those_of_the_releases_decoder(block, quantised, tmp_path):
     folder = folder_of(tmp_path / "k3", quantised=quantised, attn_res_block_size=block)
-    model = load(folder, dtype="fp64")
+    model = load(folder, dtype="fp64").double()
     model.set_experts_implementation("eager")
-    with torch.no_grad():
-        expected, actual = logits_of_the_release(folder), model(input_ids=IDS, use_cache=False).logits
+    with torch.no_grad(), InFp64():
+        actual = model(input_ids=IDS, use_cache=False).logits
+    expected = logits_of_the_release(folder)
     assert (actual - expected).abs().max() < 1e-10 * expected.abs().max()
+
+
+def test_mxfp4_is_what_the_specification_and_torchao_say():
+    """Every byte with every scale that fp32 can say; E8M0 has no zero, and its largest is no number."""
+    packed = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    scale = torch.tensor([[0, 1, 64, 126, 127, 128, 130, 250], [3, 5, 7, 200, 251, 9, 100, 127]], dtype=torch.uint8)
+    numbers = mxfp4(packed, scale)
+    assert torch.equal(numbers.double(), dequantised(packed, scale))
+    theirs = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor").to_dtype(
+        packed, scale.view(torch.float8_e8m0fnu), torch.float4_e2m1fn_x2, 32, torch.float32
+    )
+    assert torch.equal(numbers, theirs)
+    assert mxfp4(packed, torch.full_like(scale, 255)).isnan().all()
+
+
+def test_a_folder_goes_through_ours_and_back_bit_for_bit(tmp_path, caplog):
+    folder = folder_of(tmp_path / "k3", dtype=torch.bfloat16, unheard_of=3)
+    cli.main(["convert", str(folder), str(tmp_path / "ours")])
+    cli.main(["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "kimi"])
+    theirs, back = stored(folder), stored(tmp_path / "back")
+    assert theirs.keys() == back.keys()
+    assert all(theirs[name].dtype == back[name].dtype and torch.equal(theirs[name], back[name]) for name in theirs)
+    config, written = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "back"))
+    assert config.pop("text_config").items() <= written.pop("text_config").items() and config == written
+    assert "unheard_of" in caplog.text
+    cli.main(["convert", str(tmp_path / "back"), str(tmp_path / "again")])
+    assert torch.equal(*(load(tmp_path / name)(input_ids=IDS).logits for name in ("ours", "again")))
+
+
+def test_one_in_mxfp4_is_written_in_16_bits(tmp_path, caplog):
+    folder = folder_of(tmp_path / "k3", quantised=True, dtype=torch.bfloat16)
+    export_model(folder, tmp_path / "back", "kimi")
+    assert "MXFP4" in caplog.text
+    theirs, back = stored(folder), stored(tmp_path / "back")
+    for name in [name.removesuffix("_packed") for name in theirs if name.endswith("_packed")]:
+        numbers = dequantised(theirs.pop(f"{name}_packed"), theirs.pop(f"{name}_scale"))
+        assert back[name].dtype == torch.bfloat16 and torch.equal(back.pop(name).double(), numbers)
+    assert theirs.keys() == back.keys() and all(torch.equal(theirs[name], back[name]) for name in theirs)
+    assert "quantization_config" not in (tmp_path / "back" / "config.json").read_text()
+    assert torch.equal(*(load(path)(input_ids=IDS).logits for path in (folder, tmp_path / "back")))
+
+
+def test_what_sees_images_and_what_predicts_further_tokens_is_left_out_and_said(tmp_path, caplog):
+    state = tensors(quantised=False)
+    whole = {
+        **state,
+        "vision_tower.patch_embed.proj.weight": torch.zeros(2),
+        "mm_projector.pre_norm.weight": torch.zeros(2),
+    }
+    ahead = f"model.layers.{LAYERS}."
+    whole |= {f"{ahead}eh_proj.weight": torch.zeros(D, 2 * D), f"{ahead}mlp_res_proj.weight": torch.zeros(1, D)}
+    config = {"vision_config": {"_attn_implementation": "flash_attention_2"}, "media_placeholder_token_id": 7}
+    folder = folder_of(tmp_path / "k3", whole, config=config, num_nextn_predict_layers=1)
+    model = load(folder)
+    assert all(word in caplog.text for word in ("mm_projector", "num_nextn_predict_layers=1", f"{ahead}eh_proj"))
+    text = load(folder_of(tmp_path / "text", state))
+    assert torch.equal(model(input_ids=IDS).logits, text(input_ids=IDS).logits)
+    model.save_pretrained(tmp_path / "ours")
+    export_model(tmp_path / "ours", tmp_path / "back", "kimi")
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "vision_config" not in written and written["text_config"]["num_nextn_predict_layers"] == 0
+
+
+L1 = "model.layers.1."
+EXPERT = f"{L1}block_sparse_moe.experts."
+WRONG = {
+    "expert": (lambda s: s.pop(f"{EXPERT}3.w2.weight_packed"), f"'{EXPERT}3.w2.weight"),
+    "scale": (lambda s: s.pop(f"{EXPERT}3.w2.weight_scale"), f"lacks '{EXPERT}3.w2.weight_scale'"),
+    "packed": (lambda s: s.update({f"{EXPERT}0.w1.weight_packed": torch.zeros(32, 15, dtype=torch.uint8)}), "(32, 15)"),
+    "latent": (lambda s: s.pop(f"{L1}block_sparse_moe.routed_expert_norm.weight"), "lacks '.*routed_expert_norm"),
+    "conv": (lambda s: s.pop(f"{L1}self_attn.k_conv1d.weight"), "lacks '.*k_conv1d"),
+    "gate": (lambda s: s.pop(f"{L1}self_attn.g_proj.weight"), "lacks '.*1.self_attn.g_proj"),
+    "decay": (lambda s: s[f"{L1}self_attn.A_log"].fill_(1.0), "1.self_attn.A_log' .* 128 numbers: expected .* 3 heads"),
+    "read": (lambda s: s.pop(f"{L1}mlp_res_proj.weight"), f"lacks '{L1}mlp_res_proj.weight' of depth reads"),
+    "more experts": (lambda s: s.update({f"{EXPERT}4.w1.weight": torch.zeros(32, 32)}), "experts.4.w1.* no place"),
+    "more layers": (lambda s: s.update({f"model.layers.{LAYERS}.eh_proj.weight": torch.zeros(2)}), "'.*5.eh_proj"),
+    "more": (lambda s: s.update({f"{L1}self_attn.s_proj.weight": torch.zeros(2)}), "has, besides .*s_proj"),
+}
+
+
+def refused(folder, out, capsys):
+    """Return the sentence with which `attnres convert` refuses a folder."""
+    with pytest.raises(SystemExit) as left:
+        cli.main(["convert", str(folder), str(out)])
+    sentence = capsys.readouterr().err
+    assert left.value.code == 2 and not out.exists() and "Traceback" not in sentence
+    return sentence
+
+
+@pytest.mark.quick("expert", "more experts", "gate")
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_tensors_are_one_sentence(change, message, tmp_path, capsys):
+    state = tensors(quantised=True)
+    change(state)
+    assert re.search(message, refused(folder_of(tmp_path / "k3", state, quantised=True), tmp_path / "out", capsys))
+
+
+def test_a_missing_file_is_one_sentence(tmp_path, capsys):
+    folder = folder_of(tmp_path / "k3")
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    assert "lacks model-00002-of-00003.safetensors" in refused(folder, tmp_path / "out", capsys)
+
+
+INT4 = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"format": "pack-quantized"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"hidden_act": "powlu"}, "hidden_act is powlu"),
+        ({"activation_situ_beta": None}, "no 'activation_situ_beta'"),
+        ({"mla_use_nope": False}, "mla_use_nope=False"),
+        ({"num_expert_group": 2}, "n_group is 2"),
+        ({"topk_method": "greedy"}, "topk_method='greedy'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
+        ({"quantization_config": INT4}, "'compressed-tensors, pack-quantized'"),
+    ],
+)
+def test_a_field_that_nobody_implements_is_named(fields, message, tmp_path, capsys):
+    assert message in refused(
+        folder_of(tmp_path / "k3", {"x": torch.zeros(1)}, shards=1, **fields), tmp_path / "o", capsys
+    )

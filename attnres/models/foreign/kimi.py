@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from attnres.errors import UserError
 from attnres.models.classes import CLASSES
+from attnres.models.config import field_names
 from attnres.models.families import FAMILIES
 from attnres.models.foreign.format import (
     Config,
@@ -37,6 +38,11 @@ _EXPERT = re.compile(r"\.block_sparse_moe\.experts\.\d+\.(w[123])\.weight$")
 _EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _CONV = re.compile(r"\.self_attn\.[qkv]_conv1d\.")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_WITHOUT_EFFECT = (
+    *("linear_attn_config", "first_k_dense_replace", "use_grouped_topk"),  # looked at before
+    *("auto_map", "torch_dtype", "head_dim", "rope_theta", "rope_scaling"),
+)
+"""Fields that no class has and that change nothing, or nothing more."""
 _AHEAD = "num_nextn_predict_layers"
 _PADDED = 128
 """Heads are padded to a multiple of it where K3's release has a number for each."""
@@ -123,6 +129,10 @@ class Kimi(WrittenFormat):
             raise UserError(f"attn_res_block_size is {size!r}: expected a whole number of layers, at least 1")
         if not layers:
             raise UserError("config.json has no 'num_hidden_layers': copy it again")
+        if family in _OWN:
+            known = {*field_names(config_class), *named, *named.values(), *self.served, *self.plain, *_WITHOUT_EFFECT}
+            if unread := sorted(name for name, value in fields.items() if value and name not in known):
+                _log.warning("config.json has %s, which no class here reads", first_of(unread, "other field"))
         return Target(family, fields, "block", {"block_size": 2 * min(size, layers), "key_norm_eps": eps})
 
     @staticmethod
