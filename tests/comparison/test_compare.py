@@ -45,7 +45,7 @@ def config_in(folder, **changes):
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def done(tmp_path_factory, empty_cache):
     """A finished comparison and its configuration."""
     folder = tmp_path_factory.mktemp("compare")
     (folder / "text").mkdir()
@@ -53,7 +53,7 @@ def done(tmp_path_factory):
         text = f"Document {i} counts: " + ", ".join(str(n * (i + 1)) for n in range(120))
         (folder / "text" / f"{i}.txt").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTNRES_CACHE", str(folder / "cache"))
+        patch.setenv("ATTNRES_CACHE", empty_cache(folder / "cache"))
         patch.setenv("OMP_NUM_THREADS", "1")
         config = config_in(folder)
         yield config, compare(config), folder

@@ -94,10 +94,10 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def cache(tmp_path_factory, empty_cache):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnres.training.loop.write_inspection", lambda *_: None)  # which studies do not look at
-        patch.setenv("ATTNRES_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("ATTNRES_CACHE", empty_cache(tmp_path_factory.mktemp("cache")))
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
 
@@ -119,7 +119,7 @@ def test_of_rows_the_text_is_in_the_column_that_was_asked_for(noise, setting):
     assert f"--source {setting.source} --column body" in command(dataclasses.replace(noise, setting=asked))
 
 
-@pytest.mark.quick("growth", "resnet")
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in STUDIES if name != "noise"])
 def test_a_study_runs_from_end_to_end(setting, noise, name, tmp_path):
     outcome = conduct(STUDIES[name], setting, ExecutionOptions(QUIET, jobs=1, run=Here()))
