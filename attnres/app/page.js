@@ -806,7 +806,12 @@ if (saved) {
     change({models: turned ? pair.reverse() : pair, target: null, against: null});
   };
   $("#model").addEventListener("change", (event) => models(event.target.value, $("#beside").value));
-  $("#beside").addEventListener("change", (event) => models(view.models[0], event.target.value));
+  // Without a second model the page shows the one that it showed alone, whichever of the two stands left.
+  let own = null;
+  $("#beside").addEventListener("change", ({target: {value}}) => {
+    if (view.models.length === 1) [own] = view.models;
+    models(value === "" && view.models.includes(own) ? own : view.models[0], value);
+  });
   $("#steps input").addEventListener("change", (event) => {
     const steps = [...begin.choices.keys()].filter((i) => begin.choices[i].reads && begin.choices[i].run === begin.choices[view.models[0]].run);
     models(steps[+event.target.value], view.models.length > 1 ? view.models[1] : "");

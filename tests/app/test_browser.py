@@ -215,6 +215,20 @@ def test_a_target_a_comparison_and_a_tab_are_chosen(tab):
     settled(tab)
 
 
+def test_an_earlier_step_stands_left_and_goes_again(tab):
+    """The two models are taken for steps of one training."""
+    alone(tab)
+    tab.evaluate("window.own = structuredClone(begin.choices)")
+    tab.evaluate("[9, 3].forEach((step, i) => Object.assign(begin.choices[i], {step, run: 0}))")
+    tab.select_option("#beside", "1")
+    until(tab, "String(view.models) === '1,0'")
+    settled(tab)
+    tab.select_option("#beside", "")
+    until(tab, "String(view.models) === '0'")
+    tab.evaluate("begin.choices.splice(0, 2, ...window.own)")
+    settled(tab)
+
+
 @pytest.mark.long
 def test_a_text_is_patched_from_another(tab):
     alone(tab)
