@@ -287,7 +287,7 @@ const depth = (pane) => {
   const heads = across.some.map((c) => `<span class="head" data-tip="${escape(pane.columns[c].label)}">${escape(pane.columns[c].short)}</span>`).join("")
     + (across.rest.length ? `<span class="head">+${across.rest.length}</span>` : "");
   return `<table class="depth"><thead><tr><th class="layer">Layer</th><th style="width:${pane.next ? 34 : 80}%">What its input is made of<br><span>${
-    view.by}; click to cut</span></th>` + (pane.next ? `<th style="width:${Math.min(30, 10 + 1.5 * across.some.length)}%">Change of ${pane.against === null ? "ln p (target)" : "the difference"
+    view.by}<span class="live">; click to cut</span></span></th>` + (pane.next ? `<th style="width:${Math.min(30, 10 + 1.5 * across.some.length)}%">Change of ${pane.against === null ? "ln p (target)" : "the difference"
     } when that source is cut<span class="cells" style="${template}">${heads}</span></th>` : "")
     + (pane.lens ? '<th class="wide">Says (logit lens)<br><span>top token, p; bar: target</span></th>' : "")
     + (pane.attends ? '<th class="wide">Attends to</th>' : "") + `</tr></thead><tbody>${groups(pane).map(folded).join("")}</tbody></table>`
@@ -325,7 +325,7 @@ const next = (pane) => {
     : `<span class="bar cut" style="width:${100 * chance(one.after) / most}%"></span>`}</td><td class="num">${prob(one.before)}${
     one.after === null ? "" : " → " + prob(one.after)}</td></tr>`;
   const others = pane.next.filter((one) => one.id !== pane.target);
-  return `<h2>${shown.panes.length > 1 ? escape(pane.title) + ": p" : "P"}rediction after <span class="mono">“${escape(pane.names[pane.token])}”</span> <small>click to explain</small></h2>`
+  return `<h2>${shown.panes.length > 1 ? escape(pane.title) + ": p" : "P"}rediction after <span class="mono">“${escape(pane.names[pane.token])}”</span> <small class="live">click to explain</small></h2>`
     + `<table class="next"><tbody>${pane.next.map(line).join("")}</tbody></table>`
     + `<p class="legend">${pane.next[0].after === null ? "" : '<span><i style="background:var(--muted)"></i> as it is</span><span><i style="background:var(--acc)"></i> with your cuts</span>'
     }<span>● the text’s next token</span></p>`
