@@ -63,7 +63,6 @@ const lines = async (path, body, progress, signal) => {
 };
 
 const complain = (error) => {
-  if (error.name === "AbortError") return;
   const words = error instanceof TypeError && /fetch|network/i.test(error.message)
     ? "the server does not answer: is it still running?" : error.message;
   $("#said").textContent = words[0].toUpperCase() + words.slice(1);
@@ -86,6 +85,8 @@ const ask = async (link) => {
     while (again) {
       again = false;
       const asked = view;
+      // Scores of another prediction are not waited for: the model is needed now.
+      if (scoring && scoring.asked !== predicted()) scoring.control.abort();
       counted.asks++;
       const answer = await (await post("show", {view: asked, link: link || ""})).json().catch(complain);
       if (!answer) continue;
@@ -114,6 +115,7 @@ const ask = async (link) => {
 
 // Scores begin by themselves: gradients at once, measured ones as they arrive. Those of another view end them.
 let scoring = null;
+const predicted = () => JSON.stringify([view.text, view.models, view.token, view.target, view.against, view.edited && view.cuts]);
 const scoreOf = (pane) => JSON.stringify([view.text, pane.model, pane.token, pane.target, pane.against, view.edited && view.cuts]);
 const score = async () => {
   const places = shown ? shown.panes.keys() : [];
@@ -123,7 +125,7 @@ const score = async () => {
     const of = scoreOf(pane);
     if (scoring && scoring.of === of) return;
     if (scoring) scoring.control.abort();
-    const mine = scoring = {of, control: new AbortController()};
+    const mine = scoring = {of, asked: predicted(), control: new AbortController()};
     counted.scores++;
     const take = (scores, done) => {
       const now = shown.panes[place];
@@ -134,6 +136,10 @@ const score = async () => {
     try {
       take(await lines("score", {view, place}, ({partial}) => take(partial, false), mine.control.signal), true);
     } catch (error) {
+      if (error.name === "AbortError") {
+        if (scoring === mine) scoring = null;
+        return;
+      }
       complain(error);
       if (shown.panes[place] === pane) pane.scores = {...(pane.scores || {}), done: true};
     }

@@ -215,6 +215,16 @@ def test_a_target_a_comparison_and_a_tab_are_chosen(tab):
     settled(tab)
 
 
+def test_scores_of_another_prediction_end_before_the_next_answer(tab):
+    """Another token ends them at once, a layer that is opened does not."""
+    alone(tab)
+    start = "const control = new AbortController(); scoring = {of: '', asked: predicted(), control};"
+    for change, ends in (("layer: 1", False), ("layer: null", False), ("token: 2", True)):
+        act = f"() => {{ {start} change({{{change}}}); scoring = null; return control.signal.aborted; }}"
+        assert tab.evaluate(act) is ends
+        settled(tab)
+
+
 def test_an_earlier_step_stands_left_and_goes_again(tab):
     """The two models are taken for steps of one training."""
     alone(tab)
