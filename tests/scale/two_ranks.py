@@ -241,6 +241,8 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
 
     def in_dtype(*args: Any) -> Any:
         model, record = first(*args)
+        if dtype is torch.float64 and model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")  # grouped products have no fp64
         return model.to(dtype), record
 
     def stopping(run: Any, signals: Any) -> None:
