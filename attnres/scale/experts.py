@@ -33,11 +33,12 @@ def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 def _count(module: nn.Module) -> int:
     """Return the number of experts in a module; 0 where it is no stack of experts."""
-    count, weights = getattr(module, "num_experts", None), list(module.parameters())
-    if not isinstance(count, int) or not any(weight.ndim == 3 for weight in weights):
+    count = getattr(module, "num_experts", None)
+    if not isinstance(count, int) or len(inspect.signature(module.forward).parameters) != 3:
         return 0
+    weights = list(module.parameters())
     stacked = all(weight.ndim and len(weight) == count for weight in weights)
-    return count if stacked and len(inspect.signature(module.forward).parameters) == 3 else 0
+    return count if stacked and any(weight.ndim == 3 for weight in weights) else 0
 
 
 def check_experts(model: nn.Module, ep: int) -> None:
@@ -45,14 +46,14 @@ def check_experts(model: nn.Module, ep: int) -> None:
     experts = stacked_experts(model)
     if not experts:
         raise UserError(
-            f"parallel.ep is {ep} and {type(model).__name__} has no layers of stacked experts, as mixtral, qwen3_moe "
+            f"ep is {ep} and {type(model).__name__} has no layers of stacked experts, as mixtral, qwen3_moe "
             "and kimi_linear have: leave ep out"
         )
     for name, module in experts.items():
         count = _count(module)
         if count % ep:
             raise UserError(
-                f"parallel.ep is {ep} and {name} has {count} experts, which do not divide by it: give an ep that "
+                f"ep is {ep} and {name} has {count} experts, which do not divide by it: give an ep that "
                 f"divides {count}"
             )
 
@@ -85,6 +86,7 @@ class _Dispatch:
     def __init__(self, module: nn.Module, inner: nn.Module, mesh: DeviceMesh) -> None:
         self.module, self.inner, self.mesh = module, inner, mesh
 
+    @torch.compiler.disable(reason="messages are of sizes that only the host knows")
     def __call__(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         group, ranks, here = self.mesh.get_group(), self.mesh.size(), self.inner.num_experts
         order = chosen.flatten().argsort(stable=True)
@@ -100,7 +102,8 @@ class _Dispatch:
         if not len(tokens):
             # Without a token this process would have no graph, and take no part in the messages of backward.
             tokens, experts = F.pad(tokens, (0, 0, 0, 1)), experts.new_zeros(1)
-        results = inner(tokens, experts[:, None], tokens.new_ones(len(tokens), 1))[: sum(into)]
+        # Not a call, which would run the hooks of the module, FSDP2's among them, once more.
+        results = inner.forward(tokens, experts[:, None], tokens.new_ones(len(tokens), 1))[: sum(into)]
         results = collectives.all_to_all_single(results, out, into, group)[order.argsort()]
         weighted = results.unflatten(0, chosen.shape) * weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)

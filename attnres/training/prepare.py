@@ -386,10 +386,12 @@ def _refuse_layout(config: TrainConfig) -> None:
 
         virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
         check_schedule(parallel.pp_schedule, parallel.pp, virtual, config.accumulation)
-        if config.compile and schedule_named(parallel.pp_schedule).apart:
+        given = "compile is on" if config.compile else f"parallel.ep is {parallel.ep}" if parallel.ep > 1 else None
+        if given and schedule_named(parallel.pp_schedule).apart:
             raise UserError(
-                f"compile is on and parallel.pp_schedule is {parallel.pp_schedule}, which makes gradients of inputs "
-                "and of weights apart: what is compiled makes them at once. Choose 1f1b, interleaved or gpipe"
+                f"{given} and parallel.pp_schedule is {parallel.pp_schedule}, which makes gradients of inputs and of "
+                "weights apart: compiled layers and distributed experts make them at once. Choose 1f1b, interleaved or "
+                "gpipe"
             )
 
 

@@ -49,6 +49,22 @@ SLICES: dict[str, dict[str, Any]] = {
 }
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "a softmax router": {"size": {"family": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 8}},
+    "biases, all tokens to two experts": {
+        "size": {"family": "gpt_oss", "num_local_experts": 8, "head_dim": 8},
+        "skewed": True,
+    },
+    "grouped products in fp32": {
+        "size": {"family": "mixtral", "num_local_experts": 8},
+        **{"dtype": "float32", "implementation": "grouped_mm"},
+    },
+}
+MOE: dict[str, Any] = {"family": "qwen3_moe", "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+MOE |= {"num_key_value_heads": 2, "intermediate_size": 24, "moe_intermediate_size": 8}
+MOE |= {"num_experts": 6, "num_experts_per_tok": 2}
+
+
 def configuration(corpus: Path, out: Path, **values: Any) -> dict[str, Any]:
     base = from_dict(
         {
@@ -88,7 +104,17 @@ ALONE: dict[str, dict[str, Any]] = {**{name: {name: 2} for name in ("shard", "pp
 SHARD, STAGES, BESIDE = {"shard": 2}, {"pp": 2}, {"shard": 2, "async_save": True}
 MUON = {"optim": {"optimizer": "muon"}, "steps": 4}
 CHUNKED = {"loss": "chunked", "gradient_checkpointing": "layer"}
-STOPPED = {"shares": BESIDE, "stages": STAGES, "slices": {"tp": 2}, "tokens": {"cp": 2}}
+MIXED: dict[str, Any] = {"parallel": {"ep": 2}, "model": {"size": MOE}}
+STOPPED: dict[str, dict[str, Any]] = {
+    "shares": {"parallel": BESIDE},
+    "stages": {"parallel": STAGES},
+    "slices": {"parallel": {"tp": 2}},
+    "tokens": {"parallel": {"cp": 2}},
+    "experts": MIXED,
+}
+
+
+KEYS: dict[str, dict[str, Any]] = {"cases": CASES, "slices": SLICES, "experts": EXPERTS}
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +122,8 @@ def both(corpus, launched, once) -> tuple[Path, dict[str, Any]]:
     """The folder of the runs and the results of all cases and runs."""
     root = once("two ranks", lambda root: launched(root, jobs_of(corpus, root)))
     results = json.loads((root / "results.json").read_text())
-    cases, slices = (dict(zip(names, results[key])) for names, key in ((CASES, "cases"), (SLICES, "slices")))
-    return root, {**results, "cases": cases, "slices": slices}
+    named = {key: dict(zip(names, results[key])) for key, names in KEYS.items()}
+    return root, {**results, **named}
 
 
 def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
@@ -113,6 +139,9 @@ def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
         run("slices", parallel={"tp": 2}, gradient_checkpointing="layer"),
         run("tokens", parallel={"cp": 2}, **CHUNKED),
         run("slices, muon", parallel={"tp": 2}, **MUON),
+        run("experts", **MIXED, **MUON),
+        run("no experts", parallel={"ep": 2}),
+        run("experts that do not divide", **{**MIXED, "model": {"size": {**MOE, "num_experts": 7}}}),
         run("adaptive", parallel=STAGES, model={"residual": "adaptive", "num_blocks": None}, steps=4),
         run("4 of 8", "resharded", 4, parallel=SHARD),
         run("8 of 8", "resharded", parallel=STAGES, resume=True),
@@ -135,10 +164,11 @@ def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
     ]
     jobs = {"cases": list(CASES.values()), "slices": list(SLICES.values()), "plan": True, "runs": runs}
     jobs["shares"] = list(RESIDUALS)
+    jobs["experts"] = [{**case, "ep": 2} for case in EXPERTS.values()]
     jobs["counted"] = counted
     jobs["single"] = [run("bf16", parallel=SHARD, dtype="bf16")]
-    for name, parallel in STOPPED.items():
-        short, parts = {"parallel": parallel, "steps": 4, "save_every": 3}, f"{name} in parts"
+    for name, layout in STOPPED.items():
+        short, parts = {**layout, "steps": 4, "save_every": 3}, f"{name} in parts"
         whole = run(f"{name} at once", **short)
         jobs["single"] += [whole, run(f"2 of 4 {name}", parts, 2, **short), run(parts, resume=True, **short)]
     return jobs
@@ -146,12 +176,12 @@ def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(both, once) -> Path:
-    """The runs "one", "muon" and "adaptive" in this one process."""
+    """The runs "one", "muon", "adaptive" and "experts" in this one process."""
     root, _ = both
     jobs = {name: values for name, values, _ in json.loads((root / "jobs.json").read_text())["runs"]}
 
     def train_alone(_: Path) -> None:
-        for name, out in (("shares", "one"), ("muon", "one muon"), ("adaptive", "one adaptive")):
+        for name, out in {"shares": "one", **{name: f"one {name}" for name in ("muon", "adaptive", "experts")}}.items():
             train_run({**jobs[name], "parallel": {}, "out": str(root / out)})
 
     once("one rank", train_alone)
@@ -202,6 +232,17 @@ def test_a_model_in_slices_is_one_process(both, case):
     whole, sliced = result["vectors"]
     assert sliced == whole / 2  # vectors a token before the head
     assert result.get("generated", True) and result.get("heads", 2) == 2  # of four heads' keys and values
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_distributed_experts_are_one_process(both, case):
+    """Whatever the loads, with three messages a layer in a forward pass and two in its backward."""
+    result, settings = both[1]["experts"][case], EXPERTS[case]
+    assert max(result["gradient"], result["loss"]) < (1e-5 if "dtype" in settings else 1e-10)
+    assert result["messages"] == [3, 2]
+    if settings.get("skewed"):
+        tokens = 2 * 2 * 7  # of two processes
+        assert all(load == [tokens, tokens, 0, 0, 0, 0, 0, 0] for load in result["loads"])
 
 
 def test_transformers_own_plan_is_followed(both):
@@ -256,6 +297,11 @@ def test_sharded_experts_are_orthogonalised_and_balanced_as_on_one_process(launc
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-3)
         assert a["expert_load"] == pytest.approx(b["expert_load"], abs=0.05)
     assert ours[0]["expert_load"] == theirs[0]["expert_load"]
+
+
+def test_muon_of_distributed_experts_is_muon(both, alone):
+    assert furthest(alone / "experts", alone / "one experts") < 1e-10
+    assert json.loads((alone / "experts" / "config.json").read_text())["parallel"]["shard"] == 2
 
 
 def test_muon_by_owners_is_muon(both, alone):
@@ -375,3 +421,6 @@ def test_mistakes_are_one_sentence_on_the_first_process(both):
     assert "data.seq_len is 1: too few tokens for 2 processes" in runs["short"]
     assert "2 microbatches a step (accumulation) are too few for the schedule dualpipev" in runs["few"]
     assert "holds a finished run" in runs["finished"]
+    assert "ep is 2 and AttnResQwen3ForCausalLM has no layers of stacked experts" in runs["no experts"]
+    assert "ep is 2 and model.layers.0.mlp.experts has 7 experts" in runs["experts that do not divide"]
+    assert not any((both[0] / name).exists() for name in ("no experts", "experts that do not divide"))
