@@ -10,7 +10,7 @@ Messages a layer: three in a forward pass (counts, tokens, results), two in its 
 
 import copy
 import inspect
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,7 @@ def check_experts(model: nn.Module, ep: int) -> None:
         count = _count(module)
         if count % ep:
             raise UserError(
-                f"ep is {ep} and {name} has {count} experts, which do not divide by it: give an ep that "
-                f"divides {count}"
+                f"ep is {ep} and {name} has {count} experts, which do not divide by it: give an ep that divides {count}"
             )
 
 

@@ -7,7 +7,7 @@ are counts and a model, with its assumptions in `ASSUMPTIONS`.
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -172,7 +172,8 @@ def plan(
     if layouts:
         kept = Activations(model, load.batch, load.context, itemsize=load.itemsize, checkpointing=load.checkpointing)
         flops = step_flops(model, load.context)
-        rows = [row for layout in layouts if (row := _planned(model, load, layout, costs, counted, kept, flops)) is not None]
+        planned = (_planned(model, load, layout, costs, counted, kept, flops) for layout in layouts)
+        rows = [row for row in planned if row is not None]
     if not rows:
         held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "ep": ep, "schedule": schedule}
         table = ", ".join(f"{name} {value or 'any'}" for name, value in held.items())
@@ -303,9 +304,8 @@ class _LaidOut:
         of_residual: parameters of the residual, which every rank has whole.
         sliced: parameters that are cut among the slices.
         sublayers: of a layer.
-        inside, outside: parameters of each rank, in each of its layers and in what is in no layer, of which it needs
-            all at a time: of the residual's, which are whole on every one, none, and of the experts its part.
-        owned: parameters of each rank but the residual's, before they are shared out.
+        inside, outside: of the needed ones those in each of its layers, and in what is in no layer.
+        owned: parameters of each rank but the residual's, before they are shared out. needed: of experts its part.
     """
 
     def __init__(self, model: DepthMixin, counted: _Counted, load: Load, layout: _Layout, cut: PipelineCut) -> None:
@@ -319,10 +319,12 @@ class _LaidOut:
         self.outside = _outside(model, cut)
         self.inside: list[list[float]] = [[] for _ in self.outside]
         self.owned = [rest - self.sliced * (1 - 1 / layout.tp) for rest in self.outside]
+        self.needed = list(self.owned)
         for ours, rank in zip(layers_of(cut, self.sublayers), cut.ranks, strict=True):
             for layer, experts in list(zip(counted.layers, counted.of_experts, strict=True))[ours.start : ours.stop]:
-                self.inside[rank].append(layer - experts * (1 - 1 / layout.ep))
                 self.owned[rank] += layer
+                self.inside[rank].append(layer - experts * (1 - 1 / layout.ep))
+                self.needed[rank] += self.inside[rank][-1]
 
     def memory(self, kept: Activations) -> dict[str, float]:
         """Return the bytes of the fullest rank by what they are for. Slots that a rank keeps are aliases of what it
@@ -343,9 +345,7 @@ class _LaidOut:
             together = (sum(layers if layout.pp > 1 else sorted(layers)[-2:]) for layers in self.inside)
             whole = max(load.itemsize * part + 4 * rest for part, rest in zip(together, self.outside)) / layout.tp
         if layout.shard > 1 and load.microbatches > 1:
-            besides = self.sliced * (1 - 1 / layout.tp)
-            needed = (sum(layers) + rest - besides for layers, rest in zip(self.inside, self.outside))
-            whole += max(need - own / layout.shard for need, own in zip(needed, self.owned)) * 4
+            whole += max(need - own / layout.shard for need, own in zip(self.needed, self.owned, strict=True)) * 4
         copies = load.itemsize == 2 and layout.shard == 1
         return {
             "states": max(self.owned) * 16 / layout.shard + self.of_residual * 16,

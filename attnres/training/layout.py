@@ -172,8 +172,9 @@ class ShardedModel(PlacedModel):
             from attnres.scale.experts import check_experts
 
             check_experts(objective.model, parallel.ep)
-            sizes = (parallel.pp, layout.shares // parallel.shard, parallel.shard // parallel.ep, parallel.ep)
-            self.expert_mesh = init_device_mesh(layout.who.device.type, sizes, mesh_dim_names=("pp", "dp", "shard", "ep"))
+            sizes = (*sizes[:2], parallel.shard // parallel.ep, parallel.ep)
+            axes = ("pp", "dp", "shard", "ep")
+            self.expert_mesh = init_device_mesh(layout.who.device.type, sizes, mesh_dim_names=axes)
         self.alike = _groups(self.mesh, ("dp", "shard"))
         """The processes with other shares of a batch, whose gradients are averaged; None for one."""
         if parallel.async_save:

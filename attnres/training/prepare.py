@@ -236,8 +236,8 @@ BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "it must be a number above 0",
         lambda value: 0 < value < math.inf,
         "steps batch_size accumulation parallel.dp parallel.shard parallel.pp parallel.pp_virtual "
-        "parallel.tp parallel.cp parallel.ep keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
-        "optim.lr optim.muon_lr optim.residual_lr optim.base_width finetune.lora_rank finetune.lora_alpha "
+        "parallel.tp parallel.cp parallel.ep keep_at val_every log_every save_every data.seq_len data.val_windows "
+        "data.limit optim.lr optim.muon_lr optim.residual_lr optim.base_width finetune.lora_rank finetune.lora_alpha "
         "finetune.distill_temperature",
     ),
     (

@@ -44,7 +44,7 @@ def test_experts_of_every_family_are_found_and_called(group, family):
     """A mesh of one process has all experts, to which the same tokens go in another order."""
     counts = ("num_experts", "num_local_experts")
     configs = {name: getattr(transformers, entry.config)() for name, entry in FAMILIES.items()}
-    assert {name for name, config in configs.items() if any(hasattr(config, count) for count in counts)} == set(MIXTURES)
+    assert {name for name, of in configs.items() if any(hasattr(of, count) for count in counts)} == set(MIXTURES)
     size = {"family": family, **MIXTURES[family]}
     whole, model = (model_of({"size": size}) for _ in range(2))
     names = list(stacked_experts(model))

@@ -57,7 +57,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
     "grouped products in fp32": {
         "size": {"family": "mixtral", "num_local_experts": 8},
-        **{"dtype": "float32", "implementation": "grouped_mm"},
+        "dtype": "float32",
+        "implementation": "grouped_mm",
     },
 }
 MOE: dict[str, Any] = {"family": "qwen3_moe", "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
@@ -97,7 +98,17 @@ COUNTED: dict[str, tuple[dict[str, Any], str]] = {
     "pp": ({"pp": 2}, "fp32"),
     "pp, bf16": ({"pp": 2}, "bf16"),
     "interleaved": ({"pp": 2, "pp_schedule": "interleaved"}, "fp32"),
+    "ep": ({"shard": 2, "ep": 2}, "fp32"),
 }
+
+
+def counted_size(name: str) -> dict[str, Any]:
+    """Of a mixture one that gives every token to all experts, so that each process has as many."""
+    if name == "ep":
+        return {**MOE, "num_experts": 2}
+    return {**NARROW, "num_hidden_layers": 4, "num_key_value_heads": 2}
+
+
 DEFAULTS = {"depth_every": 100, "accumulation": 1, "steps": 2}
 ALONE: dict[str, dict[str, Any]] = {**{name: {name: 2} for name in ("shard", "pp", "tp", "cp")}, "none": {}}
 """What a command line gives beside a size: `--pp 2` alone, say, or torchrun alone."""
@@ -159,7 +170,12 @@ def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
         run("finished", "shares", parallel=SHARD),
     ]
     counted = [
-        [name, configuration(corpus, root / f"counted {name}", parallel=parallel, dtype=dtype)]
+        [
+            name,
+            configuration(
+                corpus, root / f"counted {name}", parallel=parallel, dtype=dtype, model={"size": counted_size(name)}
+            ),
+        ]
         for name, (parallel, dtype) in COUNTED.items()
     ]
     jobs = {"cases": list(CASES.values()), "slices": list(SLICES.values()), "plan": True, "runs": runs}
@@ -313,7 +329,7 @@ def test_muon_by_owners_is_muon(both, alone):
 def test_a_plan_is_what_a_run_counts(both, corpus, name):
     """Bytes of parameters, gradients and moments on the fullest rank; the most that its backward passes need at once;
     those that a rank sends in a step."""
-    counted, size = both[1]["counted"][name], {**NARROW, "num_hidden_layers": 4, "num_key_value_heads": 2}
+    counted, size = both[1]["counted"][name], counted_size(name)
     with torch.device("meta"):
         words = json.loads((corpus / "header.json").read_text())["vocab_size"]
         model = build(size, "block", vocab_size=words, max_positions=16, settings={"num_blocks": 2})
@@ -326,7 +342,9 @@ def test_a_plan_is_what_a_run_counts(both, corpus, name):
     assert planned.activations + planned.sources == pytest.approx(max(counted["saved"]), rel=0.05)
     assert planned.stage_bytes == counted["stages"]
     if "pp" not in layout:  # where the residual's gradients alone are summed
-        assert planned.share_bytes + planned.slice_bytes == pytest.approx(counted["collectives"], rel=0.01)
+        sent = planned.share_bytes + planned.slice_bytes + planned.expert_bytes
+        assert sent == pytest.approx(counted["collectives"], rel=0.01)
+        assert planned.expert_messages == (5 * 4 * 2 if name == "ep" else 0)  # a layer of each micro-batch
 
 
 def test_shares_in_bf16_learn_as_one_process(both, corpus, tmp_path):
