@@ -10,19 +10,19 @@ Messages a layer: three in a forward pass (counts, tokens, results), two in its 
 
 import copy
 import inspect
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from attnres.errors import UserError
 
 
-def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
+def stacked_experts(model: nn.Module) -> dict[str, Any]:
     """Return the modules of a model, by name, that hold the weights of all experts of a layer in stacks.
 
     Each parameter is a stack with one entry an expert, and a call is one of Transformers' experts: (tokens (T, d),
@@ -31,7 +31,7 @@ def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if _count(module)}
 
 
-def _count(module: nn.Module) -> int:
+def _count(module: Any) -> int:
     """Return the number of experts in a module; 0 where it is no stack of experts."""
     count = getattr(module, "num_experts", None)
     if not isinstance(count, int) or len(inspect.signature(module.forward).parameters) != 3:
@@ -82,7 +82,7 @@ class _Dispatch:
         inner: the module with the experts of this process alone; a call puts their weights in.
     """
 
-    def __init__(self, module: nn.Module, inner: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, module: Any, inner: Any, mesh: DeviceMesh) -> None:
         self.module, self.inner, self.mesh = module, inner, mesh
 
     @torch.compiler.disable(reason="messages are of sizes that only the host knows")
@@ -107,11 +107,11 @@ class _Dispatch:
         weighted = results.unflatten(0, chosen.shape) * weights.unsqueeze(-1)
         return weighted.sum(1).to(hidden_states.dtype)
 
-    def _with_weights(self) -> nn.Module:
+    def _with_weights(self) -> Any:
         """Return the inner module with this process's experts, as plain tensors."""
         inner, weights = copy.copy(self.inner), dict[str, Tensor]()
         for name, parameter in self.module.named_parameters():
-            weights[name] = cast(DTensor, parameter).to_local()
+            weights[name] = parameter.to_local()
             if weights[name].requires_grad:
                 # FSDP2 could divide (`set_gradient_divide_factor`), but in a group of one it does so twice for fp64 and
                 # fp16 (torch 2.13, foreach_reduce).

@@ -49,7 +49,7 @@ def shard(
     reduced = next(model.parameters()).dtype
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     for module in stacked_experts(model).values() if experts is not None else ():
-        fully_shard(module, **options | {"mesh": experts}, mp_policy=precision)
+        fully_shard(module, mesh=experts, reshard_after_forward=reshard, mp_policy=precision)
     for layer in model.depth_layers:
         if not isinstance(layer, Skipped):
             fully_shard(layer, **options, mp_policy=precision)

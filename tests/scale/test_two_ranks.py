@@ -98,7 +98,7 @@ COUNTED: dict[str, tuple[dict[str, Any], str]] = {
     "pp": ({"pp": 2}, "fp32"),
     "pp, bf16": ({"pp": 2}, "bf16"),
     "interleaved": ({"pp": 2, "pp_schedule": "interleaved"}, "fp32"),
-    "ep": ({"shard": 2, "ep": 2}, "fp32"),
+    "ep": ({"shard": 2, "ep": 2}, "bf16"),
 }
 
 
