@@ -63,7 +63,7 @@ class Child:
             variables["OMP_WAIT_POLICY"] = "passive"
         if self.kernels is not None:
             variables[SWITCH] = "1" if self.kernels else "0"
-        variables[PLUGINS] = plugins()  # a configuration that names a plug-in's file does not run it
+        variables[PLUGINS] = plugins()  # with these the child knows the mechanisms of files that this process ran
         return variables
 
     def start(self, *, log: Path | None, gpu: str | None = None) -> None:

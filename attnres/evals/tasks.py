@@ -109,14 +109,14 @@ TASKS: dict[str, KnownTask] = {
     ),
 }
 OF_LM_EVAL = ("arc_easy", "arc_challenge", "piqa", "winogrande", "boolq")
-"""Names that were tasks of ours and are lm-eval's alone: the same items, scored alike."""
+"""Former names of built-in tasks that lm-eval now runs, with the same items and scores."""
 
 
 def read_task(name: str, data: str | Path | None = None, limit: int | None = None) -> Task:
-    """Return a task by name, from the folder `data` or, without one, from the hub; or from a file given by its path.
+    """Read a task by name, from the folder `data` or, without one, from the hub; or from the file at a path.
 
     Args:
-        limit: at most so many items; perplexity is limited later, in windows.
+        limit: at most this many items; perplexity is limited later, in windows.
 
     Raises:
         UserError: an unknown name, a missing or malformed file (with its line), a hub that cannot be read.
@@ -137,7 +137,7 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
     if name in OF_LM_EVAL:
         raise UserError(f"task {name} is lm-eval's: name it {LM_EVAL}{name} ({install('eval')})")
     path = user_path(name)
-    # A file is read as it is, and is no task of that name.
+    # A path of a file is read as a file, even if a task has that name.
     name_of_file = path.name if path.stem in TASKS else path.stem
     if path.suffix == ".jsonl":
         return _task(name_of_file, str(path), _lines(path), limit)
@@ -192,7 +192,7 @@ def _lines(path: Path) -> Iterator[Item]:
 
 
 def _item(row: Any, where: str) -> Item:
-    """Return one of the three shapes as an item, or a UserError that names the place."""
+    """Return a row of one of the three shapes as an item. Raises UserError with the row's place."""
     shape = set(row) if isinstance(row, Mapping) else set()
     if shape >= {"query", "choices", "gold"}:
         text, choices = row["query"], row["choices"]

@@ -1,4 +1,4 @@
-"""Opens a model, wherever it is: `open_checkpoint` says what lies there, `Checkpoint.load` gives the model.
+"""Find and load a model: `open_checkpoint` finds out what a name refers to, `Checkpoint.load` loads it.
 
 A name is one of
 
@@ -8,9 +8,8 @@ A name is one of
     OWNER/NAME         a model on the hub, which is fetched
     example            the small trained model that comes with the package
 
-and what lies there is a plain Hugging Face model, one of attnres, or another project's checkpoint with depth reads.
-Looking reads no weight and runs no code. Weights are safetensors; code that comes with a model runs only where it is
-trusted.
+It refers to a plain Hugging Face model, one of attnres, or another project's checkpoint with depth reads. Finding it
+reads no weight and runs no code. Weights are safetensors; code that comes with a model runs only if it is trusted.
 """
 
 import functools
@@ -41,19 +40,19 @@ from attnres.text import first_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""Of attention and experts, in Transformers and torch themselves."""
+"""Implementations of attention and experts in Transformers and torch themselves."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that was looked at and not loaded.
+    """A model that was found and not loaded.
 
     Attributes:
-        name: what the user called it.
+        name: the name that the user gave.
         folder: where config.json and the weights lie.
         fields: config.json.
-        run: the run folder that the model is of, or None.
-        trusted: whether code that comes with it may run.
+        run: the run folder that the model belongs to, or None.
+        trusted: whether code that comes with the model may run.
     """
 
     name: str
