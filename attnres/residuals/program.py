@@ -32,7 +32,7 @@ class BankReads(NamedTuple):
     Attributes:
         sources: of each read, the head's last: what is kept, each the sum of outputs.
         queries: the row of `bank_queries` that scores each read's sources; None for one source.
-        eps: of the key norm.
+        eps: eps of the key norm.
         groups: first read, and the one after the last, of those that may share a pass over their common sources.
         summed: reads are multiplied by their number of sources.
     """

@@ -76,7 +76,7 @@ class DepthAttention(Queried):
 
     Args:
         groups: sublayers whose reads share one pass over the sealed sources, group after group; they add up to L.
-        key_norm_eps: of the key norm.
+        key_norm_eps: eps of the key norm.
         read_scale: "mean" is the formula above. "sum" multiplies the read by its number of sources, as if the following
             norm's eps were divided by its square: with zero queries logits are then those of the standard residual
             exactly, with no change of eps. For training the two differ by eps alone.
