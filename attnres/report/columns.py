@@ -223,8 +223,9 @@ CURVE_COLUMNS = ("label", "seed", "step", "tokens", "loss", "windows", "differen
 
 
 def curves_csv(study: Study) -> str:
-    """Give one line a measurement: losses and paired differences in nats per token to the table's baseline; nothing
-    where a run has no partner of its seed under equal conditions, nor for the error over one window.
+    """Return a CSV with a line for each measurement: the loss and the paired difference to the table's baseline, in
+    nats per token. The difference is empty if the baseline has no run of that seed under equal conditions, and the
+    error is empty for a single window.
     """
     baseline = strongest_baseline(study)
     lines: list[list[object]] = []
