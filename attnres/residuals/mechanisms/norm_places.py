@@ -175,11 +175,11 @@ class PeriLN(OneStream):
 
 
 class LayerNormScaling(Standard):
-    """x_{l+1} = x_l + f_l(N(x_l) / sqrt(k)) in layer k = 1 .. M: both of a layer's norms are divided by the square root
-    of the layer's number, the head's norm by nothing.
+    """x_{l+1} = x_l + f_l(N(x_l) / sqrt(k)) in layer k = 1 .. M: both norms of a layer are divided by the square root
+    of its number; the head's norm is not divided.
 
-    Depth counts layers, not sublayers, as in the publication's code. Scaled start values (output weights drawn smaller
-    with depth) work against it, the authors say: a model that is built with it has none, GPT-2 too.
+    Depth counts layers, not sublayers, as in the publication's code. According to the authors, start values that shrink
+    with depth work against it, so models built with it have none, even GPT-2.
 
     Costs no parameters.
 
