@@ -50,7 +50,7 @@ def fit(n: Sequence[float], losses: Sequence[float], floor: float | None = None,
 
     Args:
         n, losses: at least three points, or two with a fixed `floor`.
-        unit: unit of n; None is the mean of its logarithms' ends.
+        unit: unit of n; None is the geometric mean of `n`.
 
     Source: the form of Kaplan et al. (2020) and Hoffmann et al. (2022); with floor 0 that of arXiv 2603.15031.
     """
