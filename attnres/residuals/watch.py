@@ -31,8 +31,8 @@ class Observer(Protocol):
         """A forward pass begins with the token embedding (..., d)."""
         return
 
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
-        """Read `index` made `h` (..., d) before its norm, from the sources that the layout names for it.
+    def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+        """Read number `read` made `h` (..., d) before its norm, from the sources that the layout names for it.
 
         `weights` are (tokens, sources), None where a read is no weighted sum. `values` are the sources themselves,
         (..., d) each, or empty where they are the embedding and the sublayers' outputs, one by one.
@@ -60,21 +60,21 @@ class Editor(Protocol):
     def on_write(self, index: int, output: Tensor) -> None:
         """Sublayer `index` wrote `output` (..., d)."""
 
-    def edits(self, index: int) -> bool:
-        """Return whether it changes read `index`; of another one a kernel may make the read, and asks nothing more."""
+    def edits(self, read: int) -> bool:
+        """Return whether it changes read number `read`; a kernel may make any other one, and asks nothing more."""
         return True
 
-    def edit(self, index: int, weights: Tensor) -> Tensor:
-        """Return the weights that read `index` uses in place of `weights`, both (tokens, sources). They are used as
-        they are: rows need not sum to one."""
+    def edit(self, read: int, weights: Tensor) -> Tensor:
+        """Return the weights that read number `read` uses in place of `weights`, both (tokens, sources). They are used
+        as they are: rows need not sum to one."""
 
-    def exchange(self, index: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the sources (..., d) that read `index` mixes in place of `values`, which it gave their weights: the
-        same sequence where none is exchanged."""
+    def exchange(self, read: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the sources (..., d) that read number `read` mixes in place of `values`, which it gave their weights:
+        the same sequence where none is exchanged."""
         return values
 
-    def steer(self, index: int, h: Tensor) -> Tensor:
-        """Return what goes on in place of `h` (..., d), which read `index` made."""
+    def steer(self, read: int, h: Tensor) -> Tensor:
+        """Return what goes on in place of `h` (..., d), which read number `read` made."""
         return h
 
 
@@ -130,7 +130,7 @@ def looking(residual: "Residual") -> AbstractContextManager[Any]:
 
 
 def watched(
-    residual: "Residual", h: Tensor, index: int, weights: Tensor | None, values: Sequence[Tensor] = ()
+    residual: "Residual", h: Tensor, read: int, weights: Tensor | None, values: Sequence[Tensor] = ()
 ) -> Tensor:
     """Show a read to the residual's editor and observer; return what it made, `h` (..., d), as the editor changes it.
 
@@ -140,8 +140,8 @@ def watched(
     """
     if weights is None:
         with unwatched(residual):  # some pass rows of numbers through their own verbs
-            row = residual.implied(index)
-        if row is None and len(residual.sources(index)) == 1:
+            row = residual.implied(read)
+        if row is None and len(residual.sources(read)) == 1:
             row = h.new_ones(1)
         if row is not None:
             weights = row.to(h.device, compute_dtype(h.dtype)).expand(h[..., 0].numel(), -1)
@@ -149,15 +149,15 @@ def watched(
         if weights is None:
             raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")
         editor = residual.editor
-        edited, shown = editor.edit(index, weights), values or editor.outputs
-        exchanged = editor.exchange(index, shown)
+        edited, shown = editor.edit(read, weights), values or editor.outputs
+        exchanged = editor.exchange(read, shown)
         if edited is not weights or exchanged is not shown:
             h = _mixed_anew(h, weights, edited, shown, exchanged)
         if exchanged is not shown:
             values = exchanged
-        h, weights = editor.steer(index, h), edited.detach()
+        h, weights = editor.steer(read, h), edited.detach()
     if residual.observer is not None:
-        residual.observer.on_read(index, h, weights, values)
+        residual.observer.on_read(read, h, weights, values)
     return h
 
 
@@ -207,10 +207,10 @@ class Watched(nn.Module):
         was."""
 
     def normed(
-        self, h: Tensor, index: int, norm: NormLike, weights: Tensor | None = None, values: Sequence[Tensor] = ()
+        self, h: Tensor, read: int, norm: NormLike, weights: Tensor | None = None, values: Sequence[Tensor] = ()
     ) -> Tensor:
-        """Return norm(h), for mechanisms whose read is not fused with its norm; show it first, as read number `index`,
+        """Return norm(h), for mechanisms whose read is not fused with its norm; show it first, as read number `read`,
         to those who watch. `weights` and `values` as in `watched`."""
         if self.watched:
-            h = watched(cast("Residual", self), h, index, weights, values)
+            h = watched(cast("Residual", self), h, read, weights, values)
         return with_norm(h, norm)
