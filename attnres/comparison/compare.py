@@ -29,7 +29,7 @@ from attnres.ops import cpu
 from attnres.ops.devices import KERNELS, is_host
 from attnres.progress import say as print_line
 from attnres.reading import read_json
-from attnres.report.page import show, write_report
+from attnres.report.page import EXPLORER, explored, show, write_report
 from attnres.report.runs import Study, load_study
 from attnres.report.table import ROUNDS
 from attnres.text import duration
@@ -141,9 +141,9 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
 
     >>> compare(CompareConfig(["standard", "block"], seeds=[0, 1], base=TrainConfig(steps=200)))  # doctest: +SKIP
 
-    Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html. The
-    report is written as soon as a held-out loss can be compared with the baseline's. Progress goes to stderr, the table
-    to stdout.
+    Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv, OUT/explorer.html (the
+    explorer's page of two finished models) and OUT/report.html. The report is written as soon as a held-out loss can be
+    compared with the baseline's. Progress goes to stderr, the table to stdout.
 
     Raises:
         UserError: something cannot run, or a folder holds something else; what is finished stays.
@@ -179,7 +179,23 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
             say.print("no interleaved timing for a pretrained model: the table has each run's own step time")
         elif config.timing_s > 0:
             time_steps(work, config.timing_s, say)
+        _save_explorer(work.out, say)
         return show(work.out, out=work.out)
+
+
+def _save_explorer(out: Path, say: Console) -> None:
+    """Write the explorer's page of the finished models, with the held-out text of their inspections; if that is
+    impossible, print the reason."""
+    from attnres.app.page import save_page
+
+    runs = explored(load_study(out))
+    examples = [run.inspection.example for run in runs if run.inspection is not None and run.inspection.example]
+    text = "".join(examples[0]["tokens"]) if examples else None
+    try:
+        save_page([run.folder for run in runs], text, out / EXPLORER)
+    except UserError as error:
+        (out / EXPLORER).unlink(missing_ok=True)
+        print_line(say, f"no page of the explorer beside the report: {error}")
 
 
 def _claim(out: Path, plan: ComparisonPlan) -> dict[str, dict[str, Any]]:

@@ -103,9 +103,9 @@ class DepthReader(Observer):
         self.contributions.start(_last(embedding))
 
     @torch.no_grad()
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+    def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         assert weights is not None
-        self.contributions.read(index, _last(h), _last(weights).float(), [_last(value) for value in values], None)
+        self.contributions.read(read, _last(h), _last(weights).float(), [_last(value) for value in values], None)
 
     def on_write(self, index: int, output: Tensor) -> None:
         self.contributions.write(_last(output))

@@ -43,8 +43,8 @@ def export_model(
     Args:
         model: in memory; or a run folder, a model folder or a hub name, of attnres or of another project.
         out: a folder, new or empty; it is written whole or not at all.
-        to: a name in `foreign.WRITTEN` ("open-attnres", "fla"), a project that then loads the folder; None is this
-            package's layout.
+        to: a name in `foreign.WRITTEN` ("open-attnres", "fla", "kimi"), a project that then loads the folder; None is
+            this package's layout.
         trust_remote_code: run code that comes with the model.
 
     Returns:

@@ -60,13 +60,13 @@ class _Weights:
         if self.before is not None:
             self.before.on_start(embedding)
 
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+    def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         if self.thread == threading.get_ident():
             if weights is None:
                 raise UserError("output_routing_weights was asked of a residual that weighs no sources: leave it out")
             self.reads.append(weights.detach().view(*self.shape, -1))
         if self.before is not None:
-            self.before.on_read(index, h, weights, values)
+            self.before.on_read(read, h, weights, values)
 
     def on_write(self, index: int, output: Tensor) -> None:
         if self.before is not None:

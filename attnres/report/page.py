@@ -28,6 +28,8 @@ from attnres.report.table import ComparisonTable, VariantRow, build_table
 from attnres.report.verdict import verdict
 from attnres.typed import leaves
 
+EXPLORER = "explorer.html"
+"""The file of the explorer's page, which `attnres compare` writes beside the report."""
 ZOOM = 1.36
 """Size of figures in this page relative to a paper, for whose columns they are drawn."""
 
@@ -41,7 +43,8 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
     table, comparison = build_table(study), comparison_of(study)
     with style.style():
         drawn = sections(comparison)
-    write_text(folder / "report.html", page(study, table, comparison, drawn))
+    saved = (folder / EXPLORER).is_file()
+    write_text(folder / "report.html", page(study, table, comparison, drawn, saved=saved))
     write_text(folder / "table.csv", to_csv(table))
     write_text(folder / "curves.csv", curves_csv(study))
     written = [folder / "report.html", folder / "table.csv", folder / "curves.csv"]
@@ -51,10 +54,12 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
     return written
 
 
-def page(study: Study, table: ComparisonTable, comparison: Comparison, drawn: Sequence[Section]) -> str:
-    """Return the page as HTML text."""
+def page(
+    study: Study, table: ComparisonTable, comparison: Comparison, drawn: Sequence[Section], *, saved: bool = False
+) -> str:
+    """Return the page as HTML text; `saved`: the explorer's page lies beside it."""
     parts = [
-        _section("Comparison", _table(table, comparison) + _explorer(study)),
+        _section("Comparison", _table(table, comparison) + _explorer(study, saved)),
         *(_section(part.title, _part(part), part.lead or _same_conditions(study)) for part in drawn),
         _examples(comparison),
         _section("Configuration and environment", _configuration(study)),
@@ -139,19 +144,31 @@ def _same_conditions(study: Study) -> str:
     return f"Every variant: {weights}, the same batches in the same order."
 
 
-def _explorer(study: Study) -> str:
-    """Return the command that opens two finished models in the explorer (depth reads first, the baseline last); empty
-    if none has finished."""
+def explored(study: Study) -> list[Run]:
+    """Return the finished runs for the explorer to show side by side, at most two: depth reads first, the baseline
+    last."""
     finished = {label: next((run for run in study.of(label) if run.finished), None) for label in study.labels}
     runs = sorted(
         (run for run in finished.values() if run is not None and not run.traits.is_chance),
         key=lambda run: (not run.traits.by_token, run.label == study.baseline),
     )
+    return runs[:2]
+
+
+def _explorer(study: Study, saved: bool) -> str:
+    """Return a link to the saved page of the explorer, where there is one, and the command that opens its models;
+    nothing where no run has finished."""
+    runs = explored(study)
     if not runs:
         return ""
-    command = shlex.join(["attnres", "app", *(str(run.folder) for run in runs[:2]), "--open"])
-    names = " and ".join(run.label for run in runs[:2])
-    return f'<p class="open">Open {escape(names)} in the explorer: <code>{escape(command)}</code></p>'
+    command = f"<code>{escape(shlex.join(['attnres', 'app', *(str(run.folder) for run in runs), '--open']))}</code>"
+    names = escape(" and ".join(run.label for run in runs))
+    if not saved:
+        return f'<p class="open">Open {names} in the explorer: {command}</p>'
+    return (
+        f'<p class="open"><a href="{EXPLORER}">{names} in the explorer</a>: what one prediction of each rests on. '
+        f"For other texts, cuts and patches, open them in the explorer: {command}</p>"
+    )
 
 
 def _part(part: Section) -> str:

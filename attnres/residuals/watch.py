@@ -31,8 +31,8 @@ class Observer(Protocol):
         """Called when a forward pass begins, with the token embedding (..., d)."""
         return
 
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
-        """Called when read `index` has computed `h` (..., d), before its norm, from the sources in the layout.
+    def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+        """Called when read number `read` has computed `h` (..., d), before its norm, from the sources in the layout.
 
         `weights` are (tokens, sources), or None if the read is no weighted sum. `values` are the sources, (..., d)
         each, or empty if they are the embedding and the separate outputs of sublayers.
@@ -60,22 +60,22 @@ class Editor(Protocol):
     def on_write(self, index: int, output: Tensor) -> None:
         """Called when sublayer `index` has written `output` (..., d)."""
 
-    def edits(self, index: int) -> bool:
-        """Return whether the editor changes read `index`; otherwise a kernel may compute the read, without calling
-        it."""
+    def edits(self, read: int) -> bool:
+        """Return whether the editor changes read number `read`; otherwise a kernel may compute it, without calling the
+        editor."""
         return True
 
-    def edit(self, index: int, weights: Tensor) -> Tensor:
-        """Return weights for read `index` to use in place of `weights`, both (tokens, sources). Rows need not sum to
-        one."""
+    def edit(self, read: int, weights: Tensor) -> Tensor:
+        """Return weights for read number `read` to use in place of `weights`, both (tokens, sources). Rows need not sum
+        to one."""
 
-    def exchange(self, index: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the sources (..., d) for read `index` to mix in place of `values`, which determined its weights;
+    def exchange(self, read: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the sources (..., d) for read number `read` to mix in place of `values`, which determined its weights;
         return the same sequence to exchange none."""
         return values
 
-    def steer(self, index: int, h: Tensor) -> Tensor:
-        """Return the vector that replaces `h` (..., d), the result of read `index`."""
+    def steer(self, read: int, h: Tensor) -> Tensor:
+        """Return the vector that replaces `h` (..., d), the result of read number `read`."""
         return h
 
 
@@ -132,7 +132,7 @@ def looking(residual: "Residual") -> AbstractContextManager[Any]:
 
 
 def watched(
-    residual: "Residual", h: Tensor, index: int, weights: Tensor | None, values: Sequence[Tensor] = ()
+    residual: "Residual", h: Tensor, read: int, weights: Tensor | None, values: Sequence[Tensor] = ()
 ) -> Tensor:
     """Show a read to the residual's editor and observer; return `h` (..., d) as the editor changes it.
 
@@ -142,8 +142,8 @@ def watched(
     """
     if weights is None:
         with unwatched(residual):  # some mechanisms run their own methods on rows of numbers
-            row = residual.implied(index)
-        if row is None and len(residual.sources(index)) == 1:
+            row = residual.implied(read)
+        if row is None and len(residual.sources(read)) == 1:
             row = h.new_ones(1)
         if row is not None:
             weights = row.to(h.device, compute_dtype(h.dtype)).expand(h[..., 0].numel(), -1)
@@ -151,15 +151,15 @@ def watched(
         if weights is None:
             raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")
         editor = residual.editor
-        edited, shown = editor.edit(index, weights), values or editor.outputs
-        exchanged = editor.exchange(index, shown)
+        edited, shown = editor.edit(read, weights), values or editor.outputs
+        exchanged = editor.exchange(read, shown)
         if edited is not weights or exchanged is not shown:
             h = _mixed_anew(h, weights, edited, shown, exchanged)
         if exchanged is not shown:
             values = exchanged
-        h, weights = editor.steer(index, h), edited.detach()
+        h, weights = editor.steer(read, h), edited.detach()
     if residual.observer is not None:
-        residual.observer.on_read(index, h, weights, values)
+        residual.observer.on_read(read, h, weights, values)
     return h
 
 
@@ -210,10 +210,10 @@ class Watched(nn.Module):
         """Drop the data stored outside the state for watchers; by default there is none."""
 
     def normed(
-        self, h: Tensor, index: int, norm: NormLike, weights: Tensor | None = None, values: Sequence[Tensor] = ()
+        self, h: Tensor, read: int, norm: NormLike, weights: Tensor | None = None, values: Sequence[Tensor] = ()
     ) -> Tensor:
         """Return norm(h), for mechanisms whose read is not fused with its norm, and show h to watchers first, as read
-        number `index`. `weights` and `values` are as in `watched`."""
+        number `read`. `weights` and `values` are as in `watched`."""
         if self.watched:
-            h = watched(cast("Residual", self), h, index, weights, values)
+            h = watched(cast("Residual", self), h, read, weights, values)
         return with_norm(h, norm)

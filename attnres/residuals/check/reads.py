@@ -36,9 +36,9 @@ class Recording:
     def on_start(self, embedding: Tensor) -> None:
         self.outputs = [embedding]
 
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
-        expect(index not in self.reads, f"read {index} is shown twice")
-        self.reads[index] = h, weights, values
+    def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+        expect(read not in self.reads, f"read {read} is shown twice")
+        self.reads[read] = h, weights, values
 
     def on_write(self, index: int, output: Tensor) -> None:
         self.outputs.append(output)
@@ -61,10 +61,10 @@ class Fixed(Editor):
     def on_write(self, index: int, output: Tensor) -> None:
         self.outputs = (*self.outputs, output)
 
-    def edit(self, index: int, weights: Tensor) -> Tensor:
+    def edit(self, read: int, weights: Tensor) -> Tensor:
         if self.identity:
             return weights.clone()
-        draw = torch.Generator().manual_seed(index)
+        draw = torch.Generator().manual_seed(read)
         return torch.rand(weights.shape, generator=draw, dtype=torch.float64).to(weights)
 
 

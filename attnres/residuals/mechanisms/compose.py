@@ -93,20 +93,20 @@ class Inside:
     def on_write(self, index: int, output: Tensor) -> None:
         self.outputs = (*self.outputs, output)
 
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
-        self.watcher.on_read(self.row + index, h, weights, values or self.outputs)
+    def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+        self.watcher.on_read(self.row + read, h, weights, values or self.outputs)
 
-    def edits(self, index: int) -> bool:
-        return self.watcher.edits(self.row + index)
+    def edits(self, read: int) -> bool:
+        return self.watcher.edits(self.row + read)
 
-    def edit(self, index: int, weights: Tensor) -> Tensor:
-        return self.watcher.edit(self.row + index, weights)
+    def edit(self, read: int, weights: Tensor) -> Tensor:
+        return self.watcher.edit(self.row + read, weights)
 
-    def exchange(self, index: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self.watcher.exchange(self.row + index, values)
+    def exchange(self, read: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self.watcher.exchange(self.row + read, values)
 
-    def steer(self, index: int, h: Tensor) -> Tensor:
-        return self.watcher.steer(self.row + index, h)
+    def steer(self, read: int, h: Tensor) -> Tensor:
+        return self.watcher.steer(self.row + read, h)
 
 
 class Compose(Residual):

@@ -212,7 +212,9 @@ class DepthAttention(Queried):
         queries = groups[0].unbind(0) if groups else ()
         # A read of the embedding alone is the embedding.
         first = index + (len(sealed) + len(opens) == 1)
-        two = stop > first and self.special is None and self.window is None and self.editor is None
+        # Edited reads are made in plain torch, of all sources: a group with one among them shares no pass.
+        edited = self.editor is not None and any(map(self.editor.edits, range(index, stop)))
+        two = stop > first and self.special is None and self.window is None and not edited
         if not (
             two and in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open)
         ):

@@ -187,13 +187,16 @@ class Weighting(nn.Module):
             keys = values if self.rank is None else [v[..., -self.rank :] for v in values]
             if self.embedding_key is not None:
                 keys = [self.embedding_key.to(dtype).expand_as(keys[0]), *keys[1:]]
+            if not torch.is_grad_enabled():  # copies of one text are weighed once
+                keys = [key[:1] if key.dim() > 1 and key.stride(0) == 0 else key for key in keys]
             factors = [one_over_rms(key, eps) for key in keys]
             logits = [self._logit(key, scaled_query, factor) for key, factor in zip(keys, factors, strict=True)]
             if biases:
                 logits = [logit + bias for logit, bias in zip(logits, biases, strict=True)]
             if self.null_source:
-                logits.append(torch.zeros_like(logits[0]))
-            stacked = torch.stack(logits, -1)  # (..., heads, sources)
+                logits.append(logits[0].new_zeros(()))
+            shape = (*first.shape[:-1], self.heads)
+            stacked = torch.stack([logit.expand(shape) for logit in logits], -1)  # (..., heads, sources)
             weights = stacked.sigmoid() if self.sigmoid else stacked.softmax(-1)
             if self.normed_values:
                 if self.rank is not None or self.embedding_key is not None:
