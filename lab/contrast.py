@@ -1,4 +1,4 @@
-"""Variants of one arm against its baseline by the rule of `attnres.stats`: a table, a figure and a sentence."""
+"""Compare the variants of an arm with its baseline by the rule of `attnres.stats`: a table, a figure and a sentence."""
 
 import math
 import statistics
@@ -13,12 +13,12 @@ from attnres.text import UNKNOWN, listed, number
 from lab.design import Measured, ResultTable
 
 LARGER = 0.01
-"""Share of a model's parameters above which those of a mechanism are said."""
+"""Fraction of a model's parameters above which those of a mechanism are reported."""
 NO_NOISE = "No noise is known: one run each, and python -m lab noise was not run for this recipe."
 
 
 def noise_note(recipe: Recipe | None) -> str:
-    """Say under a table how far runs of one mechanism fall apart."""
+    """Return the sentence under a table about the noise between runs of one mechanism."""
     if recipe is None or not recipe.degrees:
         return NO_NOISE
     return (
@@ -28,7 +28,7 @@ def noise_note(recipe: Recipe | None) -> str:
 
 
 def interval(effect: Effect, digits: int = 4) -> str:
-    """Write the interval of a difference; "" where no noise is known."""
+    """Format the interval of a difference; empty if the noise is unknown."""
     if not effect.margin >= 0:
         return ""
     return " to ".join(number(value, digits, signed=True) for value in (effect.low, effect.high))
