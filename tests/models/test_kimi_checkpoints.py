@@ -1,7 +1,10 @@
 """Folders of Kimi K3's release, made here: loaded against its decoder written out, written back, and refused."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -69,8 +72,8 @@ TEXT = {
 }
 
 
-def tensors(quantised):
-    """Random weights by the release's names, in its shapes."""
+def tensors(quantised, experts=EXPERTS, inner=32):
+    """Random weights by the release's names, in its shapes; `inner` is the width of a latent and of an expert."""
     generator = torch.Generator().manual_seed(1)
     state = {}
 
@@ -104,22 +107,23 @@ def tensors(quantised):
             draw(f"{layer}self_attn.q_a_layernorm.weight", 24, mean=1.0)
             draw(f"{layer}self_attn.kv_a_layernorm.weight", 16, mean=1.0)
         moe = f"{layer}block_sparse_moe."
-        shared, inner = (f"{moe}shared_experts.", 64) if i else (f"{layer}mlp.", 48)
-        for name, shape in {"gate": (inner, D), "up": (inner, D), "down": (D, inner)}.items():
+        shared, width = (f"{moe}shared_experts.", 2 * inner) if i else (f"{layer}mlp.", 48)
+        for name, shape in {"gate": (width, D), "up": (width, D), "down": (D, width)}.items():
             draw(f"{shared}{name}_proj.weight", *shape)
         if not i:
             continue
-        draw(f"{moe}gate.weight", EXPERTS, D)
-        draw(f"{moe}gate.e_score_correction_bias", EXPERTS)
-        draw(f"{moe}routed_expert_down_proj.weight", 32, D)
-        draw(f"{moe}routed_expert_up_proj.weight", D, 32)
-        draw(f"{moe}routed_expert_norm.weight", 32, mean=1.0)
-        for expert in (f"{moe}experts.{e}.{part}.weight" for e in range(EXPERTS) for part in ("w1", "w2", "w3")):
+        draw(f"{moe}gate.weight", experts, D)
+        draw(f"{moe}gate.e_score_correction_bias", experts)
+        draw(f"{moe}routed_expert_down_proj.weight", inner, D)
+        draw(f"{moe}routed_expert_up_proj.weight", D, inner)
+        draw(f"{moe}routed_expert_norm.weight", inner, mean=1.0)
+        for expert in (f"{moe}experts.{e}.{part}.weight" for e in range(experts) for part in ("w1", "w2", "w3")):
             if quantised:
-                state[f"{expert}_packed"] = torch.randint(0, 256, (32, 16), generator=generator, dtype=torch.uint8)
-                state[f"{expert}_scale"] = torch.randint(122, 127, (32, 1), generator=generator, dtype=torch.uint8)
+                for part, low, high, per in (("packed", 0, 256, 2), ("scale", 122, 127, 32)):
+                    values = torch.randint(low, high, (inner, inner // per), generator=generator, dtype=torch.uint8)
+                    state[f"{expert}_{part}"] = values
             else:
-                draw(expert, 32, 32)
+                draw(expert, inner, inner)
     return state
 
 
@@ -330,6 +334,32 @@ def test_what_sees_images_and_what_predicts_further_tokens_is_left_out_and_said(
     export_model(tmp_path / "ours", tmp_path / "back", "kimi")
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert "vision_config" not in written and written["text_config"]["num_nextn_predict_layers"] == 0
+
+
+IN_TWO_GIGABYTES = """
+import re, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+from attnres.models import kimi, load
+before = int(re.search(r"VmSize:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+model = load(sys.argv[1])
+print(before, sum(parameter.nbytes for parameter in model.parameters()), model.dtype)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_folder_is_loaded_where_its_experts_do_not_fit_twice(tmp_path):
+    """The limit is a process' address space, in which the files are mapped too."""
+    fields = {"num_experts": 80, "routed_expert_hidden_size": 512, "moe_intermediate_size": 512}
+    folder = folder_of(tmp_path / "k3", tensors(True, 80, 512), quantised=True, dtype=torch.bfloat16, **fields)
+    few = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # each thread reserves addresses
+    child = [sys.executable, "-c", IN_TWO_GIGABYTES, str(folder)]
+    done = subprocess.run(child, env=few, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    before, model, dtype = done.stdout.split()
+    files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert dtype == "torch.bfloat16" and int(before) + files + 2 * int(model) > 2**31
+    assert 3.9 * files > int(model) > 3.5 * files
 
 
 L1 = "model.layers.1."
