@@ -302,10 +302,14 @@ def test_a_folder_goes_through_ours_and_back_bit_for_bit(tmp_path, caplog):
     assert torch.equal(*(load(tmp_path / name)(input_ids=IDS).logits for name in ("ours", "again")))
 
 
-def test_one_in_mxfp4_is_written_in_16_bits(tmp_path, caplog):
+@pytest.mark.long
+def test_one_in_mxfp4_is_written_in_16_bits(tmp_path, caplog, monkeypatch):
     folder = folder_of(tmp_path / "k3", quantised=True, dtype=torch.bfloat16)
+    monkeypatch.setattr("attnres.models.export.SHARD", "40KB")
     export_model(folder, tmp_path / "back", "kimi")
     assert "MXFP4" in caplog.text
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 5 and all(file.stat().st_size < 50_000 for file in files)
     theirs, back = stored(folder), stored(tmp_path / "back")
     for name in [name.removesuffix("_packed") for name in theirs if name.endswith("_packed")]:
         numbers = dequantised(theirs.pop(f"{name}_packed"), theirs.pop(f"{name}_scale"))
@@ -324,11 +328,13 @@ def test_what_sees_images_and_what_predicts_further_tokens_is_left_out_and_said(
     }
     ahead = f"model.layers.{LAYERS}."
     whole |= {f"{ahead}eh_proj.weight": torch.zeros(D, 2 * D), f"{ahead}mlp_res_proj.weight": torch.zeros(1, D)}
-    config = {"vision_config": {"_attn_implementation": "flash_attention_2"}, "media_placeholder_token_id": 7}
-    folder = folder_of(tmp_path / "k3", whole, config=config, num_nextn_predict_layers=1)
-    model = load(folder)
+    flash = {"_attn_implementation": "flash_attention_2"}
+    config = {"vision_config": flash, "media_placeholder_token_id": 7}
+    folder = folder_of(tmp_path / "k3", whole, config=config, num_nextn_predict_layers=1, **flash)
+    model = load(folder, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
     assert all(word in caplog.text for word in ("mm_projector", "num_nextn_predict_layers=1", f"{ahead}eh_proj"))
-    text = load(folder_of(tmp_path / "text", state))
+    text = load(folder_of(tmp_path / "text", state), attn_implementation="eager")
     assert torch.equal(model(input_ids=IDS).logits, text(input_ids=IDS).logits)
     model.save_pretrained(tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "back", "kimi")
@@ -372,6 +378,7 @@ WRONG = {
     "conv": (lambda s: s.pop(f"{L1}self_attn.k_conv1d.weight"), "lacks '.*k_conv1d"),
     "gate": (lambda s: s.pop(f"{L1}self_attn.g_proj.weight"), "lacks '.*1.self_attn.g_proj"),
     "decay": (lambda s: s[f"{L1}self_attn.A_log"].fill_(1.0), "1.self_attn.A_log' .* 128 numbers: expected .* 3 heads"),
+    "unsaid": (lambda s: s.update({f"{EXPERT}9.w4.weight_packed": torch.zeros(2)}), "lacks '.*w4.weight_scale"),
     "read": (lambda s: s.pop(f"{L1}mlp_res_proj.weight"), f"lacks '{L1}mlp_res_proj.weight' of depth reads"),
     "more experts": (lambda s: s.update({f"{EXPERT}4.w1.weight": torch.zeros(32, 32)}), "experts.4.w1.* no place"),
     "more layers": (lambda s: s.update({f"model.layers.{LAYERS}.eh_proj.weight": torch.zeros(2)}), "'.*5.eh_proj"),
@@ -394,6 +401,11 @@ def test_wrong_tensors_are_one_sentence(change, message, tmp_path, capsys):
     state = tensors(quantised=True)
     change(state)
     assert re.search(message, refused(folder_of(tmp_path / "k3", state, quantised=True), tmp_path / "out", capsys))
+
+
+def test_packed_weights_without_a_word_in_the_config_are_refused(tmp_path, capsys):
+    folder = folder_of(tmp_path / "k3", tensors(quantised=True))
+    assert f"lacks '{EXPERT}0.w1.weight'" in refused(folder, tmp_path / "out", capsys)
 
 
 def test_a_missing_file_is_one_sentence(tmp_path, capsys):
