@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedModel
 
 from attnres.errors import UserError, foreign, unknown
@@ -45,8 +44,10 @@ def _llama(width: int, layers: int, heads: int, kv_heads: int, intermediate: int
     }
 
 
-def _kimi(width: int, heads: int, head: int, experts: int, chosen: int, expert: int, latent: int) -> dict[str, Any]:
-    """Return a Kimi Linear of 27 layers. Every fourth and the last have MLA, the others KDA; the first has a dense MLP.
+def _kimi(
+    width: int, heads: int, head: int, experts: int, chosen: int, expert: int, latent: int, layers: int = 27
+) -> dict[str, Any]:
+    """Return a Kimi Linear. Every fourth layer and the last have MLA, the others KDA; the first has a dense MLP.
 
     Args:
         head: width of a head, of KDA and MLA. experts, chosen: of a layer, and of a token besides the shared one.
@@ -55,8 +56,10 @@ def _kimi(width: int, heads: int, head: int, experts: int, chosen: int, expert: 
     return {
         "family": "kimi_linear",
         "hidden_size": width,
-        "num_hidden_layers": 27,
-        "layer_types": ["full_attention" if i % 4 == 3 or i == 26 else "linear_attention" for i in range(27)],
+        "num_hidden_layers": layers,
+        "layer_types": [
+            "full_attention" if i % 4 == 3 or i == layers - 1 else "linear_attention" for i in range(layers)
+        ],
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "intermediate_size": 4 * width,
@@ -99,6 +102,23 @@ SIZES: dict[str, dict[str, Any]] = {
     # which reads in blocks of 6 sublayers; and the same shape for a CPU.
     "kimi-48b": _kimi(2304, 32, 128, experts=256, chosen=8, expert=1024, latent=512),
     "kimi-nano": _kimi(128, 4, 32, experts=16, chosen=4, expert=32, latent=64),
+    # Kimi K3 (arXiv 2607.24653, with a vocabulary of 163,840 words), which reads in blocks of 24 sublayers; and a like
+    # one for a CPU.
+    "k3-2.8t": {
+        **_kimi(7168, 96, 128, experts=896, chosen=16, expert=3072, latent=512, layers=93),
+        "family": "kimi_k3",
+        "intermediate_size": 33792,
+        "n_shared_experts": 2,
+        "q_lora_rank": 1536,
+        "routed_expert_hidden_size": 3584,
+    },
+    "k3-nano": {
+        **_kimi(128, 4, 32, experts=16, chosen=4, expert=64, latent=64, layers=13),
+        "family": "kimi_k3",
+        "n_shared_experts": 2,
+        "q_lora_rank": 64,
+        "routed_expert_hidden_size": 64,
+    },
 }
 
 
@@ -189,8 +209,8 @@ def build_plain(
         UserError: as for `build`.
     """
     key, fields = _resolved(size, vocab_size, max_positions)
-    family = FAMILIES[key]
-    return _drawn(key, getattr(transformers, family.causal_lm), getattr(transformers, family.config), fields, seed)
+    config_class, model_class = CLASSES[key]
+    return _drawn(key, model_class.plain_class, config_class.__bases__[1], fields, seed)
 
 
 def check_size(size: str | Mapping[str, Any]) -> None:
@@ -272,7 +292,8 @@ def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
     if layers is not None and layers > MOST_LAYERS:
         raise UserError(f"num_hidden_layers is {layers}: expected 1 to {MOST_LAYERS:,}")
     width, heads, shared = value("hidden_size"), value("num_attention_heads"), value("num_key_value_heads")
-    if width and heads and not fields.get("head_dim") and width % heads:
+    apart = fields.get("head_dim") or fields.get("v_head_dim")  # heads whose width is no share of the model's
+    if width and heads and not apart and width % heads:
         raise UserError(f"hidden_size is {width} and num_attention_heads {heads}: the width must be divisible by them")
     if heads and shared and heads % shared:
         raise UserError(

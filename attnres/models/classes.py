@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -89,10 +89,25 @@ def _empty_model(stored: dict[str, Any], plain: type[PreTrainedModel], is_base: 
     return object.__new__(model_class(plain, config, DepthBase if is_base else DepthMixin))
 
 
+def _registered_kimi_k3() -> Any:
+    """Return the module of Kimi K3's plain classes, once Transformers' Auto classes have them."""
+    from attnres.models import kimi
+
+    if "kimi_k3" not in CONFIG_MAPPING:  # a later version of Transformers may have its own
+        AutoConfig.register("kimi_k3", kimi.KimiK3Config)
+    AutoModel.register(kimi.KimiK3Config, kimi.KimiK3Model, exist_ok=True)
+    AutoModelForCausalLM.register(kimi.KimiK3Config, kimi.KimiK3ForCausalLM, exist_ok=True)
+    register_checkpoint_conversion_mapping("kimi_k3", get_checkpoint_conversion_mapping("kimi_linear"), overwrite=True)
+    return kimi
+
+
 CLASSES: dict[str, tuple[type, Any]] = {}
 for _key, _family in FAMILIES.items():
-    if hasattr(transformers, _family.causal_lm):  # older versions lack the newer families
-        register(_key, _family, getattr(transformers, _family.config), getattr(transformers, _family.causal_lm))
+    _home: Any = transformers
+    if _key == "kimi_k3" and hasattr(transformers, "KimiLinearForCausalLM"):
+        _home = _registered_kimi_k3()
+    if hasattr(_home, _family.causal_lm):  # older versions lack the newer families
+        register(_key, _family, getattr(_home, _family.config), getattr(_home, _family.causal_lm))
 
 
 def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool = False) -> dict[str, type]:

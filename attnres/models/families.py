@@ -17,8 +17,8 @@ class Family:
     """Where a decoder keeps its parts.
 
     Attributes:
-        config, causal_lm: names of the family's classes in `transformers`: its config and its language model, or the
-            class with which it was probed.
+        config, causal_lm: names of the family's classes in `transformers` (of kimi_k3 in `attnres.models.kimi`): its
+            config and its language model, or the class with which it was probed.
         layers, final_norm: paths in the base model.
         reads: paths in a layer, in the order of the calls: what is called on the stream, attention's then the MLP's.
         normed: whether those are norms. A norm removes the scale of a read. Where the attention and the MLP take the
@@ -109,6 +109,7 @@ FAMILIES: dict[str, Family] = {
     "granite": _named("Granite"),
     "hunyuan_v1_dense": _named("HunYuanDenseV1"),
     "hunyuan_v1_moe": _named("HunYuanMoEV1", branch_weights=()),
+    "kimi_k3": _named("KimiK3", branch_weights=()),  # its classes are `attnres.models.kimi`'s
     "kimi_linear": _named("KimiLinear", branch_weights=()),
     "llama": _named("Llama"),
     "ministral": _named("Ministral"),

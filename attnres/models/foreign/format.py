@@ -146,7 +146,7 @@ def plain_config(config: Any) -> Config:
     """Return the family's own config, without what makes it ours."""
     key = config.model_type.removeprefix("attnres_")
     classes: Any = CLASSES[key]
-    base, model = (next(c for c in cls.__mro__ if c.__module__.startswith("transformers.")) for cls in classes)
+    base, model = classes[0].__bases__[1], classes[1].plain_class
     fields = config.to_dict()
     ours = (*FIELDS, "residual_family", "foreign_config", "auto_map", "_name_or_path")
     kept = {name: value for name, value in fields.items() if name not in ours}
