@@ -166,11 +166,15 @@ class ResidualConfigMixin:
 def stray_settings(config: type, names: Iterable[str]) -> list[str]:
     """Return those of `names` that are settings of some residual and no field of this config class: no model of
     Transformers' own reads them."""
+    settings = {key for name in list(RESIDUALS) for key in settings_of(name)} - field_names(config)
+    return sorted(settings & {*names})
+
+
+def field_names(config: type) -> set[str]:
+    """Return the fields of a config class, and parameters of its constructors."""
     fields = {name for cls in config.__mro__ for name in vars(cls).get("__annotations__", {})}
     constructors = [vars(cls)["__init__"] for cls in config.__mro__ if "__init__" in vars(cls)]
-    fields |= {name for one in constructors for name in inspect.signature(one).parameters}
-    settings = {key for name in list(RESIDUALS) for key in settings_of(name)} - fields
-    return sorted(settings & {*names})
+    return fields | {name for one in constructors for name in inspect.signature(one).parameters}
 
 
 LOADER = "modeling_attnres"

@@ -43,7 +43,8 @@ def export_model(
     Args:
         model: in memory; or a run folder, a model folder or a hub name, of attnres or of another project.
         out: a folder, new or empty, which is there whole or not at all.
-        to: a name in `foreign.WRITTEN` ("open-attnres", "fla"), whose projects load the folder; None is our layout.
+        to: a name in `foreign.WRITTEN` ("open-attnres", "fla", "kimi"), whose projects load the folder; None is our
+            layout.
         trust_remote_code: run code that comes with the model.
 
     Returns:
