@@ -1,4 +1,4 @@
-"""`attnres doctor`: faults of a model with depth reads that no error tells."""
+"""`attnres doctor`: find faults of a model with depth reads that raise no error."""
 
 import json
 import sys
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _subject(options: Doctor) -> "tuple[nn.Module, Any, Any]":
-    """Return the model, its optimizers or None, and an example or None."""
+    """Return the model, its optimizer or None, and an example batch or None."""
     if ".py:" in options.model:
         return _from_file(options.model)
     import torch
@@ -79,8 +79,8 @@ def _subject(options: Doctor) -> "tuple[nn.Module, Any, Any]":
 
 
 def _from_file(entry: str) -> "tuple[nn.Module, Any, Any]":
-    """Call the function of FILE.py:FUNCTION and return its model, optimizer and example, None for those it leaves
-    out."""
+    """Call the function of FILE.py:FUNCTION and return its model, optimizer and example; None for those that it does
+    not return."""
     from torch import nn
 
     function, entry, _ = from_file(entry, "function")

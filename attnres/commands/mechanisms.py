@@ -1,4 +1,4 @@
-"""`attnres mechanisms`: what residual mechanisms there are."""
+"""`attnres mechanisms`: list the residual mechanisms."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,6 +1,6 @@
-"""Commands whose work is one call: the flags of each, and the call. Longer ones have files of their own.
+"""Commands that need one function call: the flags of each, and the call. Longer commands have files of their own.
 
-What a command needs besides its flags is imported when they are understood.
+Heavy libraries are imported after the flags are parsed.
 """
 
 import importlib
@@ -249,11 +249,12 @@ CALLS: dict[str, tuple[type, Callable[[Any], None] | str]] = {
     "families": (Families, _families),
     "check": (Check, _check),
 }
-"""The flags of each command, and the function that takes them, or MODULE:FUNCTION, which is imported after them."""
+"""Command -> the dataclass of its flags, and the function that takes them; MODULE:FUNCTION is imported after
+parsing."""
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Parse the arguments after the command's name and carry it out."""
+    """Parse the arguments after the command's name and run the command."""
     kind, call = CALLS[command]
     options = parse(command, kind, arguments)
     if isinstance(call, str):

@@ -1,4 +1,4 @@
-"""Define the configuration of a training run: plain dataclasses, their dict form, and when two of them are one run.
+"""The configuration of a training run: dataclasses, their dict form, and when two of them are the same run.
 
 The docstrings below the fields are the help texts of the command line (tyro reads them). No torch is imported here.
 """

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 
 import pytest
@@ -71,8 +72,12 @@ def test_a_comparison_leaves_everything_on_disk(done):
     out = folder / "out"
     assert study.labels == ["standard", "block-num_blocks2"]
     assert all(run.finished for run in study.runs)
-    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    page = (out / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
     assert (out / "table.csv").read_text().count("\n") == 3
+    assert '<a href="explorer.html">block-num_blocks2 and standard in the explorer</a>' in page
+    shown = json.loads(re.findall('id="saved">(.*)</script>', (out / "explorer.html").read_text())[0])
+    assert study.runs[0].inspection.example["tokens"] == shown["panes"][0]["tokens"] and len(shown["panes"]) == 2
     plan = json.loads((out / "compare.json").read_text())
     assert (plan["baseline"], plan["threads"]) == ("standard", max(1, torch.get_num_threads() // plan["jobs"]))
     assert {run.environments[0]["threads"] for run in study.runs} == {plan["threads"]}

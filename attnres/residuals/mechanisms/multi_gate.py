@@ -139,7 +139,7 @@ class MultiGate(Residual):
     def learned(self) -> dict[str, Learned]:
         bias, n = self.bias.float().cpu(), self.num_streams
         table = torch.full((self.num_sublayers, n), torch.nan)
-        # of a competitive gate every score is 0 without the token
+        # without the token every score of a competitive gate is 0
         table[n - 1 :] = 1.0 / (n + bias.exp().unsqueeze(-1)) if self.competitive else bias.sigmoid()
         return {"write": Learned(table, ("sublayer", "stream"), "share of an output, without what the token adds")}
 
