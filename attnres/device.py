@@ -11,9 +11,8 @@ import torch
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """Return the dtype of autocast on a kind of device ("cpu", "cuda"); None if autocast is off, or unknown
-    ("meta")."""
-    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    """Return the dtype of autocast on a kind of device ("cpu", "cuda"); None where it is off, and on "meta"."""
+    is_on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -121,9 +121,16 @@ def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, extra_file
     with replaced_folder(out) as folder:
         copy_files(extra_files, folder)
         write_json(folder / "config.json", config)
-        split = split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
+        # Experts are parts of one tensor: only what a file holds is copied.
+        split = split_state_dict_into_shards_factory(
+            state,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=SHARD,
+        )
         for file, names in split.filename_to_tensors.items():
-            save_file({name: state[name] for name in names}, folder / file, metadata={"format": "pt"})
+            parts = {name: state[name].cpu().clone(memory_format=torch.contiguous_format) for name in names}
+            save_file(parts, folder / file, metadata={"format": "pt"})
         if split.is_sharded:
             write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 

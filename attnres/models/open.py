@@ -226,7 +226,7 @@ class Checkpoint:
         with quiet_transformers():
             if self.kind == "foreign":
                 self.weights.check()
-                return assemble(self.name, self.fields, config, self.weights.paths, dtype), []
+                return assemble(self.name, self.fields, config, self.weights.paths, dtype, **options), []
             named = None if self.code else _named_class(self.name, config)
             options |= {} if named else {"trust_remote_code": bool(self.code)}
             with foreign(f"{self.name} cannot be loaded", "is it a model of Transformers, and whole?"):

@@ -1,7 +1,10 @@
 """Folders of Kimi K3's release, made here: loaded against its decoder written out, written back, and refused."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -69,8 +72,8 @@ TEXT = {
 }
 
 
-def tensors(quantised):
-    """Random weights by the release's names, in its shapes."""
+def tensors(quantised, experts=EXPERTS, inner=32):
+    """Random weights by the release's names, in its shapes; `inner` is the width of a latent and of an expert."""
     generator = torch.Generator().manual_seed(1)
     state = {}
 
@@ -104,22 +107,23 @@ def tensors(quantised):
             draw(f"{layer}self_attn.q_a_layernorm.weight", 24, mean=1.0)
             draw(f"{layer}self_attn.kv_a_layernorm.weight", 16, mean=1.0)
         moe = f"{layer}block_sparse_moe."
-        shared, inner = (f"{moe}shared_experts.", 64) if i else (f"{layer}mlp.", 48)
-        for name, shape in {"gate": (inner, D), "up": (inner, D), "down": (D, inner)}.items():
+        shared, width = (f"{moe}shared_experts.", 2 * inner) if i else (f"{layer}mlp.", 48)
+        for name, shape in {"gate": (width, D), "up": (width, D), "down": (D, width)}.items():
             draw(f"{shared}{name}_proj.weight", *shape)
         if not i:
             continue
-        draw(f"{moe}gate.weight", EXPERTS, D)
-        draw(f"{moe}gate.e_score_correction_bias", EXPERTS)
-        draw(f"{moe}routed_expert_down_proj.weight", 32, D)
-        draw(f"{moe}routed_expert_up_proj.weight", D, 32)
-        draw(f"{moe}routed_expert_norm.weight", 32, mean=1.0)
-        for expert in (f"{moe}experts.{e}.{part}.weight" for e in range(EXPERTS) for part in ("w1", "w2", "w3")):
+        draw(f"{moe}gate.weight", experts, D)
+        draw(f"{moe}gate.e_score_correction_bias", experts)
+        draw(f"{moe}routed_expert_down_proj.weight", inner, D)
+        draw(f"{moe}routed_expert_up_proj.weight", D, inner)
+        draw(f"{moe}routed_expert_norm.weight", inner, mean=1.0)
+        for expert in (f"{moe}experts.{e}.{part}.weight" for e in range(experts) for part in ("w1", "w2", "w3")):
             if quantised:
-                state[f"{expert}_packed"] = torch.randint(0, 256, (32, 16), generator=generator, dtype=torch.uint8)
-                state[f"{expert}_scale"] = torch.randint(122, 127, (32, 1), generator=generator, dtype=torch.uint8)
+                for part, low, high, per in (("packed", 0, 256, 2), ("scale", 122, 127, 32)):
+                    values = torch.randint(low, high, (inner, inner // per), generator=generator, dtype=torch.uint8)
+                    state[f"{expert}_{part}"] = values
             else:
-                draw(expert, 32, 32)
+                draw(expert, inner, inner)
     return state
 
 
@@ -298,10 +302,14 @@ def test_a_folder_goes_through_ours_and_back_bit_for_bit(tmp_path, caplog):
     assert torch.equal(*(load(tmp_path / name)(input_ids=IDS).logits for name in ("ours", "again")))
 
 
-def test_one_in_mxfp4_is_written_in_16_bits(tmp_path, caplog):
+@pytest.mark.long
+def test_one_in_mxfp4_is_written_in_16_bits(tmp_path, caplog, monkeypatch):
     folder = folder_of(tmp_path / "k3", quantised=True, dtype=torch.bfloat16)
+    monkeypatch.setattr("attnres.models.export.SHARD", "40KB")
     export_model(folder, tmp_path / "back", "kimi")
     assert "MXFP4" in caplog.text
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 5 and all(file.stat().st_size < 50_000 for file in files)
     theirs, back = stored(folder), stored(tmp_path / "back")
     for name in [name.removesuffix("_packed") for name in theirs if name.endswith("_packed")]:
         numbers = dequantised(theirs.pop(f"{name}_packed"), theirs.pop(f"{name}_scale"))
@@ -320,16 +328,44 @@ def test_what_sees_images_and_what_predicts_further_tokens_is_left_out_and_said(
     }
     ahead = f"model.layers.{LAYERS}."
     whole |= {f"{ahead}eh_proj.weight": torch.zeros(D, 2 * D), f"{ahead}mlp_res_proj.weight": torch.zeros(1, D)}
-    config = {"vision_config": {"_attn_implementation": "flash_attention_2"}, "media_placeholder_token_id": 7}
-    folder = folder_of(tmp_path / "k3", whole, config=config, num_nextn_predict_layers=1)
-    model = load(folder)
+    flash = {"_attn_implementation": "flash_attention_2"}
+    config = {"vision_config": flash, "media_placeholder_token_id": 7}
+    folder = folder_of(tmp_path / "k3", whole, config=config, num_nextn_predict_layers=1, **flash)
+    model = load(folder, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
     assert all(word in caplog.text for word in ("mm_projector", "num_nextn_predict_layers=1", f"{ahead}eh_proj"))
-    text = load(folder_of(tmp_path / "text", state))
+    text = load(folder_of(tmp_path / "text", state), attn_implementation="eager")
     assert torch.equal(model(input_ids=IDS).logits, text(input_ids=IDS).logits)
     model.save_pretrained(tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "back", "kimi")
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert "vision_config" not in written and written["text_config"]["num_nextn_predict_layers"] == 0
+
+
+IN_TWO_GIGABYTES = """
+import re, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+from attnres.models import kimi, load
+before = int(re.search(r"VmSize:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+model = load(sys.argv[1])
+print(before, sum(parameter.nbytes for parameter in model.parameters()), model.dtype)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_folder_is_loaded_where_its_experts_do_not_fit_twice(tmp_path):
+    """The limit is a process' address space, in which the files are mapped too."""
+    fields = {"num_experts": 80, "routed_expert_hidden_size": 512, "moe_intermediate_size": 512}
+    folder = folder_of(tmp_path / "k3", tensors(True, 80, 512), quantised=True, dtype=torch.bfloat16, **fields)
+    few = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # each thread reserves addresses
+    child = [sys.executable, "-c", IN_TWO_GIGABYTES, str(folder)]
+    done = subprocess.run(child, env=few, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    before, model, dtype = done.stdout.split()
+    files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert dtype == "torch.bfloat16" and int(before) + files + 2 * int(model) > 2**31
+    assert 3.9 * files > int(model) > 3.5 * files
 
 
 L1 = "model.layers.1."
@@ -342,6 +378,7 @@ WRONG = {
     "conv": (lambda s: s.pop(f"{L1}self_attn.k_conv1d.weight"), "lacks '.*k_conv1d"),
     "gate": (lambda s: s.pop(f"{L1}self_attn.g_proj.weight"), "lacks '.*1.self_attn.g_proj"),
     "decay": (lambda s: s[f"{L1}self_attn.A_log"].fill_(1.0), "1.self_attn.A_log' .* 128 numbers: expected .* 3 heads"),
+    "unsaid": (lambda s: s.update({f"{EXPERT}9.w4.weight_packed": torch.zeros(2)}), "lacks '.*w4.weight_scale"),
     "read": (lambda s: s.pop(f"{L1}mlp_res_proj.weight"), f"lacks '{L1}mlp_res_proj.weight' of depth reads"),
     "more experts": (lambda s: s.update({f"{EXPERT}4.w1.weight": torch.zeros(32, 32)}), "experts.4.w1.* no place"),
     "more layers": (lambda s: s.update({f"model.layers.{LAYERS}.eh_proj.weight": torch.zeros(2)}), "'.*5.eh_proj"),
@@ -364,6 +401,11 @@ def test_wrong_tensors_are_one_sentence(change, message, tmp_path, capsys):
     state = tensors(quantised=True)
     change(state)
     assert re.search(message, refused(folder_of(tmp_path / "k3", state, quantised=True), tmp_path / "out", capsys))
+
+
+def test_packed_weights_without_a_word_in_the_config_are_refused(tmp_path, capsys):
+    folder = folder_of(tmp_path / "k3", tensors(quantised=True))
+    assert f"lacks '{EXPERT}0.w1.weight'" in refused(folder, tmp_path / "out", capsys)
 
 
 def test_a_missing_file_is_one_sentence(tmp_path, capsys):

@@ -114,7 +114,7 @@ class Format:
         return name
 
     def theirs(self, name: str, config: Any) -> str:
-        """Their name of one of the other weights of a model of this config."""
+        """Their name of one of the other weights of a model of this config, or the first of those in a stack."""
         for theirs, ours in self.renamed:
             name = name.replace(ours, theirs)
         return name

@@ -39,10 +39,10 @@ _EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _CONV = re.compile(r"\.self_attn\.[qkv]_conv1d\.")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _WITHOUT_EFFECT = (
-    *("linear_attn_config", "first_k_dense_replace", "use_grouped_topk"),  # looked at before
-    *("auto_map", "torch_dtype", "head_dim", "rope_theta", "rope_scaling"),
+    *("linear_attn_config", "kda_layers", "full_attn_layers", "num_heads", "short_conv_kernel_size"),
+    *("first_k_dense_replace", "use_grouped_topk", "auto_map", "torch_dtype", "head_dim", "rope_theta", "rope_scaling"),
 )
-"""Fields that no class has and that change nothing, or nothing more."""
+"""Names that no class has as fields, which say by other names what it has, or change nothing."""
 _AHEAD = "num_nextn_predict_layers"
 _PADDED = 128
 """Heads are padded to a multiple of it where K3's release has a number for each."""
@@ -110,8 +110,8 @@ class Kimi(WrittenFormat):
             or any(nested.get(name, off) != off for name, off in self.plain_kda.items())
         ):
             family = "kimi_k3"
-        fields = {name: value for name, value in text.items() if not name.startswith("attn_res_")}
-        fields = {name: value for name, value in fields.items() if name not in ("quantization_config", _AHEAD)}
+        fields = {name: value for name, value in self.kept(text).items() if not name.startswith("attn_res_")}
+        fields.pop(_AHEAD, None)
         if family == "kimi_k3":
             nested = {**self.plain_kda, **nested}
             fields = {"hidden_act": "silu", **self.plain, **fields, "linear_attn_config": nested}
@@ -130,8 +130,9 @@ class Kimi(WrittenFormat):
         if not layers:
             raise UserError("config.json has no 'num_hidden_layers': copy it again")
         if family in _OWN:
-            known = {*field_names(config_class), *named, *named.values(), *self.served, *self.plain, *_WITHOUT_EFFECT}
-            if unread := sorted(name for name, value in fields.items() if value and name not in known):
+            known = {*field_names(config_class), *named, *named.values(), *self.served, *_WITHOUT_EFFECT}
+            given = {**fields, **nested}
+            if unread := sorted(name for name, value in given.items() if value and name not in known):
                 _log.warning("config.json has %s, which no class here reads", first_of(unread, "other field"))
         return Target(family, fields, "block", {"block_size": 2 * min(size, layers), "key_norm_eps": eps})
 
@@ -153,7 +154,7 @@ class Kimi(WrittenFormat):
     def kept(self, config: Config) -> Config:
         if isinstance(text := config.get("text_config"), dict):
             config = {**config, "text_config": self.kept(text)}
-        gone = ("quantization_config", "vision_config", "media_placeholder_token_id")
+        gone = ("quantization_config", "vision_config", "media_placeholder_token_id", "_attn_implementation")
         config = {name: value for name, value in config.items() if name not in gone}
         return {**config, _AHEAD: 0} if _AHEAD in config else config
 
@@ -175,8 +176,9 @@ class Kimi(WrittenFormat):
         own = plain_config(config)
         for name in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
             own.pop(name, None)
-        kinds = enumerate(config.layer_types, 1)  # one-based there
-        full = [i for i, kind in kinds if kind == "full_attention"]
+        for name in ("head_dim", "qk_head_dim", "rope_parameters"):  # which only Transformers has
+            own.pop(name, None)
+        full = [i for i, kind in enumerate(config.layer_types, 1) if kind == "full_attention"]  # one-based there
         nested = {
             **(old.get("linear_attn_config") or {}),
             "full_attn_layers": full,
@@ -192,6 +194,7 @@ class Kimi(WrittenFormat):
             "model_type": "kimi_linear",
             "architectures": ["KimiLinearForCausalLM"],
             "linear_attn_config": nested,
+            "max_position_embeddings": config.max_position_embeddings,
             "first_k_dense_replace": dense,
             "moe_layer_freq": 1,
             "moe_router_activation_func": "sigmoid",
@@ -224,7 +227,6 @@ class Kimi(WrittenFormat):
             )
             tensors = {name: tensor for name, tensor in tensors.items() if name not in after}
         if _quantisation(fields):
-            _log.warning("%s has weights in MXFP4, which are dequantised, and are written so", source)
             tensors = _dequantised(tensors, source)
         if _is_own(config):
             for name in [name for name in tensors if name.endswith(".A_log")]:
@@ -252,6 +254,8 @@ class Kimi(WrittenFormat):
     def theirs(self, name: str, config: Any) -> str:
         if not _is_own(config):
             return name
+        if stack := self.stack(name, config):
+            return stack.names[0]
         if getattr(config, "use_full_rank_gate", False):
             name = name.replace(".self_attn.g_b_proj.", ".self_attn.g_proj.")
         return super().theirs(name, config)
@@ -316,12 +320,11 @@ def _dequantised(tensors: dict[str, Stored], source: str) -> dict[str, Stored]:
                 "for 32 values of four bits"
             )
         del numbers[name]
-        numbers[matrix] = Stored(functools.partial(_read_mxfp4, packed, scale), (rows, 2 * size), torch.float32)
+        read = functools.partial(lambda packed, scale: mxfp4(packed[...], scale[...]), packed, scale)
+        numbers[matrix] = Stored(read, (rows, 2 * size), torch.float32)
+    if len(numbers) < len(tensors):
+        _log.warning("%s has weights in MXFP4, which are dequantised, and are written so", source)
     return numbers
-
-
-def _read_mxfp4(packed: Stored, scale: Stored) -> Tensor:
-    return mxfp4(packed[...], scale[...])
 
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:

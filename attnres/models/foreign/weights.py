@@ -52,14 +52,15 @@ def foreign_config(name: str, fields: dict[str, Any]) -> Any:
 
 
 def assemble(
-    name: str, fields: dict[str, Any], config: Any, files: Sequence[Path], dtype: torch.dtype | str
+    name: str, fields: dict[str, Any], config: Any, files: Sequence[Path], dtype: torch.dtype | str, **options: Any
 ) -> DepthMixin:
     """Return the model of the checkpoint called `name`, in evaluation mode.
 
     Args:
         fields, config: its config.json, and what `foreign_config` made of it.
         files: its safetensors.
-        dtype: of the weights, "auto" for the one they are stored in; the residual's are fp32.
+        dtype: of the weights, "auto" for the one of the token embedding there; the residual's are fp32.
+        options: for `from_pretrained`.
 
     Raises:
         UserError: tensors that are missing, left over or of another shape, or those of another format.
@@ -78,7 +79,7 @@ def assemble(
     state.update({place + ours: tensor for ours, tensor in reads.items()})
     with foreign(f"the weights of {name} do not fit its config", "copy it again"):
         model, info = model_class.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
         )
     missing = {key for key in info["missing_keys"] if not key.endswith(kind.optional)}
     for problem, keys in (("lacks", missing), ("has, besides what its format has,", info["unexpected_keys"])):
@@ -92,7 +93,7 @@ def assemble(
 
 
 def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
-    """Return the model's tensors under their names, on the CPU.
+    """Return the model's tensors under their names, or parts of them.
 
     Those of the reads are in the weights' dtype where that loses nothing, else in fp32; a gate's or bias that ours does
     not have is zero.
@@ -117,7 +118,7 @@ def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
             rows = tensor.flatten(0, 1) if stack.groups else tensor
             state |= zip(stack.names, rows.chunk(len(stack.names)), strict=True)
     state = kind.written(state, model.config)
-    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
 def _stored(files: Sequence[Path]) -> dict[str, Stored]:
