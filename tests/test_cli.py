@@ -407,7 +407,7 @@ def test_a_panic_of_a_library_is_a_sentence_too(capsys, monkeypatch):
     with pytest.raises(UserError, match=r"it is no tokenizer \(range end index 7 out of range\): give another"):  # noqa: SIM117
         with foreign("it is no tokenizer", "give another"):
             panic()
-    monkeypatch.setitem(CALLS, "families", (Families, panic))
+    monkeypatch.setitem(CALLS, "families", (Families, "", panic))
     code, _, err = run(capsys, "families")
     assert code == 1 and err.startswith("attnres: error: unforeseen PanicException") and err.count("\n") == 1
     with pytest.raises(SystemExit), foreign("it is no tokenizer", "give another"):

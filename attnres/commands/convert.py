@@ -43,7 +43,7 @@ class Convert:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("convert", Convert, arguments)
+    options = parse("convert", Convert, arguments, doing="loading the model, to compare its logits before and after")
 
     from attnres.models import convert, export_model, open_checkpoint
 

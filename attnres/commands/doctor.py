@@ -38,7 +38,7 @@ class Doctor:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("doctor", Doctor, arguments)
+    options = parse("doctor", Doctor, arguments, doing="loading the model and looking for faults")
 
     from attnres.inspect.doctor import examine
 

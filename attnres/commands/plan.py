@@ -100,7 +100,7 @@ def _measured(options: PlanOptions) -> tuple[list[float], float]:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("plan", PlanOptions, arguments)
+    options = parse("plan", PlanOptions, arguments, doing="counting layouts")
     numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "tp", "microbatches", "batch", "context")
     for name in numbers:
         value = getattr(options, name)
