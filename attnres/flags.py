@@ -33,7 +33,7 @@ def _size_from(words: list[str]) -> str | dict[str, Any]:
     try:
         return parse_yaml(words[0], "it")
     except UserError:
-        raise ValueError(f"'{words[0]}' is no mapping such as {{family: qwen3, hidden_size: 64}}") from None
+        raise ValueError(f"'{words[0]}' is not a mapping such as {{family: qwen3, hidden_size: 64}}") from None
 
 
 def _settings_from(words: list[str]) -> dict[str, Setting]:
@@ -198,7 +198,7 @@ def _sentence(box: str) -> str:
         return f"{number[1]}: {number[2].strip('.')} is no whole number"
     unfit = re.match(r"Error parsing (--[\w-]+): Could not find valid parse for arguments: \[(.*)\]", message[0])
     if unfit:
-        return f"{unfit[1]}: {unfit[2]} is not what it takes"
+        return f"{unfit[1]}: {unfit[2]} is not a valid value"
     untyped = re.match(r"(.*): no type matching ({None}\|)?(.*?) could be instantiated from \[(.*?)\]", message[0])
     if untyped:
         return f"{untyped[1]}: {untyped[4]} is no {untyped[3]}"

@@ -74,7 +74,7 @@ def _model(options: PlanOptions, device: str) -> Any:
     size = options.model or "nano"
     if isinstance(size, str) and size not in SIZES:
         if options.vocab_size is not None:
-            raise UserError(f"vocab_size is given and {size} is a model, which has its own: leave it out")
+            raise UserError(f"vocab_size is given and {size} is a model, which has a vocabulary already: leave it out")
         return build_shapes(size, options.residual, options.settings, device)
     vocabulary = options.vocab_size or 65536
     positions, settings = options.context, options.settings
