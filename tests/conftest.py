@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import torch
 
-from attnres.files import lock
+from attnres.files import cache_dir, lock
 from attnres.ops import cpu
 from attnres.residuals import registry
 
@@ -51,6 +51,22 @@ def backend(request, monkeypatch):
     elif cpu.load() is None:
         pytest.skip("no C compiler: the CPU kernels cannot be built")
     return request.param
+
+
+KERNELS = cache_dir() / "kernels"  # before any test names another cache
+
+
+@pytest.fixture(scope="session")
+def empty_cache():
+    """`empty_cache(folder)` makes a cache of the compiled kernels alone, which a child process would compile anew."""
+
+    def make(folder):
+        KERNELS.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "kernels").symlink_to(KERNELS)
+        return str(folder)
+
+    return make
 
 
 @pytest.fixture(scope="session")

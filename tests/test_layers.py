@@ -29,8 +29,8 @@ ORDER = """
     report
     evals
     inspect.texts inspect.tables inspect.look inspect.corpus figures.draw
-    comparison
     app
+    comparison
     flags
     commands
     cli

@@ -44,6 +44,8 @@ KIMI = {
     "v_head_dim": 8,
 }
 """Kimi Linear of one layer of MLA, as a size."""
+K3 = {**KIMI, "family": "kimi_k3", "q_lora_rank": 8, "routed_expert_hidden_size": 16}
+"""The same with K3's layers."""
 
 
 def stir(residual: nn.Module, scale: float, seed: int) -> None:

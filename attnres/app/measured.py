@@ -35,7 +35,7 @@ MEASURED = 200
 """Edges that are measured: those of the largest gradient estimates."""
 LINKS = 2000
 """Links of an attribution graph."""
-SCORED = 4096
+SCORED = 2048
 """Tokens in one pass, where many texts go through the model."""
 WINDOW = 256
 """Tokens in a window of a corpus."""
@@ -158,11 +158,14 @@ class Measured:
         """Return scores (`score`), where they have been made or are being made."""
         return self.cache.partial.get(("score", asked)) or self.cache.get(("score", asked))
 
-    def score(self, asked: Asked, report: Report) -> Attribution:
-        """Measure what each of the `MEASURED` edges of the largest gradients, cut alone at all tokens, does to the
-        prediction. `report` is called with edges done and edges in all, and others may use the model then; who asks for
-        what another is measuring waits for that. Meanwhile `scored` has the gradients, and what was measured so far."""
-        most = min(MEASURED, sum(len(row) for row in self.sources if len(row) > 1))
+    def score(self, asked: Asked, report: Report, most: int | None = None) -> Attribution:
+        """Measure what each of the `most` edges of the largest gradients (None: `MEASURED`), cut alone at all tokens,
+        does to the prediction.
+
+        `report` is called with edges done and edges in all, and others may use the model then; who asks for what
+        another is measuring waits for that. Meanwhile `scored` has the gradients, and what was measured so far.
+        """
+        most = min(most or MEASURED, sum(len(row) for row in self.sources if len(row) > 1))
 
         def measure(progress: Callable[[int], None]) -> Attribution:
             done = 0
@@ -279,6 +282,6 @@ class _Watching(Trace):
         super().__init__(residual, tokens=tokens)
         self.vectors: dict[int, Tensor] = {}
 
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
-        super().on_read(index, h, weights, values)
-        self.vectors[index] = h.detach()[0]
+    def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+        super().on_read(read, h, weights, values)
+        self.vectors[read] = h.detach()[0]

@@ -4,16 +4,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, reduce
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
 from attnres.app.cache import Report
 from attnres.app.measured import MEASURED, Asked
-from attnres.app.opened import Learned, Opened
+from attnres.app.opened import Learned, Opened, open_models
 from attnres.app.pane import DIGITS, pane_of, score_rows
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
+from attnres.files import write_text
 from attnres.inspect.circuits import Circuit
+from attnres.inspect.notebook import alone
 from attnres.inspect.texts import LookText
 from attnres.stats import plain
 from attnres.text import visible
@@ -53,6 +56,8 @@ SEARCHED = 20_000
 """Tokens of a corpus that a search looks at."""
 STEPS = 2
 """Of trainings, whose weights stay in memory."""
+FEW = 16
+"""Edges that are measured for a page that is written without being asked for."""
 
 
 class Page:
@@ -88,17 +93,18 @@ class Page:
         """What links call the models."""
         return [model.key for model in self.models]
 
-    def example(self, name: str) -> str:
-        """Return an example, as far as the shortest context of the finished models goes."""
+    def beginning(self, text: str) -> str:
+        """Return a text as far as the shortest context of the finished models goes."""
         encoders = [model.encoder for model in self.models if model.whole is model]
-        return reduce(lambda text, encoder: encoder.beginning(text), encoders, EXAMPLES[name])
+        return reduce(lambda text, encoder: encoder.beginning(text), encoders, text)
 
     def begin(self, link: str) -> tuple[View, str]:
         """Return the view that the page opens with, and what is wrong with its link, a query string."""
         fields = {name: value for name, value in parse_qsl(link.removeprefix("?")[:20_000]) if len(name) == 1}
         whole = tuple(number for number, model in enumerate(self.models) if model.whole is model)
-        text = self.text if self.text is not None else self.models[-1].opening_text
-        start = View(text=self.example(self.models[-1].kind_of_text) if text is None else text, models=whole)
+        last = self.models[-1]
+        text = self.text if self.text is not None else last.opening_text
+        start = View(text=self.beginning(EXAMPLES[last.kind_of_text]) if text is None else text, models=whole)
         try:
             view = decode(fields, self.keys) if fields else start
             return (view if view.text else replace(view, text=start.text)), ""
@@ -279,3 +285,22 @@ class Page:
         for number, model in enumerate(self.models):
             if model.is_loaded and model.whole is not model and number not in self._recent:
                 model.forget()
+
+
+def save_page(models: Sequence[str | Path], text: str | None, path: Path) -> None:
+    """Write the explorer's page of one or two models as a file that needs no server: the last prediction of a text
+    that the text itself answers, the `FEW` edges of the largest gradient estimates measured.
+
+    Args:
+        text: as much of it as the models take is shown; None is an example.
+
+    Raises:
+        UserError: a model that cannot be shown, or a text that it cannot read.
+    """
+    page = Page(open_models(models))
+    view = page.begin("")[0]
+    view = view if text is None else replace(view, text=page.beginning(text))
+    view = replace(view, token=max(0, len(page.models[view.models[0]].read(view.text).ids) - 2))
+    for number in view.models:
+        page.models[number].score(page.asked(view, number), lambda done, whole: None, FEW)
+    write_text(path, alone(page.show(view)))

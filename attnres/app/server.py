@@ -183,7 +183,7 @@ def application(page: Page, *, local: bool, names: Collection[str] = (), framed:
         return page.neuronpedia(_view(page, question)[0], question.get("threshold", 0.0))
 
     begin = {
-        "examples": {name: page.example(name) for name in EXAMPLES},
+        "examples": {name: page.beginning(text) for name, text in EXAMPLES.items()},
         "characters": MAX_CHARACTERS,
         "corpus": page.corpus.name if page.corpus is not None else None,
         "models": page.keys,

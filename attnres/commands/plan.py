@@ -1,4 +1,4 @@
-"""`attnres plan`: what layouts of GPUs cost, before anything is started."""
+"""`attnres plan`: estimate what layouts of GPUs cost, before anything is started."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from attnres.scale.plan import Planned
 
 MOST = 10**9
-"""GPUs, tokens, sequences, words that are counted with."""
+"""Largest number of GPUs, tokens, sequences or words that is accepted."""
 MICROBATCHES = 16
-"""Of a step on each copy, where nothing else is asked for."""
+"""Micro-batches of a step on each replica by default."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class PlanOptions:
 
 
 def _model(options: PlanOptions, device: str) -> Any:
-    """Return the model with drawn weights, or on the meta device with shapes alone. Raises UserError."""
+    """Return the model with randomly drawn weights, or with shapes alone on the meta device. Raises UserError."""
     import torch
 
     from attnres.models import build
@@ -76,7 +76,7 @@ def _model(options: PlanOptions, device: str) -> Any:
     size = options.model or "nano"
     if isinstance(size, str) and size not in SIZES:
         if options.vocab_size is not None:
-            raise UserError(f"vocab_size is given and {size} is a model, which has its own: leave it out")
+            raise UserError(f"vocab_size is given and {size} is a model, which has a vocabulary already: leave it out")
         return build_shapes(size, options.residual, options.settings, device)
     vocabulary = options.vocab_size or 65536
     positions, settings = options.context, options.settings
@@ -87,7 +87,7 @@ def _model(options: PlanOptions, device: str) -> Any:
 
 
 def _measured(options: PlanOptions) -> tuple[list[float], float]:
-    """Return seconds of each layer and of the head on this machine's device."""
+    """Measure the seconds of each layer and of the head on this machine's device, and return them."""
     from attnres.ops.devices import pick_device
     from attnres.scale.cut import layer_times
     from attnres.training.environment import has_bf16, tune
@@ -96,13 +96,13 @@ def _measured(options: PlanOptions) -> tuple[list[float], float]:
     device = pick_device("auto")
     model = _model(options, str(device))
     tune(model, device, options.context)
-    with precision("bf16" if has_bf16(device) else "fp32", device):  # as training chooses
+    with precision("bf16" if has_bf16(device) else "fp32", device):  # the precision that training chooses
         return layer_times(model, batch=options.batch, tokens=options.context)
 
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("plan", PlanOptions, arguments)
+    options = parse("plan", PlanOptions, arguments, doing="counting layouts")
     numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "tp", "ep", "microbatches", "batch", "context")
     for name in numbers:
         value = getattr(options, name)
@@ -160,7 +160,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _microbatches(options: PlanOptions) -> int:
-    """Return the micro-batches that were given; else 16, or with `pp` the next number that its schedule takes."""
+    """Return --microbatches; by default 16, or with --pp the next number that the schedule accepts."""
     from attnres.scale.pipeline import fitting_microbatches, stages_each
 
     if options.microbatches is not None:
@@ -172,7 +172,8 @@ def _microbatches(options: PlanOptions) -> int:
 
 
 def _print_table(rows: "list[Planned]", residual: str, standard: "Planned | None", title: str) -> None:
-    """Print a line a layout, and the first with the standard residual; then their memory and traffic by part."""
+    """Print a line for each layout and one for the first layout with the standard residual, then memory and traffic by
+    part."""
     from rich.table import Table
 
     from attnres.progress import wide

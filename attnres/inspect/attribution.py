@@ -297,17 +297,17 @@ class _Probe(Edits):
         self.products: list[Tensor] = []
         self.grads: Sequence[Tensor] = ()
 
-    def edits(self, index: int) -> bool:
+    def edits(self, read: int) -> bool:
         return True
 
-    def edit(self, index: int, weights: Tensor) -> Tensor:
-        weights = super().edit(index, weights)
+    def edit(self, read: int, weights: Tensor) -> Tensor:
+        weights = super().edit(read, weights)
         zeros = torch.zeros_like(weights, requires_grad=True)
         self.weights.append(weights.detach().clone())
         self.zeros.append(zeros)
         return weights + zeros
 
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+    def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         dtype = compute_dtype(h.dtype)
         stacked = torch.stack([value.detach().to(dtype).flatten(0, -2) for value in values or self.outputs], 1)
         self.products.append(stacked @ stacked.mT)

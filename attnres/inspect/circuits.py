@@ -194,12 +194,12 @@ class Parts(Edits):
         self.rows: list[Tensor] = []
         self.zeros: list[Tensor] = []
 
-    def edits(self, index: int) -> bool:
+    def edits(self, read: int) -> bool:
         return True
 
-    def edit(self, index: int, weights: Tensor) -> Tensor:
-        weights = super().edit(index, weights)
-        row = self.residual.mixing_row(index, weights.detach().float().reshape(-1, weights.shape[-1]), self.rows)
+    def edit(self, read: int, weights: Tensor) -> Tensor:
+        weights = super().edit(read, weights)
+        row = self.residual.mixing_row(read, weights.detach().float().reshape(-1, weights.shape[-1]), self.rows)
         if row is None:
             raise UserError(
                 f"residual '{self.residual.name}' makes reads that are no sums of single outputs: there are no parts"
@@ -207,8 +207,8 @@ class Parts(Edits):
         self.rows.append(row)
         return weights
 
-    def steer(self, index: int, h: Tensor) -> Tensor:
-        h = super().steer(index, h)
+    def steer(self, read: int, h: Tensor) -> Tensor:
+        h = super().steer(read, h)
         zeros = torch.zeros_like(h, requires_grad=True)
         self.h.append(h.detach().flatten(0, -2))
         self.zeros.append(zeros)

@@ -385,7 +385,7 @@ class Watch(Editor):
     def on_write(self, index: int, output: Tensor) -> None:
         self.outputs = [*self.outputs[: index + 1], output]  # a checkpointed layer writes again
 
-    def edit(self, index: int, weights: Tensor) -> Tensor:
+    def edit(self, read: int, weights: Tensor) -> Tensor:
         return weights
 
 
@@ -420,21 +420,21 @@ class Edits(Watch):
                 "use_cache=False, or edit all tokens"
             )
 
-    def edits(self, index: int) -> bool:
-        return index in self.by_read
+    def edits(self, read: int) -> bool:
+        return read in self.by_read
 
-    def edit(self, index: int, weights: Tensor) -> Tensor:
-        if index not in self.by_read:
+    def edit(self, read: int, weights: Tensor) -> Tensor:
+        if read not in self.by_read:
             return weights
         edited = weights.view(*self.shape, -1)
-        for edit in self.by_read[index]:
-            new = edit.reweigh(edited, self.sources[index], self.residual.traits.sums_to_one)
+        for edit in self.by_read[read]:
+            new = edit.reweigh(edited, self.sources[read], self.residual.traits.sums_to_one)
             edited = self._at_tokens(edit, new, edited)
         return edited.reshape(weights.shape)
 
-    def exchange(self, index: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        names = self.sources[index]
-        for edit in self.by_read.get(index, ()):
+    def exchange(self, read: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        names = self.sources[read]
+        for edit in self.by_read.get(read, ()):
             if any(map(edit.changes, names)):
                 values = [
                     self._at_tokens(edit, edit.change(value), value) if edit.changes(name) else value
@@ -442,8 +442,8 @@ class Edits(Watch):
                 ] + list(values[len(names) :])
         return values
 
-    def steer(self, index: int, h: Tensor) -> Tensor:
-        for edit in self.by_read.get(index, ()):
+    def steer(self, read: int, h: Tensor) -> Tensor:
+        for edit in self.by_read.get(read, ()):
             if edit.changes(None):
                 h = self._at_tokens(edit, edit.change(h), h)
         return h

@@ -210,9 +210,9 @@ class _Keep:
     def on_start(self, embedding: Tensor) -> None:
         self.outputs, self.reads = [embedding[0]], {}
 
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+    def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         vectors = [value.reshape(h.shape)[0] for value in values] or list(self.outputs)
-        self.reads[index] = h[0], weights, vectors
+        self.reads[read] = h[0], weights, vectors
 
     def on_write(self, index: int, output: Tensor) -> None:
         self.outputs.append(output[0])

@@ -137,38 +137,38 @@ class Trace(notebook.Result):
             self._label_tokens += torch.bincount(ids, minlength=self._labels)
 
     @torch.no_grad()
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+    def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         if _in_backward():
             return
         if not self.tokens:
             raise UserError("a read was made before a pass began: call `start` of the residual inside the recording")
         h = h.detach()
-        self._input_squares[index] += _sum_of_squares(h)
+        self._input_squares[read] += _sum_of_squares(h)
         if self._keep:
-            self._token_norms[index] = h.float().square().mean(-1).sqrt().cpu()
+            self._token_norms[read] = h.float().square().mean(-1).sqrt().cpu()
         if weights is None:
             return
         weights = weights.detach().float()
-        self._weights[index] += weights.sum(0, dtype=torch.float64).cpu()
+        self._weights[read] += weights.sum(0, dtype=torch.float64).cpu()
         shares = weights.abs() / weights.abs().sum(1, keepdim=True).clamp_min(1e-30)  # an emptied read has no entropy
-        self._entropy[index] += torch.special.entr(shares).sum(dtype=torch.float64).item()
+        self._entropy[read] += torch.special.entr(shares).sum(dtype=torch.float64).item()
         contributions = self._contributions
         row = None
         if self._feeds_back or contributions is not None:
-            row = self._mechanism.mixing_row(index, weights, self._rows)
+            row = self._mechanism.mixing_row(read, weights, self._rows)
         if self._feeds_back and row is not None:
             self._rows.append(row)
-            self._mixing[index] += row.sum(0, dtype=torch.float64).cpu()
+            self._mixing[read] += row.sum(0, dtype=torch.float64).cpu()
         if contributions is not None:
-            contributions.read(index, h, weights, values, row)
+            contributions.read(read, h, weights, values, row)
         if values:
-            self._geometry(index, values)
+            self._geometry(read, values)
         if self._keep:
-            self._token_weights[index] = weights.view(*self._shape, -1).cpu()
+            self._token_weights[read] = weights.view(*self._shape, -1).cpu()
         if self._labels and self._label_ids is not None:
             labelled = self._label_ids >= 0
             sums = torch.zeros(self._labels, weights.shape[1], dtype=torch.float64)
-            self._label_sums[index] += sums.index_add_(0, self._label_ids[labelled], weights.double().cpu()[labelled])
+            self._label_sums[read] += sums.index_add_(0, self._label_ids[labelled], weights.double().cpu()[labelled])
 
     def _geometry(self, index: int, values: Sequence[Tensor]) -> None:
         """Add the lengths of the sources, their angles to the pseudo-query and, at the last read, to one another."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import threading
 import time
@@ -21,7 +22,7 @@ from attnres.app import serve
 from attnres.app.cache import KEPT, _bytes
 from attnres.app.measured import Asked
 from attnres.app.opened import Opened, choose_threads, find_demo, open_models
-from attnres.app.page import Page
+from attnres.app.page import Page, save_page
 from attnres.app.state import MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
 from attnres.inspect import attribute, circuit, patch, token_attention
@@ -178,6 +179,28 @@ def test_scores_come_as_gradients_first_and_of_many_edges_the_largest_are_measur
     for _, r, s in sizes[-5:]:
         assert result["measured"][r][s] == pytest.approx(whole.knockout[r][s], abs=1e-4)
     block.cache.clear()
+
+
+def test_a_page_is_written_in_which_the_last_prediction_of_a_text_is_explained(folders, tmp_path, monkeypatch):
+    """Of two models, as far as both take the text; what the text says is the target of both."""
+    monkeypatch.setattr("attnres.app.page.FEW", 3)
+    save_page([folders["block"], folders["full"]], TEXT * 100, tmp_path / "page.html")
+    html = (tmp_path / "page.html").read_text()
+    shown = json.loads(re.findall('<script type="application/json" id="saved">(.*)</script>', html)[0])
+    text = shown["view"]["text"]
+    assert (TEXT * 100).startswith(text) and len(text) < len(TEXT * 100)
+    for pane, name in zip(shown["panes"], ("block", "full"), strict=True):
+        model = Opened(folders[name])
+        ids = model.encoder.encode(text)[0]
+        assert (pane["token"], pane["target"]) == (len(ids) - 2, ids[-1])
+        scores = attribute(model.model, ids, position=len(ids) - 2, most=3)
+        rows = zip(pane["scores"]["measured"], scores.knockout, strict=True)
+        pairs = [pair for row, other in rows if len(row) > 1 for pair in zip(row, other, strict=True)]
+        assert sum(mine is not None for mine, _ in pairs) == 3
+        assert all(mine == pytest.approx(other, abs=1e-4) for mine, other in pairs if mine is not None)
+    with pytest.raises(UserError, match="no text"):
+        save_page([folders["block"]], " ", tmp_path / "none.html")
+    assert not (tmp_path / "none.html").exists()
 
 
 def test_a_click_takes_few_forward_passes(folders):

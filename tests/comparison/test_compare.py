@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import re
 import shutil
 
 import pytest
@@ -44,7 +45,7 @@ def config_in(folder, **changes):
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory):
+def done(tmp_path_factory, empty_cache):
     """A finished comparison and its configuration."""
     folder = tmp_path_factory.mktemp("compare")
     (folder / "text").mkdir()
@@ -52,7 +53,7 @@ def done(tmp_path_factory):
         text = f"Document {i} counts: " + ", ".join(str(n * (i + 1)) for n in range(120))
         (folder / "text" / f"{i}.txt").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ATTNRES_CACHE", str(folder / "cache"))
+        patch.setenv("ATTNRES_CACHE", empty_cache(folder / "cache"))
         patch.setenv("OMP_NUM_THREADS", "1")
         config = config_in(folder)
         yield config, compare(config), folder
@@ -71,8 +72,12 @@ def test_a_comparison_leaves_everything_on_disk(done):
     out = folder / "out"
     assert study.labels == ["standard", "block-num_blocks2"]
     assert all(run.finished for run in study.runs)
-    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    page = (out / "report.html").read_text()
+    assert page.startswith("<!doctype html>")
     assert (out / "table.csv").read_text().count("\n") == 3
+    assert '<a href="explorer.html">block-num_blocks2 and standard in the explorer</a>' in page
+    shown = json.loads(re.findall('id="saved">(.*)</script>', (out / "explorer.html").read_text())[0])
+    assert study.runs[0].inspection.example["tokens"] == shown["panes"][0]["tokens"] and len(shown["panes"]) == 2
     plan = json.loads((out / "compare.json").read_text())
     assert (plan["baseline"], plan["threads"]) == ("standard", max(1, torch.get_num_threads() // plan["jobs"]))
     assert {run.environments[0]["threads"] for run in study.runs} == {plan["threads"]}
@@ -293,7 +298,7 @@ def test_settings_of_some_variants_fine_tuning_are_none_of_the_others(tmp_path, 
     runs = make_plan(dataclasses.replace(config, base=both, variants=variants)).runs.values()
     assert [(run.finetune.lora_rank, run.finetune.distill_temperature) for run in runs] == [(8, 2.0), (4, 1.0)]
     for variants in (["standard", "block"], ["standard", "block@lora_rank=2"]):
-        with pytest.raises(UserError, match=r"lora_rank is \d and would change nothing"):
+        with pytest.raises(UserError, match=r"lora_rank is \d and would have no effect"):
             make_plan(dataclasses.replace(config, base=base, variants=variants))
 
 

@@ -103,7 +103,7 @@ def test_batches_are_the_windows_in_order_and_begin_again_at_the_end(spec: str):
     assert [half.tolist() for half in halves] == [[row] for row in batches.at(1)[0].tolist()]
 
 
-@pytest.mark.quick("file")
+@pytest.mark.long
 def test_a_streamed_run_goes_on_bit_for_bit(spec: str, tmp_path: Path, own_cache: Path):
     data = {"source": spec, "tokenizer": "bpe:300", "stream": True, "limit": LIMIT, "held_out": SHARE}
     values = {

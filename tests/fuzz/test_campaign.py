@@ -22,10 +22,10 @@ from fuzz.tally import Tally
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory):
+def material(tmp_path_factory, empty_cache):
     with pytest.MonkeyPatch.context() as patch:
         root = tmp_path_factory.mktemp("fuzz") / "work"
-        patch.setenv("ATTNRES_CACHE", str(root.parent / "cache"))
+        patch.setenv("ATTNRES_CACHE", empty_cache(root.parent / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         yield make(root, whole=False)
 

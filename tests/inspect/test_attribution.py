@@ -1,6 +1,7 @@
 """Knock-outs of all edges are those made one by one, and the gradient's estimate is their first order."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,10 +9,12 @@ import torch
 from tiny import SIZE
 
 from attnres import UserError
-from attnres.inspect.attribution import agreement, attribute, spearman
+from attnres.inspect.attribution import Change, agreement, attribute, each_alone, spearman
 from attnres.inspect.edits import Ablate, Reweigh, intervene, source_names
 from attnres.inspect.recording import record
 from attnres.models import build
+from attnres.residuals.mechanisms import depth_attention
+from attnres.residuals.mechanisms.weighting import Weighting
 
 LAYOUTS = ["block", "full", "cumulative", "boundary", "standard", "rescaled", "denseformer", "hyper_connections"]
 
@@ -175,3 +178,23 @@ def test_positions_targets_and_models_that_do_not_fit_are_refused():
     with pytest.raises(UserError, match="nothing to edit"):
         attribute(make("deepnorm"), text())
     assert model.residual.editor is None
+
+
+def test_cuts_begin_at_their_layer_and_weigh_once_what_the_copies_share(monkeypatch):
+    """Layers, sources that plain torch weighs and passes over the sources of a group of reads are counted."""
+    model = build("pico", "full", vocab_size=50, max_positions=32).eval()
+    ids, layers, weighed, passes = text()[None], [], [], []
+    logit, read_sealed = Weighting._logit, depth_attention.read_sealed
+    for layer in model.depth_layers:
+        layer.mlp.register_forward_hook(lambda *args: layers.append(len(args[2])))
+    monkeypatch.setattr(Weighting, "_logit", lambda *args: weighed.append(args[1].shape) or logit(*args))
+    monkeypatch.setattr(depth_attention, "read_sealed", lambda *a, **k: passes.append(1) or read_sealed(*a, **k))
+    count = len(model.depth_layers)
+    tokens, read = torch.ones(8, dtype=torch.bool), 12
+    cuts = [Change(read, tokens, partial(Ablate, source, read)) for source in source_names(model)[read][:3]]
+    ((part, _),) = each_alone(model, ids, (), cuts, 8)
+    assert part == [0, 1, 2] and layers == [1] * count + [3] * (count - read // 2)
+    assert weighed == [(1, 8, model.config.hidden_size)] * (read + 1)
+    groups = [start for start, stop in dict.fromkeys(model.residual._groups)]
+    # The first group has one source before it, the embedding, and takes no such pass.
+    assert len(passes) == len(groups[1:]) + sum(start > read for start in groups)

@@ -228,7 +228,7 @@ class Values:
     def on_write(self, index, output):
         self.outputs.append(output)
 
-    def on_read(self, index, h, weights, values):
+    def on_read(self, read, h, weights, values):
         self.reads.append(h)
         self.sources.append((weights, list(values)))
 
@@ -395,8 +395,8 @@ class Editing(Editor):
     def on_write(self, index, output):
         self.outputs.append(output)
 
-    def edit(self, index, weights):
-        return self.change(index, weights)
+    def edit(self, read, weights):
+        return self.change(read, weights)
 
 
 EVERY = [(name, SETTINGS.get(name, {})) for name in WEIGHED] + GATED

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from attnres import UserError
 from attnres.head import is_apart
-from attnres.models import FAMILIES, build, load
+from attnres.models import FAMILIES, build, kimi, load
 from attnres.models.bases import checkpoint_activations
 from attnres.models.convert import convert
 from attnres.models.exactness import compare_logits
@@ -68,6 +68,17 @@ SMALL = {
         **MLA,
         **MOE,
     },
+    # The same with K3's layers.
+    "kimi_k3": {
+        "num_hidden_layers": 5,
+        "linear_head_dim": 8,
+        "linear_num_heads": 2,
+        "num_local_experts": 4,
+        "routed_expert_hidden_size": 16,
+        "q_lora_rank": 8,
+        **MLA,
+        **MOE,
+    },
     "ministral": HEADS,
     "ministral3": HEADS,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -92,7 +103,7 @@ families = pytest.mark.parametrize("family", sorted(FAMILIES))
 
 
 def random_model(name, **fields):
-    cls = getattr(transformers, name)
+    cls = getattr(kimi if name.startswith("KimiK3") else transformers, name)
     torch.manual_seed(0)
     model = cls(cls.config_class(**fields)).eval()
     model.set_experts_implementation("eager")  # grouped products have no fp64
@@ -280,7 +291,7 @@ def test_deepnorm_is_refused_where_its_start_values_are_not_worked_out():
     fields = {**NARROW, **SMALL["mixtral"]}
     for name in ("vocab_size", "max_position_embeddings"):
         fields.pop(name)
-    with pytest.raises(UserError, match="not worked out for MixtralForCausalLM"):
+    with pytest.raises(UserError, match="not implemented for MixtralForCausalLM"):
         build({"family": "mixtral", **fields}, "deepnorm", vocab_size=VOCAB)
 
 

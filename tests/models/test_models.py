@@ -330,6 +330,7 @@ def test_the_hugging_face_trainer_trains_it(ids, tmp_path):
 VOCABULARIES = {"pico": 1024, "micro": 4096, "nano": 4096, "100m": 128_000, "0.6b": 151_936, "gpt2-124m": 50_257}
 KIMI = ("kimi-48b", "kimi-nano")
 VOCABULARIES |= {"7b": 32_000, "8b": 128_256, "70b": 128_256, "kimi-48b": 163_840, "kimi-nano": 4096}
+VOCABULARIES |= {"k3-2.8t": 163_840, "k3-nano": 4096}
 
 
 def test_named_sizes_are_what_they_are_called():
@@ -346,6 +347,8 @@ def test_named_sizes_are_what_they_are_called():
     assert [counts[name] for name in ("7b", "8b", "70b")] == [6_738_415_616, 8_030_261_248, 70_553_706_496]
     # Kimi Linear 48B-A3B: 48 billion without the embedding and the head, 3 of them active.
     assert counts["kimi-48b"] - 2 * 163_840 * 2304 == pytest.approx(48e9, rel=0.01)
+    # Kimi K3: 2.8 trillion.
+    assert counts["k3-2.8t"] == pytest.approx(2.8e12, rel=0.01)
     assert set(counts) == set(SIZES)
     for name in ("pico", "micro"):
         assert SIZES[name] == PRESETS[name].train["model"]["size"], "a study's preset has the model of its name"

@@ -88,17 +88,17 @@ def test_what_is_watched_sees_the_earlier_outputs():
         def on_write(self, index, output):
             self.outputs.append(output)
 
-        def edits(self, index):
+        def edits(self, read):
             return True
 
-        def edit(self, index, weights):
+        def edit(self, read, weights):
             return weights
 
-        def exchange(self, index, values):
+        def exchange(self, read, values):
             kept.append([one.clone() for one in self.outputs])
             return values
 
-        def steer(self, index, h):
+        def steer(self, read, h):
             return h
 
     vectors = read_vectors(model, ids)

@@ -65,7 +65,7 @@ def test_a_network_is_that_of_plain_torch(on, name, settings, recompute):
         assert (a - b).norm() <= 1e-4 * b.norm()
 
 
-@pytest.mark.quick("block-*")
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wrap_triton launches in the interpreter alone")
 @pytest.mark.parametrize(("name", "settings"), [("block", {"block_size": 3}), ("full", {"group": 2})])
 def test_kernels_of_pointers_alone_are_those_of_tuples(on, name, settings, monkeypatch):

@@ -227,8 +227,8 @@ class Seen:
     def on_start(self, embedding):
         pass
 
-    def on_read(self, index, h, weights, values):
-        self.reads[index] = weights
+    def on_read(self, read, h, weights, values):
+        self.reads[read] = weights
 
     def on_write(self, index, output):
         pass

@@ -1,8 +1,8 @@
-"""Checkpoints of other projects' depth reads: their configs, names and weights as ours, and for two of them back.
+"""Checkpoints of other projects' depth reads: their configs, names and weights as ours, and for three of them back.
 
 open-attnres  open-attention-residuals: Qwen3, layout `cumulative`; blocks counted as ceil(layers / num_blocks) layers
 fla           flash-linear-attention's Transformer: the paper's layout, `attnres_block_size` in sublayers
-kimi          Kimi K3's names: the paper's layout, `attn_res_block_size` in layers; any family
+kimi          Kimi K3's release: the paper's layout, `attn_res_block_size` in layers; its reads on any family
 nanogpt       the nanoGPT study: GPT-2, layout `boundary`, whole layers
 """
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from attnres.errors import UserError
 from attnres.models.foreign.format import Format, WrittenFormat
-from attnres.models.foreign.formats import FLA, Kimi, NanoGPT, OpenAttnRes
+from attnres.models.foreign.formats import FLA, NanoGPT, OpenAttnRes
+from attnres.models.foreign.kimi import Kimi
 
 FORMATS: dict[str, Format] = {kind.name: kind for kind in (OpenAttnRes(), FLA(), Kimi(), NanoGPT())}
 WRITTEN = {name: kind for name, kind in FORMATS.items() if isinstance(kind, WrittenFormat)}

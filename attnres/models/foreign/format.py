@@ -1,7 +1,11 @@
 """The interface of a foreign format of depth reads: from its config and names to ours, and for some back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.models.classes import CLASSES
@@ -29,6 +33,30 @@ class WeightRule(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Stack(NamedTuple):
+    """Foreign tensors of one shape that one of ours has one below the other: their names, and into how many equal parts
+    ours then groups the rows (a mixture's experts; 0 for none)."""
+
+    names: list[str]
+    groups: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, or one to be made of such: read when it is indexed, and not held.
+
+    Transformers' loader indexes one value of a state dict after the other, so memory holds the model and little more.
+    """
+
+    read: Callable[[], Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    """None for one that no parameter has."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.read()[index]
+
+
 class Format:
     """One project's format.
 
@@ -37,6 +65,7 @@ class Format:
         renamed: parts of names of the other weights, (theirs, ours).
         transposed: ends of names of matrices that lie the other way round there.
         ignored: ends of names of buffers that are no weights.
+        beside: starts of names of weights that are no part of the decoder of text, and left out.
         optional: ends of names, ours, of weights that are zero where they are missing there.
         table: our name of the token embedding.
     """
@@ -45,6 +74,7 @@ class Format:
     renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
     transposed: ClassVar[tuple[str, ...]] = ()
     ignored: ClassVar[tuple[str, ...]] = ()
+    beside: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[tuple[str, ...]] = ()
     table: ClassVar[str] = "model.embed_tokens.weight"
 
@@ -60,14 +90,31 @@ class Format:
         """Return all foreign tensors of the depth reads."""
         raise NotImplementedError
 
-    def ours(self, name: str) -> str:
-        """Our name of one of the other weights."""
+    def kept(self, config: Config) -> Config:
+        """Return the fields that are still true of the model when it is written."""
+        return config
+
+    def decoder(self, tensors: dict[str, Stored], config: Any, fields: Config, source: str) -> dict[str, Stored]:
+        """Return the tensors of which the model is made, by their names, as numbers that are not quantised.
+
+        Args:
+            config, fields: of the model here, and config.json.
+            source: what the user called the checkpoint.
+        """
+        return tensors
+
+    def stack(self, name: str, config: Any) -> Stack | None:
+        """Return of which tensors there one of ours is stacked; None where it is one there."""
+        return None
+
+    def ours(self, name: str, config: Any) -> str:
+        """Our name of one of the other weights, or of what it is stacked into, in a model of this config."""
         for theirs, ours in self.renamed:
             name = name.replace(theirs, ours)
         return name
 
-    def theirs(self, name: str) -> str:
-        """Their name of one of the other weights."""
+    def theirs(self, name: str, config: Any) -> str:
+        """Their name of one of the other weights of a model of this config, or the first of those in a stack."""
         for theirs, ours in self.renamed:
             name = name.replace(ours, theirs)
         return name
@@ -75,6 +122,10 @@ class Format:
 
 class WrittenFormat(Format):
     """A format that models of ours are written in too."""
+
+    def written(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+        """Return tensors by their names as a file of theirs has them."""
+        return tensors
 
     def write(self, config: Any, residual: Residual, stored: Config) -> Config:
         """Say our model's config as theirs.
@@ -146,7 +197,7 @@ def plain_config(config: Any) -> Config:
     """Return the family's own config, without what makes it ours."""
     key = config.model_type.removeprefix("attnres_")
     classes: Any = CLASSES[key]
-    base, model = (next(c for c in cls.__mro__ if c.__module__.startswith("transformers.")) for cls in classes)
+    base, model = classes[0].__bases__[1], classes[1].plain_class
     fields = config.to_dict()
     ours = (*FIELDS, "residual_family", "foreign_config", "auto_map", "_name_or_path")
     kept = {name: value for name, value in fields.items() if name not in ours}

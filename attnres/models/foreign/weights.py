@@ -1,7 +1,9 @@
 """Weights of other projects' checkpoints under our names, and those of our models under theirs."""
 
+import functools
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,18 @@ from attnres.errors import UserError, foreign
 from attnres.models.bases import DepthMixin
 from attnres.models.classes import CLASSES
 from attnres.models.foreign import format_of
-from attnres.models.foreign.format import Format, WrittenFormat
+from attnres.models.foreign.format import Format, Stored, WrittenFormat
 from attnres.residuals import Residual
 from attnres.residuals.queries import Queried
 from attnres.text import first_of
 
+_log = logging.getLogger("attnres")
+
 _READ = re.compile(r"(_res_(proj|norm|bias|gate_logit|gate_proj|alpha)|\.res_(proj|norm)|depth_attn\.)")
 """In the name of every tensor of a depth read, of whatever format."""
 _WRAPPERS = ("_orig_mod.", "language_model.")  # of torch.compile; of a model that sees images too
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+"""Of tensors in safetensors that are weights, or weights in fewer bits."""
 
 
 def foreign_config(name: str, fields: dict[str, Any]) -> Any:
@@ -41,19 +47,20 @@ def foreign_config(name: str, fields: dict[str, Any]) -> Any:
     kept = {field: value for field, value in target.fields.items() if field not in skipped}
     with foreign(f"config.json of {name} is no valid {target.family} config", "copy it again"):
         config = config_class.from_dict({**kept, "residual": target.residual, "residual_settings": target.settings})
-    config.foreign_config = fields
+    config.foreign_config = kind.kept(fields)
     return config
 
 
 def assemble(
-    name: str, fields: dict[str, Any], config: Any, files: Sequence[Path], dtype: torch.dtype | str
+    name: str, fields: dict[str, Any], config: Any, files: Sequence[Path], dtype: torch.dtype | str, **options: Any
 ) -> DepthMixin:
     """Return the model of the checkpoint called `name`, in evaluation mode.
 
     Args:
         fields, config: its config.json, and what `foreign_config` made of it.
         files: its safetensors.
-        dtype: of the weights, "auto" for the one they are stored in; the residual's are fp32.
+        dtype: of the weights, "auto" for the one of the token embedding there; the residual's are fp32.
+        options: for `from_pretrained`.
 
     Raises:
         UserError: tensors that are missing, left over or of another shape, or those of another format.
@@ -61,22 +68,23 @@ def assemble(
     kind = format_of(name, fields)
     with torch.device("meta"):
         residual = config.make_residual()
-    tensors = _unwrapped(_read(files), name)
+    tensors = kind.decoder(_unwrapped(_stored(files), kind, name), config, fields, name)
+    if not isinstance(dtype, torch.dtype):
+        table = tensors.get(kind.theirs(kind.table, config))
+        dtype = table.dtype if table is not None and table.dtype is not None else torch.float32
     reads = _gathered(tensors, kind, residual, name)
-    state = _renamed(tensors, kind, config, name)
-    if dtype == "auto":
-        dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
+    state: dict[str, Any] = dict(_renamed(tensors, kind, config, dtype, name))
     model_class: Any = CLASSES[config.model_type.removeprefix("attnres_")][1]
     place = f"{model_class.base_model_prefix}.residual."
     state.update({place + ours: tensor for ours, tensor in reads.items()})
     with foreign(f"the weights of {name} do not fit its config", "copy it again"):
         model, info = model_class.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
         )
     missing = {key for key in info["missing_keys"] if not key.endswith(kind.optional)}
     for problem, keys in (("lacks", missing), ("has, besides what its format has,", info["unexpected_keys"])):
         if keys:
-            these = first_of(sorted(kind.theirs(key) for key in keys), "other tensor")
+            these = first_of(sorted(kind.theirs(key, config) for key in keys), "other tensor")
             raise UserError(f"{name} {problem} {these}: is it whole, and in the format '{kind.name}'?")
     with torch.no_grad():
         for key in info["missing_keys"]:  # biases that this model does not have
@@ -85,7 +93,7 @@ def assemble(
 
 
 def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
-    """Return the model's tensors under their names, on the CPU.
+    """Return the model's tensors under their names, or parts of them.
 
     Those of the reads are in the weights' dtype where that loses nothing, else in fp32; a gate's or bias that ours does
     not have is zero.
@@ -101,21 +109,39 @@ def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
         state[row.theirs] = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
     for ours, tensor in model.state_dict().items():
         tied = ours == "lm_head.weight" and model.config.tie_word_embeddings
-        if not tied and ".residual." not in ours:
-            state[kind.theirs(ours)] = tensor
-    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+        if tied or ".residual." in ours:
+            continue
+        stack = kind.stack(ours, model.config)
+        if stack is None:
+            state[kind.theirs(ours, model.config)] = tensor
+        else:
+            rows = tensor.flatten(0, 1) if stack.groups else tensor
+            state |= zip(stack.names, rows.chunk(len(stack.names)), strict=True)
+    state = kind.written(state, model.config)
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
-def _read(files: Sequence[Path]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
+def _stored(files: Sequence[Path]) -> dict[str, Stored]:
+    """Return the tensors in these files, none of which is read."""
+    tensors: dict[str, Stored] = {}
     for file in files:
-        with safe_open(file, framework="pt") as stored:
-            tensors.update({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
+        opened = safe_open(file, framework="pt")
+        for name in opened.keys():  # noqa: SIM118
+            part = opened.get_slice(name)
+            read = functools.partial(opened.get_tensor, name)
+            tensors[name] = Stored(read, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
     return tensors
 
 
-def _unwrapped(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
-    """Return the tensors without a prefix that all their names have."""
+def _unwrapped(tensors: dict[str, Stored], kind: Format, source: str) -> dict[str, Stored]:
+    """Return the tensors of a decoder of text without a prefix that all their names have."""
+    if beside := {name for name in tensors if name.startswith(kind.beside)}:
+        _log.warning(
+            "%s has more than a decoder of text, which alone is loaded: %s are left out",
+            source,
+            first_of(sorted(beside), "other tensor"),
+        )
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in beside}
     for wrapper in _WRAPPERS:
         wrapped = [name for name in tensors if name.startswith(wrapper)]
         if wrapped and len(wrapped) < len(tensors):
@@ -126,7 +152,7 @@ def _unwrapped(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
     return tensors
 
 
-def _gathered(tensors: dict[str, Tensor], kind: Format, residual: Residual, source: str) -> dict[str, Tensor]:
+def _gathered(tensors: dict[str, Stored], kind: Format, residual: Residual, source: str) -> dict[str, Tensor]:
     """Return the residual's tensors by their names in it, and remove their parts from `tensors`."""
     rows = kind.rows(residual)
     missing = [row.theirs for row in rows if row.theirs not in tensors]
@@ -147,26 +173,62 @@ def _gathered(tensors: dict[str, Tensor], kind: Format, residual: Residual, sour
     gathered = {name: torch.empty(tensor.shape, dtype=wide) for name, tensor in residual.state_dict().items()}
     for row in rows:
         tensor, place = tensors.pop(row.theirs), gathered[row.ours][row.index]
-        if tensor.numel() != place.numel() or tensor.squeeze().shape != place.squeeze().shape:
+        if [n for n in tensor.shape if n != 1] != [n for n in place.shape if n != 1]:
             raise UserError(
-                f"'{row.theirs}' of {source} has shape {tuple(tensor.shape)}: expected {row.shape}, as its config says"
+                f"'{row.theirs}' of {source} has shape {tensor.shape}: expected {row.shape}, as its config says"
             )
-        place.copy_(tensor.reshape(place.shape))
+        place.copy_(tensor[...].reshape(place.shape))
     return gathered
 
 
-def _renamed(tensors: dict[str, Tensor], kind: Format, config: Any, source: str) -> dict[str, Tensor]:
-    """Return all other tensors under our names."""
-    state = {}
+def _renamed(
+    tensors: Mapping[str, Stored], kind: Format, config: Any, dtype: torch.dtype, source: str
+) -> dict[str, Stored]:
+    """Return all other tensors under our names, those of which we have a stack as one, in `dtype`."""
+    state: dict[str, Stored] = {}
+    stacked: dict[str, set[str]] = {}
     for name, tensor in tensors.items():
         if name.endswith(kind.ignored):
             continue
-        new = kind.ours(name)
+        new = kind.ours(name, config)
+        if new not in stacked and (stack := kind.stack(new, config)) is not None:
+            stacked[new] = {*stack.names}
+            if missing := [part for part in stack.names if part not in tensors]:
+                raise UserError(f"{source} lacks {first_of(missing, 'other tensor')}: copy it again")
+            state[new] = _stack({part: tensors[part] for part in stack.names}, stack.groups, dtype, source)
+        if new in stacked:
+            if name not in stacked[new]:
+                raise UserError(f"{source} has '{name}', for which its config ('{kind.name}') has no place")
+            continue
         if new in state:
             raise UserError(f"{source} has '{new}' under two names: its weights are in two formats")
-        state[new] = tensor.t().contiguous() if new.endswith(kind.transposed) else tensor
+        state[new] = _transposed(tensor) if new.endswith(kind.transposed) else tensor
     if config.tie_word_embeddings and "lm_head.weight" in state:
         head = state.pop("lm_head.weight")
-        if not torch.equal(state.setdefault(kind.table, head), head):
+        if not torch.equal(state.setdefault(kind.table, head)[...], head[...]):
             raise UserError(f"{source} ties its head to its embedding, and holds two that differ")
     return state
+
+
+def _transposed(tensor: Stored) -> Stored:
+    return Stored(lambda: tensor[...].t().contiguous(), tensor.shape[::-1], tensor.dtype)
+
+
+def _stack(parts: Mapping[str, Stored], groups: int, dtype: torch.dtype, source: str) -> Stored:
+    """Return these one below the other, in groups, as one that reads a part at a time."""
+    (rows, *others), *_ = (part.shape for part in parts.values())
+    for name, part in parts.items():
+        if part.shape != (rows, *others):
+            raise UserError(
+                f"'{name}' of {source} has shape {part.shape}: expected {(rows, *others)}, as '{next(iter(parts))}' has"
+            )
+
+    def read() -> Tensor:
+        whole = torch.empty(len(parts), rows, *others, dtype=dtype)
+        for place, part in zip(whole, parts.values(), strict=True):
+            place.copy_(part[...])
+        return whole.view(shape)
+
+    count = len(parts) * rows
+    shape = (groups, count // groups, *others) if groups else (count, *others)
+    return Stored(read, shape, dtype)
