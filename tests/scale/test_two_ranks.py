@@ -10,7 +10,7 @@ import pytest
 import torch
 from lines import lines
 from safetensors.torch import load_file
-from tiny import NARROW
+from tiny import K3, NARROW
 from two_ranks import train_run
 
 from attnres import UserError
@@ -55,6 +55,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "size": {"family": "gpt_oss", "num_local_experts": 8, "head_dim": 8},
         "skewed": True,
     },
+    "in a latent space": {"size": K3},
     "grouped products in fp32": {
         "size": {"family": "mixtral", "num_local_experts": 8},
         "dtype": "float32",
@@ -254,7 +255,9 @@ def test_a_model_in_slices_is_one_process(both, case):
 def test_distributed_experts_are_one_process(both, case):
     """Whatever the loads, with three messages a layer in a forward pass and two in its backward."""
     result, settings = both[1]["experts"][case], EXPERTS[case]
-    assert max(result["gradient"], result["loss"]) < (1e-5 if "dtype" in settings else 1e-10)
+    rounded = "dtype" in settings or settings["size"] is K3  # whose router and KDA are in fp32
+    assert result["loss"] < (1e-6 if "dtype" in settings else 1e-10)
+    assert result["gradient"] < (1e-5 if rounded else 1e-10)
     assert result["messages"] == [3, 2]
     if settings.get("skewed"):
         tokens = 2 * 2 * 7  # of two processes
