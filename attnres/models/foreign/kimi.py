@@ -130,6 +130,11 @@ class Kimi(WrittenFormat):
         if not layers:
             raise UserError("config.json has no 'num_hidden_layers': copy it again")
         if family in _OWN:
+            if sorted([*nested.get("kda_layers", ()), *nested.get("full_attn_layers", ())]) != [*range(1, layers + 1)]:
+                raise UserError(
+                    "linear_attn_config of config.json does not say which layers are KDA: expected kda_layers and "
+                    f"full_attn_layers, in which each of 1 to {layers} is once"
+                )
             known = {*field_names(config_class), *named, *named.values(), *self.served, *_WITHOUT_EFFECT}
             given = {**fields, **nested}
             if unread := sorted(name for name, value in given.items() if value and name not in known):
