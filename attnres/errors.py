@@ -139,8 +139,8 @@ def user_file_fault(error: BaseException) -> UserError | None:
         return None
     file, line = lines[-1]
     return UserError(
-        f"{file} fails in line {line} ({type(error).__name__}: {first_line(error)}): mend it; attnres check "
-        "FILE.py:CLASS says whether a mechanism does all that it has to"
+        f"{file} fails in line {line} ({type(error).__name__}: {first_line(error)}): fix it; attnres check "
+        "FILE.py:CLASS checks a mechanism"
     )
 
 

@@ -43,7 +43,7 @@ def user_path(name: str | Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except RuntimeError:
-        raise UserError(f"'{name}' begins with a home folder that cannot be told: write the whole path") from None
+        raise UserError(f"'{name}' begins with an unknown home folder: write the whole path") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         shown = str(name).encode("utf-8", "replace").decode()
@@ -206,7 +206,7 @@ def copy_files(files: Mapping[str, Path], folder: Path) -> None:
         try:
             file = path.open("rb")
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}; what was to be written is as it was") from error
+            raise UserError(f"cannot read {path}: {error.strerror}; the target is unchanged") from error
         with file, (folder / name).open("wb") as copy:
             shutil.copyfileobj(file, copy)
 

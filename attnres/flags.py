@@ -33,7 +33,7 @@ def _size_from(words: list[str]) -> str | dict[str, Any]:
     try:
         return parse_yaml(words[0], "it")
     except UserError:
-        raise ValueError(f"'{words[0]}' is no mapping such as {{family: qwen3, hidden_size: 64}}") from None
+        raise ValueError(f"'{words[0]}' is not a mapping such as {{family: qwen3, hidden_size: 64}}") from None
 
 
 def _settings_from(words: list[str]) -> dict[str, Setting]:
@@ -70,32 +70,21 @@ Settings = Annotated[
 ]
 
 
-LONG = {
-    "train": "preparing data and model",
-    "compare": "preparing data and variants",
-    "prepare": "reading and tokenising text",
-    "convert": "loading the model, to compare its logits before and after",
-    "export": "loading the model, to compare the graph's logits with its own",
-    "eval": "reading tasks, then loading the models",
-    "generate": "loading the model",
-    "inspect": "loading the model and reading text",
-    "search": "loading the model and reading text",
-    "figures": "inspecting models, then drawing",
-    "app": "loading the models, then serving the page",
-    "plan": "counting layouts",
-    "check": "checking in a small model",
-    "doctor": "loading the model and looking for faults",
-    "report": "reading runs",
-    "env": "looking at devices and kernels",
-    "families": "importing Transformers",
-    "mechanisms": "importing PyTorch",
-}
-"""Commands that take more than two seconds, and what they do first; printed once their flags are parsed, before heavy
-libraries are imported."""
+def parse(
+    command: str,
+    kind: type[T],
+    arguments: list[str],
+    default: T | None = None,
+    *,
+    doing: str = "",
+    program: str = "attnres",
+) -> T:
+    """Parse the flags of `program command` into a `kind`; raises UserError where tyro would print a box and exit.
 
-
-def parse(command: str, kind: type[T], arguments: list[str], default: T | None = None, program: str = "attnres") -> T:
-    """Parse the flags of `program command` into a `kind`; raises UserError where tyro would print a box and exit."""
+    Args:
+        doing: what the command does first, printed in a terminal once the flags are parsed, because importing heavy
+            libraries takes seconds.
+    """
     name = f"{program} {command}"
     flags = _flags(kind)
     arguments = [_short(argument, flags) for argument in arguments]
@@ -121,8 +110,8 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
         raise UserError(f"unexpected argument '{rest[0]}': options start with --, see {name} --help")
     _refuse_empty(values)
     first = os.environ.get("RANK", "0") == "0"  # under torchrun one process prints it
-    if program == "attnres" and command in LONG and sys.stderr.isatty() and first:
-        print(f"{name}: {LONG[command]} ...", file=sys.stderr, flush=True)
+    if doing and sys.stderr.isatty() and first:
+        print(f"{name}: {doing} ...", file=sys.stderr, flush=True)
     return values
 
 
@@ -209,7 +198,7 @@ def _sentence(box: str) -> str:
         return f"{number[1]}: {number[2].strip('.')} is no whole number"
     unfit = re.match(r"Error parsing (--[\w-]+): Could not find valid parse for arguments: \[(.*)\]", message[0])
     if unfit:
-        return f"{unfit[1]}: {unfit[2]} is not what it takes"
+        return f"{unfit[1]}: {unfit[2]} is not a valid value"
     untyped = re.match(r"(.*): no type matching ({None}\|)?(.*?) could be instantiated from \[(.*?)\]", message[0])
     if untyped:
         return f"{untyped[1]}: {untyped[4]} is no {untyped[3]}"

@@ -97,7 +97,7 @@ def refuse_other_file(path: str | Path, keys: set[str], companion: str | None = 
         if not isinstance(fields, dict) or not keys <= set(fields):
             raise UserError(f"{target} is there and is no earlier result of this command: choose another name")
     elif companion is not None and target.with_name(companion).exists():
-        raise UserError(f"{target.with_name(companion)} is there and would be replaced: choose another name")
+        raise UserError(f"{target.with_name(companion)} exists and would be replaced: choose another name")
     if barrier := in_the_way(target.parent):
         raise UserError(f"cannot write into {target.parent}: {barrier} is no folder that this user may write into")
     return target

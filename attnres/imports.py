@@ -93,7 +93,7 @@ def from_file(entry: str, what: str, fits: Callable[[Any], bool] = callable) -> 
             exec(compile(content, path, "exec", dont_inherit=True), vars(module))
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
-            raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error
+            raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): fix it first") from error
     value = getattr(module, name, None)
     if value is None:
         raise unknown(f"{what} in {path}", name, [key for key, value in vars(module).items() if fits(value)])
@@ -180,7 +180,7 @@ def find_our_types(configuration_auto: Any) -> None:
             importlib.import_module("attnres.models.classes").register_stored(fields, name)
             if cls is not config and not _is_ours(cls.model_type):
                 warnings.warn(
-                    f"a model with depth reads is loaded into the plain {cls.__name__}: its residual is left out, and "
+                    f"a model with depth reads was loaded as the plain {cls.__name__}: its residual is left out, and "
                     "it computes something else; AutoModel and attnres.load keep it",
                     stacklevel=3,
                 )

@@ -115,7 +115,7 @@ def read_config(path: Path) -> dict[str, Any]:
     else:
         values = parse_json(text, where) if path.suffix == ".json" else parse_yaml(text, where)
     if values in (None, {}):
-        raise UserError(f"{where} is empty: expected keys and values; without --config the defaults are taken")
+        raise UserError(f"{where} is empty: expected keys and values; without --config the defaults are used")
     if not isinstance(values, dict):
         raise UserError(f"{where} holds a {type(values).__name__}: expected keys and values")
     return values

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+UNDERSTATED = "The learning rate falls along a curve, so that a saving and a loss are both understated."
+"""A note for savings that were read within one learning-rate schedule (`saving`)."""
 EXPONENTS = (0.005, 2.0)
 """The smallest and the largest exponent that is tried."""
 
@@ -157,8 +159,8 @@ class Saving(NamedTuple):
 def saving(curve: LossCurve, base: LossCurve, loss: float | None = None) -> Saving:
     """Compare a curve with the base's at a loss; by default the lowest that both have reached, which is measured.
 
-    Within one learning-rate schedule a saving or a loss is understated: the curve that reaches the loss later has a
-    lower learning rate there.
+    Within one learning-rate schedule a saving or a loss is understated (`UNDERSTATED`): the curve that reaches the loss
+    later has a lower learning rate there.
     """
     if loss is None:
         if not len(curve.losses) or not len(base.losses):

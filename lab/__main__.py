@@ -94,7 +94,7 @@ def run(arguments: list[str]) -> None:
 
     if options.name and (options.list or options.report):
         flag = "--list" if options.list else "--report"
-        raise UserError(f"{flag} is of all studies: leave out '{options.name[0]}'")
+        raise UserError(f"{flag} applies to all studies: leave out '{options.name[0]}'")
     if options.list:
         return _list(list(STUDIES.values()))
     out = user_path(options.out)
@@ -106,7 +106,7 @@ def run(arguments: list[str]) -> None:
         return print(report(out))
     designs = _designs(options)
     if options.figures is None and options.formats != FORMATS:
-        raise UserError(f"formats is {' '.join(options.formats)}, which is of --figures alone: give both, or neither")
+        raise UserError(f"formats is {' '.join(options.formats)}, which needs --figures: give both, or neither")
     if options.figures is not None:
         return _draw(designs, options, out)
     _carry_out(designs, _setting(options, out), options)
@@ -133,7 +133,7 @@ def _setting(options: StudyOptions, out: Path) -> "Setting":
     if options.preset not in PRESETS:
         raise unknown("preset", options.preset, PRESETS)
     if options.slurm and options.executor != "slurm":
-        raise UserError("--slurm has settings of jobs and the runs are processes here: add --executor slurm")
+        raise UserError("--slurm has settings of jobs, but runs are local processes: add --executor slurm")
     preset = PRESETS[options.preset]
     if options.seeds is not None and not 1 <= options.seeds <= MOST_SEEDS:
         raise UserError(f"seeds is {options.seeds}: expected from 1 to {MOST_SEEDS}, how many runs a group has")
@@ -142,7 +142,7 @@ def _setting(options: StudyOptions, out: Path) -> "Setting":
     if options.budget is not None and not 0 < options.budget < math.inf:
         raise UserError(f"budget is {options.budget}: expected hours, a number above 0")
     if options.runs and (len(options.name) > 1 or "all" in options.name):
-        raise UserError("--runs is of one study: name one")
+        raise UserError("--runs applies to one study: name one")
     images = None if options.images is None else str(user_path(options.images).resolve())
     if images is not None and not Path(images).exists():
         raise UserError(f"images '{options.images}' does not exist: give a folder or an archive with train/CLASS/*.jpg")

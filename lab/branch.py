@@ -37,7 +37,7 @@ def branch(trunk: Path, step: int, config: TrainConfig) -> None:
     """
     if step >= config.steps:
         raise UserError(
-            f"a run of {config.steps} steps cannot branch off at step {step}: its decay has no step of its own"
+            f"a run of {config.steps} steps cannot branch off at step {step}: no step would be left for its decay"
         )
     there = kept_checkpoint(trunk, step)
     _refuse_other_run(step, config, stored_state(there)["config"], trunk)
@@ -76,8 +76,8 @@ def _refuse_other_run(step: int, config: TrainConfig, trunk: dict[str, Any], whe
         raise UserError(f"a branch of {where} differs from it in {', '.join(names)}: only the schedule may differ")
     if residual_class(config.model.residual).set_progress is not Residual.set_progress:
         raise UserError(
-            f"residual '{config.model.residual}' is annealed over a run's steps, so that no other run begins as it "
-            "does: train each budget from the start"
+            f"residual '{config.model.residual}' is annealed over a run's steps, so runs of other lengths differ "
+            "from the first step: train each budget from the start"
         )
     before = from_dict(trunk)
     for at in range(1, step + 1):

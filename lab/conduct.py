@@ -191,7 +191,7 @@ class _Pass:
         """Refuse to train runs (ARM/RUN) again that are finished and only in runs.jsonl. Raises UserError."""
         if lost := [name for name in names if not has_ended(self.folder / name)]:
             raise UserError(
-                f"{self.folder / ARCHIVE} would lose what this command does not take of it ({len(lost)}, {lost[0]} for "
+                f"{self.folder / ARCHIVE} would lose runs that this command does not reuse ({len(lost)}, {lost[0]} for "
                 "one: of other data or another configuration): choose another --out"
             )
 
@@ -221,7 +221,7 @@ class _Pass:
         def fill(plan: ComparisonPlan, data: dict[str, Any]) -> None:
             refuse_other_text(plan, data, own)
             for name in adopt(plan, data, stored, arm):
-                self.options.say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
+                self.options.say.print(f"{arm.name}/{name}: copied from a run with this configuration", highlight=False)
             if arm.trunk:
                 _branch(plan, self.folder / arm.trunk)
 
@@ -336,10 +336,10 @@ def print_estimate(
         say(out, f"{total:.1f} hours of {unit}, by a few steps of each model here.")
     else:
         say(out, f"{total:.1f} hours of {unit} at {otherwise:.2g} FLOP/s, assumed: the preset's device is not here.")
-        say(out, "Reads take longer than their FLOPs say: expect up to three times as much of a mechanism.")
-    say(out, "Left are runs that are neither finished nor the same as finished ones of --adopt and of other studies,")
-    say(out, "provided that these were of the same text, which is not looked at here.")
-    say(out, "Arms that depend on what earlier ones give are not counted before those have run.")
+        say(out, "Reads take longer than their FLOPs suggest: expect up to three times as much for a mechanism.")
+    say(out, "Counted are runs that are neither finished nor equal to finished ones in --adopt and other studies,")
+    say(out, "provided that these had the same text, which is not checked here.")
+    say(out, "Arms that depend on earlier results are not counted before those runs have finished.")
     if jobs := options.jobs:
         say(out, f"{total / jobs:.1f} hours with {jobs} runs at once on as many cores or GPUs.")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnres.figures.chart import Differences, Interval
-from attnres.savings import LossCurve, Saving, saving
+from attnres.savings import UNDERSTATED, LossCurve, Saving, saving
 from attnres.stats import QUESTIONS, Effect, Recipe, judged, or_none
 from attnres.text import UNKNOWN, listed, number
 from lab.design import Measured, ResultTable
@@ -186,8 +186,7 @@ class Contrast:
             read = (
                 "the standard model's losses after runs of several lengths (python -m lab exchange)."
                 if self.by_lengths
-                else "the loss curves of these runs. The learning rate falls along a curve, so that a saving and a "
-                "loss are both understated."
+                else f"the loss curves of these runs. {UNDERSTATED}"
             )
             notes.append(
                 f"Tokens saved: the tokens that {self.baseline} needs to reach a variant's loss, divided by the "

@@ -207,7 +207,7 @@ def refuse_other_text(plan: ComparisonPlan, data: dict[str, Any], own: Iterable[
     for one in own:
         if one.config is not None and one.data not in ("", digest) and named(one.config["data"]) == named(ours):
             raise UserError(
-                f"{one.folder} was trained on another text than {ours['source']} has now: give the same --source, or "
+                f"{one.folder} was trained on another text than {ours['source']} now has: give the same --source, or "
                 "choose another --out"
             )
 
@@ -281,7 +281,7 @@ def refuse_other_material(folder: Path, design: Design, setting: Setting) -> Non
         there, here = before.get(name), getattr(setting, name)
         if Path(there or "").name != Path(here or "").name:
             raise UserError(
-                f"the study in {folder} was carried out with --{name} {there or 'of the preset'}, not "
+                f"the study in {folder} was run with --{name} {there or 'of the preset'}, not "
                 f"{here or 'of the preset'}: give the same, or choose another --out"
             )
 

@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> None:
     _refuse_variant(base, demo)
     comparison = fields_of(overlay(ComparisonOptions(), of_comparison))
     defaults = fields_of(base, model=SharedModel(**fields_of(base.model)), **comparison)
-    options = parse("compare", Compare, arguments, Compare(**defaults))
+    options = parse("compare", Compare, arguments, Compare(**defaults), doing="preparing data and variants")
     config = plain_config(options)
     refuse_idle(dataclasses.replace(config, finetune=demo.finetune), demo)  # variants may set options of fine-tuning
 

@@ -43,7 +43,7 @@ class Convert:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("convert", Convert, arguments)
+    options = parse("convert", Convert, arguments, doing="loading the model, to compare its logits before and after")
 
     from attnres.models import convert, export_model, open_checkpoint
 
@@ -72,6 +72,4 @@ def run(arguments: list[str]) -> None:
 def _refuse_changes(what: str, flags: list[str]) -> None:
     """Refuse flags that would change a model which `convert` writes unchanged."""
     if flags:
-        raise UserError(
-            f"{what} is written with the depth reads and the weights that it has: leave out {', '.join(flags)}"
-        )
+        raise UserError(f"{what} is written unchanged: leave out {', '.join(flags)}")

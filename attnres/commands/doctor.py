@@ -38,7 +38,7 @@ class Doctor:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("doctor", Doctor, arguments)
+    options = parse("doctor", Doctor, arguments, doing="loading the model and looking for faults")
 
     from attnres.inspect.doctor import examine
 
@@ -89,7 +89,7 @@ def _from_file(entry: str) -> "tuple[nn.Module, Any, Any]":
     except (UserError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise UserError(f"{entry} fails ({type(error).__name__}: {error}): mend it first") from error
+        raise UserError(f"{entry} fails ({type(error).__name__}: {error}): fix it first") from error
     parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)

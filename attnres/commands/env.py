@@ -33,7 +33,7 @@ class Env:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("env", Env, arguments)
+    options = parse("env", Env, arguments, doing="looking at devices and kernels")
     facts = collect()
     print(json.dumps(facts, indent=2) if options.json else as_text(facts))
 

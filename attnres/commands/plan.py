@@ -74,7 +74,7 @@ def _model(options: PlanOptions, device: str) -> Any:
     size = options.model or "nano"
     if isinstance(size, str) and size not in SIZES:
         if options.vocab_size is not None:
-            raise UserError(f"vocab_size is given and {size} is a model, which has its own: leave it out")
+            raise UserError(f"vocab_size is given and {size} is a model, which has a vocabulary already: leave it out")
         return build_shapes(size, options.residual, options.settings, device)
     vocabulary = options.vocab_size or 65536
     positions, settings = options.context, options.settings
@@ -100,7 +100,7 @@ def _measured(options: PlanOptions) -> tuple[list[float], float]:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("plan", PlanOptions, arguments)
+    options = parse("plan", PlanOptions, arguments, doing="counting layouts")
     numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "tp", "microbatches", "batch", "context")
     for name in numbers:
         value = getattr(options, name)

@@ -46,7 +46,8 @@ def run(arguments: list[str]) -> None:
     model = Model(**fields_of(base.model))
     if "residual" not in values.get("model", {}):
         model.residual = None
-    options = parse("train", Train, arguments, Train(**fields_of(base, model=model)))
+    default = Train(**fields_of(base, model=model))
+    options = parse("train", Train, arguments, default, doing="preparing data and model")
     if options.model.residual is None:
         options.model.residual = _residual_of(options.finetune.init_from)
     config = plain_config(options)

@@ -82,7 +82,7 @@ class Child:
                     output = stack.enter_context(log.open("ab"))
                 except OSError as error:
                     raise UserError(
-                        f"cannot write {log}: {error.strerror}; every run keeps its last checkpoint, make room"
+                        f"cannot write {log}: {error.strerror}; every run still has its last checkpoint, make room"
                     ) from error
             # In a session of its own, so that a Ctrl-C reaches it once, through this process, and not also from the
             # terminal.

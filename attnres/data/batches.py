@@ -63,7 +63,7 @@ class Batches:
             UserError: `batch_size` is no multiple of `world_size`, or an id is outside the vocabulary.
         """
         if self.batch_size % world_size:
-            raise UserError(f"batch_size {self.batch_size} does not divide among {world_size} processes")
+            raise UserError(f"batch_size {self.batch_size} is no multiple of {world_size} processes")
         assert 0 <= rank < world_size and step >= 0
         share = self.batch_size // world_size
         starts = self.starts(step)[rank * share : (rank + 1) * share]

@@ -94,7 +94,7 @@ def prepare(
             unchanged.
     """
     if not 0 <= held_out < 1:
-        raise UserError(f"held_out is {held_out}, expected a share of the documents from 0 up to, not including, 1")
+        raise UserError(f"held_out is {held_out}, expected a fraction of the documents, at least 0 and below 1")
     if not 1 <= workers <= MOST_WORKERS:
         raise UserError(f"workers is {workers}, expected a number of processes from 1 to {MOST_WORKERS}")
     settings = {"tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}

@@ -67,7 +67,7 @@ class DocumentEncoder:
         """Encode some texts as documents. Raises UserError."""
         data = [text.encode() for text in texts]
         with foreign(
-            "the tokenizer cannot read the text", "give one that knows every character, or has an unknown token"
+            "the tokenizer cannot read the text", "give one that encodes every character, or has an unknown token"
         ):
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array([*encoding.ids, self.eos], dtype=np.uint32) for encoding in encodings]
@@ -217,8 +217,8 @@ def encoded_in_parts(
                 yield _result(*ahead.popleft())
         except BrokenProcessPool:
             raise UserError(
-                f"a process that tokenises was killed, maybe for want of memory: give the same command again, which "
-                f"goes on from the parts in {folder}, with fewer workers"
+                "a process that tokenises was killed, maybe because memory ran out: give the same command again, "
+                f"which continues from the parts in {folder}, with fewer workers"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)

@@ -221,8 +221,8 @@ def _csv(path: Path, column: str) -> Iterator[str]:
             for row in rows:
                 if row and len(row) != len(header):
                     raise UserError(
-                        f"{path} line {rows.line_num} has {len(row)} fields and its header {len(header)}: is it whole, "
-                        "with commas and quotes in the usual places?"
+                        f"{path} line {rows.line_num} has {len(row)} fields and its header {len(header)}: is it "
+                        "complete, with commas and quotes in the usual places?"
                     )
                 if row:
                     yield row[header.index(column)]

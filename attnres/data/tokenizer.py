@@ -135,7 +135,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     size = max(ids, default=-1) + 1
     if size > SPARSE * len(ids) + MAX_UNUSED:
-        raise UserError(f"the tokenizer has {len(ids):,} tokens and ids up to {size - 1:,}: number them in a row")
+        raise UserError(f"the tokenizer has {len(ids):,} tokens and ids up to {size - 1:,}: number them consecutively")
     return size
 
 

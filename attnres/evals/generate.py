@@ -79,11 +79,11 @@ class DepthReader(Observer):
             ) from error
         if not residual.traits.by_token:
             raise UserError(
-                f"residual '{residual.name}' weighs its sources alike for every token: --show-depth needs one that "
-                "does not, such as block"
+                f"residual '{residual.name}' has the same weights for every token: --show-depth needs one whose "
+                "weights differ, such as block"
             )
         if residual.observer is not None:
-            raise UserError("this model is being recorded already: leave the first recording before a second")
+            raise UserError("this model is being recorded already: end the first recording before a second")
         self.residual, self.tokenizer = residual, tokenizer
         layout = residual.layout()
         self.contributions = Contributions(len(layout), keep=True)
@@ -265,7 +265,7 @@ def _check_length(max_new_tokens: int) -> None:
 
 def _run(speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamer: BaseStreamer, seed: int) -> str:
     model = speaker.model
-    broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and its config.json as it was made?")
+    broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and is its config.json unchanged?")
     more: dict[str, Any] = {}
     with ExitStack() as stack:
         for context in (broken, evaluating(model), forked_generators([model.device]), torch.inference_mode()):
@@ -290,7 +290,7 @@ def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> Generatio
     def pick(explicit: Any, theirs: Any, otherwise: Any) -> Any:
         return next(value for value in (explicit, theirs, otherwise) if value is not None)
 
-    with foreign("generation_config.json of the model is not valid", "mend or remove it"):
+    with foreign("generation_config.json of the model is not valid", "fix or remove it"):
         return GenerationConfig(
             max_new_tokens=new,
             do_sample=not sampling.greedy,

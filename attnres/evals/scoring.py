@@ -147,8 +147,8 @@ def score(
             for j, result in zip(row.requests, scored, strict=True):
                 if not np.isfinite(result.logprobs).all():
                     raise UserError(
-                        f"the model gives a log-probability of {result.logprobs.min()}: its weights are broken or its "
-                        "dtype too narrow (try --dtype fp32)"
+                        f"the model gives a log-probability of {result.logprobs.min()}: its weights are damaged or "
+                        "its dtype is too narrow (try --dtype fp32)"
                     )
                 done[j] = result
         if on_progress is not None:

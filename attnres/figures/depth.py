@@ -165,7 +165,7 @@ def by_depth(comparison: Comparison, keys: Sequence[str], name: str, title: str)
     """
     keys = [key for key in keys if any(rows(variant, key) is not None for variant in comparison.variants)]
     if not keys:
-        raise NotShown("nothing of it is measured for this residual")
+        raise NotShown("it was not measured for this residual")
     figure, axes = panels(len(keys))
     for ax, key in zip(axes, keys, strict=True):
         panel(ax, comparison, key)

@@ -50,7 +50,7 @@ def shares(inspection: "Inspection", by: By = "contribution") -> Routing:
     """
     routing = Routing.of(inspection, by)
     if routing is None:
-        raise NotShown(f"{inspection.model['residual']} weighs nothing")
+        raise NotShown(f"{inspection.model['residual']} has no weights")
     return routing
 
 
@@ -186,7 +186,7 @@ def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
     _refuse_constant(part, routing.by)
     rows = [row for row in boundaries(routing, most=6) if routing.weighs(row, "embedding")]
     if not rows:
-        raise NotShown("no read weighs the embedding beside another source")
+        raise NotShown("no read has the embedding and another source")
     names, panels, constant = part["names"], [], []
     for row in rows:
         read = inspection.layout.index(routing.layout[row])
@@ -245,7 +245,7 @@ def _refuse_constant(part: "ByLabel", by: By) -> None:
     rows = part.get("contribution", []) if by == "contribution" else part["weights"]
     first, *others = [[value for read in one for value in read] for one in rows]
     if not others:
-        raise NotShown("there is one label alone")
+        raise NotShown("there is only one label")
     if all(np.allclose(np.array(first, float), np.array(other, float), atol=1e-6, equal_nan=True) for other in others):
         raise NotShown(f"its {by}s are the same for every token")
 

@@ -120,7 +120,7 @@ def example_columns(inspection: "Inspection", by: By, most: int) -> list[tuple[R
             place = most_varied(values) if routing.by == "contribution" else routing.place(row, "embedding")
             columns.append((routing, row, place, values[:, place]))
     if not columns:
-        raise NotShown("no read weighs the embedding beside another source")
+        raise NotShown("no read has the embedding and another source")
     _refuse_constant(np.stack([values for *_, values in columns], axis=1))
     return columns
 

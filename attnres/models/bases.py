@@ -135,8 +135,8 @@ class Depth(PreTrainedModel):
         options = getattr(gradient_checkpointing_func, "keywords", {})
         if enable and options.get("use_reentrant"):
             raise UserError(
-                "use_reentrant=True was given: reentrant checkpointing drops gradients of a depth stream's earlier "
-                "sources without a word; pass use_reentrant=False"
+                "use_reentrant=True was given: reentrant checkpointing silently drops gradients of a depth stream's "
+                "earlier sources; pass use_reentrant=False"
             )
         for parts in parts_in(self) if enable else ():
             let_checkpoint(parts)
@@ -186,7 +186,7 @@ class Depth(PreTrainedModel):
             if not self.family.branch_weights:
                 raise UserError(
                     f"residual '{self.config.residual}' scales the start values of a layer's branches, which is not "
-                    f"worked out for {self.family.causal_lm}: choose another residual or a family such as qwen3"
+                    f"implemented for {self.family.causal_lm}: choose another residual or a family such as qwen3"
                 )
             scales |= {path: scale * scales.get(path, 1.0) for path in self.family.branch_weights}
         for layer in layers:
@@ -318,7 +318,7 @@ def checkpoint_activations(model: Any, how: str) -> None:
             enable({"use_reentrant": False})
         except ValueError as error:
             raise UserError(
-                f"layers of {type(model).__name__} know no checkpointing: choose sublayer or reads"
+                f"layers of {type(model).__name__} do not support checkpointing: choose sublayer or reads"
             ) from error
     elif how == "sublayer":
         for layer in model.depth_layers:

@@ -185,7 +185,7 @@ def build_shapes(
 
     described = open_config(name)
     config = described.config
-    with foreign(f"the model of {name} cannot be built", "is its config.json whole?"), torch.device(device):
+    with foreign(f"the model of {name} cannot be built", "is its config.json complete?"), torch.device(device):
         if described.residual is not None:
             if residual not in (None, described.residual) or settings:
                 raise UserError(f"{name} has the residual '{described.residual}': leave residual and settings out")
@@ -245,8 +245,8 @@ def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int
     given = {config_class.attribute_map.get(name, name) for name in fields}  # also under the family's alternative names
     if missing := [name for name in names if name not in given]:
         raise UserError(
-            f"the size {{family: {key}}} does not say {' and '.join(missing)}, and {key}'s own may be billions of "
-            "parameters: give them"
+            f"the size {{family: {key}}} does not say {' and '.join(missing)}, and {key}'s defaults may be billions "
+            "of parameters: give them"
         )
     return key, fields
 

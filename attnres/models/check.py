@@ -195,7 +195,9 @@ def saving(subject: Subject) -> str:
         model.save_pretrained(folder)
         loaded: Any = load(folder)
         for name, tensor in model.residual.state_dict().items():
-            expect(torch.equal(loaded.residual.state_dict()[name], tensor), f"{name} is another after saving")
+            expect(
+                torch.equal(loaded.residual.state_dict()[name], tensor), f"{name} changes when it is saved and loaded"
+            )
         expect(torch.equal(_logits(loaded), _logits(model)), "a saved model computes other logits when it is loaded")
         half: Any = load(folder, dtype=torch.bfloat16)
         for name, parameter in half.residual.named_parameters():
@@ -226,7 +228,7 @@ def _check_lacking(
             expect(starts(name, parameter), f"{name} does not start where it should in a model whose file lacks it")
         else:
             saved = torch.equal(parameter, model.residual.get_parameter(name))
-            expect(saved, f"{name} is another where a file lacks {', '.join(lacking)}")
+            expect(saved, f"{name} changes if a file lacks {', '.join(lacking)}")
 
 
 def copying(subject: Subject) -> str:
@@ -239,7 +241,7 @@ def copying(subject: Subject) -> str:
         with torch.no_grad():
             for parameter in twin.residual.parameters():
                 parameter.zero_()
-        expect(torch.equal(_logits(model), expected), "a copy shares parameters with the model that it is of")
+        expect(torch.equal(_logits(model), expected), "a copy shares parameters with its original")
     return "parameters of its own"
 
 

@@ -135,8 +135,8 @@ def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_cod
         if _family_of(stored, folder).places != known.places:
             raise UserError(
                 f"the model in {folder} is of type 'attnres_{key}' with the layers of {stored['causal_lm']}, and this "
-                f"process has the type with those of {known.causal_lm}: load the two in processes of their own, or "
-                "convert the plain model again, which gives it a type of its own"
+                f"process has the type with those of {known.causal_lm}: load the two in separate processes, or "
+                "convert the plain model again, which gives it another type"
             )
     if key not in CLASSES:
         return {}
@@ -154,7 +154,7 @@ def _family_of(stored: Mapping[str, Any], folder: Path) -> Family:
 
 
 def _unmade(folder: Path, error: Exception) -> UserError:
-    return UserError(f"the model in {folder} has a family that cannot be made here ({error})")
+    return UserError(f"the model in {folder} has a family that cannot be used here ({error})")
 
 
 def _register_probed(key: str, stored: Mapping[str, Any], folder: Path, *, trust_remote_code: bool) -> None:

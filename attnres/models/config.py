@@ -78,7 +78,7 @@ class ResidualConfigMixin:
         if plain and not str(plain).startswith("attnres_") and "residual" not in config_dict:
             warnings.warn(
                 f"a plain '{plain}' checkpoint is loaded into {cls.__name__}: it gets residual '{cls.residual}' with "
-                "fresh parameters, and computes something else than before; attnres.convert keeps what it computes",
+                "new parameters, and its outputs change; attnres.convert keeps them",
                 stacklevel=2,
             )
             stray = stray_settings(cls, config_dict)

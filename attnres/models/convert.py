@@ -207,7 +207,9 @@ def _check_room(source: Checkpoint, out: Path, dtype: str | None) -> None:
     above = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
     free = shutil.disk_usage(above).free
     if free < size:
-        raise UserError(f"{out} needs {memory(size)} and {above} has {memory(free)} left: make room or choose another")
+        raise UserError(
+            f"{out} needs {memory(size)} and {above} has {memory(free)} left: make room or choose another folder"
+        )
 
 
 def _write(new: DepthMixin, out: Path, folder: Mapping[str, Path]) -> Conversion:
@@ -302,7 +304,9 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
             f"is rounding: {why}"
         )
     dtype = str(model.dtype).removeprefix("torch.")
-    with foreign(f"{source} runs with depth reads, and not in training mode", "what does its code do only there?"):
+    with foreign(
+        f"{source} runs with depth reads, and not in training mode", "does its code do something else in training?"
+    ):
         training = training_difference(model, new)
     # Even models in fp64 compute parts of a pass, such as norms, in fp32.
     bound = 10 * BOUNDS[torch.float32]

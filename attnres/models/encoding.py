@@ -63,7 +63,7 @@ def encode_prompt(
         front = token_in_front(tokenizer)
         ids, spans = [*front, *ids], [*((0, 0) for _ in front if spans), *spans]
     if not ids:
-        raise UserError(f"the tokenizer of {name} makes no token of {what}: give one with words that it knows")
+        raise UserError(f"the tokenizer of {name} makes no token of {what}: give one that it can encode")
     check_ids(ids, rows, name)
     check_length(len(ids), context, name, what, room)
     return ids, spans
@@ -92,7 +92,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
         encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     except Exception as error:  # the Rust library raises plain Exceptions
         raise UserError(
-            f"the tokenizer cannot encode the text ({first_line(error)}): remove what it does not know"
+            f"the tokenizer cannot encode the text ({first_line(error)}): remove characters that it does not know"
         ) from error
     return list(encoding["input_ids"]), with_space(text, encoding["offset_mapping"]) if fast else []
 

@@ -225,12 +225,12 @@ def _on_disk(name: str, path: Path) -> tuple[Path, Path | None]:
     inner = path / "model"
     if (path / "shares").is_dir() and (path / "state.json").is_file():
         raise UserError(
-            f"{name} is in the shares of several processes, which attnres train --resume reads: let the run finish, or "
+            f"{name} is a sharded checkpoint, which attnres train --resume reads: let the run finish, or "
             f"write its model as it is with attnres export {name} OUT --weights"
         )
     if (inner / "config.json").is_file() and (path / "state.json").is_file():
         if (path / "adapter.safetensors").is_file():
-            raise UserError(f"{name} has LoRA's tensors beside its model, which become one when the run is finished")
+            raise UserError(f"{name} has LoRA's tensors beside its model, which are merged when the run is finished")
         return inner, path.parent
     if (inner / "config.json").is_file():
         return inner, path

@@ -326,8 +326,8 @@ def _named_class(name: str, config: Any) -> Any:
     ours = class_named(label, type(config))
     if ours is None:
         raise UserError(
-            f"{name} is of class '{label}', and neither Transformers nor this process has the one that it was made of: "
-            "AutoModelForCausalLM and the like load it with a head of Transformers' own"
+            f"{name} is of class '{label}', and neither Transformers nor this process has its plain class: "
+            "AutoModelForCausalLM and similar classes load it with another head"
         )
     return ours
 

@@ -137,8 +137,8 @@ def address(tensor: Tensor, shape: tuple[int, ...]) -> int:
     if not tensor.is_cpu or not (begin or 0 in shape):
         raise UserError(
             f"a depth read got a {type(tensor).__name__} on {tensor.device} that has no numbers on this CPU: it is "
-            "offloaded, sharded or on the meta device; load the residual whole, or let what offloads or shards it wrap "
-            "the module `residual` itself"
+            "offloaded, sharded or on the meta device; load the residual unsharded, or let the offloading or "
+            "sharding code wrap the module `residual` itself"
         )
     return place
 

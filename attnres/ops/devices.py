@@ -45,7 +45,7 @@ def pick_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise UserError(f"device {name} does not exist: {expected}") from error
     if device.type not in KERNELS:
-        raise UserError(f"device {name} is none that depth reads run on: {expected}")
+        raise UserError(f"device {name} is not supported by depth reads: {expected}")
     row = KERNELS[device.type]
     if not row.host and not row.devices():
         raise UserError(f"device {name} was asked for, but {row.missing()}: use --device cpu")

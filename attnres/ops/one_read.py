@@ -85,7 +85,7 @@ def _check_read(
         raise ValueError("depth_read got no sources: expected a list of at least one tensor (..., d)")
     if checkpoint_level not in (0, 1):
         raise ValueError(
-            f"depth_read got checkpoint_level={checkpoint_level!r}: expected 0 (keep h) or 1 (make it again)"
+            f"depth_read got checkpoint_level={checkpoint_level!r}: expected 0 (keep h) or 1 (recompute it)"
         )
     if norm is not None and not isinstance(norm, Norm):
         raise ValueError(f"depth_read got a norm of type {type(norm).__name__}: expected an attnres.Norm or None")

@@ -19,7 +19,7 @@ from attnres.report.stats import (
     why_unpaired,
 )
 from attnres.residuals import Traits
-from attnres.savings import LossCurve, Saving, saving
+from attnres.savings import UNDERSTATED, LossCurve, Saving, saving
 from attnres.stats import perplexity
 from attnres.text import listed, number
 
@@ -235,8 +235,8 @@ def _notes(study: Study, rows: list[VariantRow], baseline: str | None, interleav
     if any(not math.isnan(row.tokens_saved) for row in rows):
         notes.append(
             f"Tokens saved: the tokens that {baseline} needs to reach the lowest loss that both have reached, divided "
-            "by the variant's own, read between measured points of the curves. The learning rate falls along a curve, "
-            "so that a saving and a loss are both understated. Time saved: the same ratio in the time of steps."
+            f"by the variant's own, read between measured points of the curves. {UNDERSTATED} Time saved: the same "
+            "ratio in the time of steps."
         )
     if baseline and baseline != study.baseline:
         notes.append(f"The baseline is {baseline}: the best of the {kind_name(study, baseline)} runs.")

@@ -77,7 +77,7 @@ def register(mechanism: type[Residual]) -> type[Residual]:
         raise UserError(f"class {label} has no traits: give it a class attribute `traits = Traits(...)`")
     for verb in ("start", "read", "write"):
         if getattr(mechanism, verb) is getattr(Residual, verb):
-            raise UserError(f"class {label} does not define {verb}: a mechanism says start, read and write")
+            raise UserError(f"class {label} does not define {verb}: a mechanism defines start, read and write")
     if ships(name) and _MECHANISMS[name] is not mechanism:
         raise UserError(f"'{name}' is the name of a mechanism of attnres: give class {label} another one")
     _MECHANISMS[name] = mechanism
@@ -107,7 +107,7 @@ def residual_class(name: str, file: str | None = None) -> type[Residual]:
     if file is None:
         raise unknown("residual", name, _MECHANISMS)
     raise UserError(
-        f"residual '{name}' is of a user's own file, {file}, which is not run unasked: read it, then set the "
+        f"residual '{name}' is in a user's file, {file}, which is not run unasked: read it, then set the "
         f"environment variable {PLUGINS}={shlex.quote(file)}, or load the model by attnres.load with "
         "trust_remote_code=True (--trust-remote-code of the commands that have it)"
     )

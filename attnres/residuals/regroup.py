@@ -55,8 +55,8 @@ def regroup(
     ]
     if missing:
         raise UserError(
-            f"the optimizer does not have '{missing[0]}', which would never train: make it of all parameters of the "
-            "model, after it has depth reads"
+            f"the optimizer does not have '{missing[0]}', which would never train: create it from all parameters of "
+            "the model, after it has depth reads"
         )
     rest = _fastest(optimizers, kinds)
     for one in optimizers:
@@ -65,7 +65,7 @@ def regroup(
             if not moved or MARK in group:
                 continue
             if hasattr(one.step, "_wrapped_by_lr_sched"):
-                raise UserError("the optimizer has a scheduler, which knows no new groups: make it after regroup")
+                raise UserError("the optimizer has a scheduler, which ignores new groups: create it after regroup")
             home, fields = _home(optimizers, one, group)
             slowed = len(moved) == len(group["params"]) and not is_muon(one, group) and 0 < float(group["lr"]) < rest
             factors = {"slow": rate, "read": 1.0, "residual": 1.0}

@@ -149,7 +149,7 @@ def watched(
             weights = row.to(h.device, compute_dtype(h.dtype)).expand(h[..., 0].numel(), -1)
     if residual.editor is not None:
         if weights is None:
-            raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")
+            raise UserError(f"residual '{residual.name}' has no weights: there is nothing to edit")
         editor = residual.editor
         edited, shown = editor.edit(read, weights), values or editor.outputs
         exchanged = editor.exchange(read, shown)

@@ -111,13 +111,13 @@ def attach(
         connection = make_residual(name, depth, width, sublayers=kinds, **settings).float()
     if connection.value_kind != "none":
         raise UserError(
-            f"value_residual is '{connection.value_kind}', and where a module's attention makes its values is not "
-            "known here: leave it out"
+            f"value_residual is '{connection.value_kind}', and attach does not know where a module's attention "
+            "computes its values: leave it out"
         )
     if connection.branch_scale() != 1.0:
         raise UserError(
-            f"residual '{name}' scales the start values of a layer's branches, and which weights those are is not "
-            "known here: choose another residual"
+            f"residual '{name}' scales the start values of a layer's branches, and attach does not know those "
+            "weights: choose another residual"
         )
     connection.train(module.training)
     wait_for_values(connection)
@@ -182,7 +182,7 @@ class _Example:
             self._tensors()
         if not widths:
             raise UserError(
-                f"the first {type(layer).__name__} is given no hidden state in a forward pass of "
+                f"the first {type(layer).__name__} gets no hidden state in a forward pass of "
                 f"{type(self.module).__name__}, as its first argument or as hidden_states: name the list of its layers"
             )
         return widths[0]
@@ -248,8 +248,8 @@ def _refuse_taken(module: nn.Module) -> None:
         raise UserError(f"{name} has a residual already: attach it once")
     if hasattr(module, "residual"):
         raise UserError(
-            f"{name} calls a {type(taken).__name__} of its own 'residual', which is the name that the depth stream "
-            "takes: rename it first"
+            f"{name} calls a {type(taken).__name__} of its own 'residual', which is the name of the depth stream's "
+            "residual: rename it first"
         )
     compiled = [path or name for path, one in module.named_modules() if "_orig_mod" in one._modules]
     if compiled:

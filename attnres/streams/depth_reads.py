@@ -133,8 +133,8 @@ class DepthReads(nn.Module):
         super().__init__()
         if settings.get("value_residual", "none") != "none":
             raise UserError(
-                f"value_residual is '{settings['value_residual']}', and where your attention makes its values is not "
-                "known here: leave it out"
+                f"value_residual is '{settings['value_residual']}', and DepthReads does not know where your "
+                "attention computes its values: leave it out"
             )
         self.residual = make_residual(
             residual or "standard", num_sublayers, width, sublayers=sublayers, query_lr=query_lr, **settings

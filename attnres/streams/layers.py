@@ -59,14 +59,14 @@ def attach_stream(
         )
     if len(set(layers)) < len(layers):
         raise UserError(
-            f"one {type(layers[0]).__name__} is several of the layers here, and a depth stream counts each once: give "
-            "every layer a module of its own"
+            f"several layers are the same {type(layers[0]).__name__}, and a depth stream counts each module once: "
+            "give every layer its own module"
         )
     norms = {layer.get_submodule(path) for layer in layers for path in reads}
     if final_norm is not None and base.get_submodule(final_norm) in norms:
         raise UserError(
-            f"the final norm '{final_norm}' is also a norm of a layer, and the two read the stream in different ways: "
-            "give the end a module of its own"
+            f"the final norm '{final_norm}' is also a norm of a layer, and the two read the stream in different "
+            "ways: give the final norm a separate module"
         )
     base.residual = residual
     if torch.get_default_device().type != "meta":  # its values will be set later

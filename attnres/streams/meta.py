@@ -36,7 +36,7 @@ class Uninitialised(Exchanged):
         now = [one._version for one in self.parameters()]
         if verb != "itself" and any(map(operator.eq, now, self.versions or ())):
             raise UserError(
-                "the queries of the depth reads were made on the meta device and never given values: call "
+                "the queries of the depth reads were created on the meta device and never initialised: call "
                 "reset_parameters() of the residual after to_empty, or load a state dict that has them"
             )
         return super().forward(verb, *args)

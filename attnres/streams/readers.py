@@ -269,7 +269,7 @@ class Parts:
     def _changed(self, path: str, found: nn.Module | None) -> UserError:
         base = type(self.base).__name__
         if found is None:
-            return UserError(f"'{path}' of {base} is gone, which reads the depth stream: {REMEDY}")
+            return UserError(f"'{path}' of {base} is missing, which reads the depth stream: {REMEDY}")
         return UserError(
             f"'{path}' of {base} is a {type(found).__name__} that was put in place of what reads the depth stream: "
             f"{REMEDY}"

@@ -279,9 +279,9 @@ def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> Tra
     flat = dict(leaves(values))
     for name, (default, instead) in GONE.items():
         if flat.get(name, default) != default:
-            raise UserError(f"{name} is {flat[name]}, an option that is gone: {instead}")
+            raise UserError(f"{name} is {flat[name]}, a removed option: {instead}")
     if flat.get("loss") == "liger":
-        raise UserError("loss is liger, which is gone: give chunked, which is a fused kernel on CUDA, or auto")
+        raise UserError("loss is liger, which was removed: give chunked, which is a fused kernel on CUDA, or auto")
     known = dict(values)
     if isinstance(optim := values.get("optim"), Mapping):
         known["optim"] = {name: value for name, value in optim.items() if f"optim.{name}" not in GONE}
@@ -359,7 +359,9 @@ def same_configuration(ours: dict[str, Any], theirs: dict[str, Any], where: str)
     changed = differences(ours, theirs)
     file = _at(ours, "model.residual_file")
     if "model.residual_sha256" in changed and file == _at(theirs, "model.residual_file"):
-        raise UserError(f"{where} is of another content of {file}: restore it or start a new run in another folder")
+        raise UserError(
+            f"{where} was made with another content of {file}: restore it or start a new run in another folder"
+        )
     if changed:
         pairs = "; ".join(f"{name} is {_at(ours, name)!r} here, {_at(theirs, name)!r} there" for name in changed)
         raise UserError(
@@ -372,7 +374,7 @@ def same_text(ours: dict[str, Any], theirs: Any, where: str) -> None:
     """Refuse to continue a run on other data than `theirs` (`attnres.training.data.data_record`). Raises UserError."""
     if ours != theirs:
         raise UserError(
-            f"{where} was trained on other data: the text or the tokenizer under the same source have changed since; "
+            f"{where} was trained on other data: the text or the tokenizer of the same source has changed since; "
             "restore them or start a new run in another folder"
         )
 

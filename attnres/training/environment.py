@@ -240,7 +240,8 @@ def restored_arithmetic(
         if other and not different:
             pairs = [f"{_NAMES.get(name, name)} ({recorded[name]} there, {here[name]} here)" for name in other]
             raise UserError(
-                f"the run would not go on bit for bit, for it was trained with other arithmetic: {listed(pairs)}; "
+                "the run would not continue bit for bit, because it was trained with other arithmetic: "
+                f"{listed(pairs)}; "
                 "resume it where these are the same, or give --allow-different"
             )
         yield

@@ -161,8 +161,8 @@ def _meet() -> tuple[dist.Store, int]:
         if os.environ.get("RANK") != "0":
             raise SystemExit(2) from None
         raise UserError(
-            f"nobody answers at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, where this run's "
-            "processes were to meet: torchrun was lost, start it again"
+            f"no process answers at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, the address of "
+            "this run's store: torchrun was lost, start it again"
         ) from error
     store.set_timeout(PATIENCE)
     return store, rank

@@ -71,7 +71,7 @@ def prepare_run(config: TrainConfig, world_size: int = 1, start: "Checkpoint | N
     if name is None:
         name = run_name(model.residual, config.seed)
     if name in ("", ".", "..") or name != Path(name).name:
-        raise UserError(f"name is '{name}': expected a plain name, without folders; --out says where the run lies")
+        raise UserError(f"name is '{name}': expected a plain name, without folders; --out gives the run's folder")
     out = str(user_path(config.out if config.out is not None else Path("runs") / name))
     config = dataclasses.replace(config, name=name, out=out)
 
@@ -86,7 +86,7 @@ def prepare_run(config: TrainConfig, world_size: int = 1, start: "Checkpoint | N
         if model.size is not None:
             size = model.size if isinstance(model.size, str) else json.dumps(model.size)
             raise UserError(
-                f"both size {size} and init_from {init_from} are given: the model has its size, leave size out"
+                f"both size {size} and init_from {init_from} are given: the model has a size already, leave size out"
             )
         start = start or open_start(init_from)
         model = dataclasses.replace(model, settings=_settings_on(start, model))
@@ -140,7 +140,7 @@ def _settings_on(start: "Checkpoint", model: ModelConfig) -> dict[str, Any]:
     if model.residual != start.residual:
         raise UserError(
             f"{start.name} has the residual '{start.residual}' and '{model.residual}' was asked for: give residual "
-            f"{start.residual}, or start from a plain or standard model, which any residual can be put on"
+            f"{start.residual}, or start from a plain or standard model, which can get any residual"
         )
     theirs = {**settings_of(model.residual), **start.settings}
     for name, value in model.settings.items():
@@ -296,8 +296,8 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
         )
     if finetune.init_from is not None and optim.base_width is not None:
         raise UserError(
-            f"optim.base_width is {optim.base_width} and the model is {finetune.init_from}: it carries rates and start "
-            "values to new models alone, leave it out"
+            f"optim.base_width is {optim.base_width} and the model is {finetune.init_from}: it transfers learning "
+            "rates and start values to new models only, leave it out"
         )
     if optim.schedule == "wsd" and optim.warmup + optim.decay > 1:
         raise UserError(
@@ -343,19 +343,17 @@ def _refuse_layout(config: TrainConfig) -> None:
     if max(parallel.shard, parallel.pp, parallel.tp, parallel.cp) == 1:
         if parallel.async_save:
             raise UserError(
-                "parallel.async_save is on and the model is whole on each process: it needs shard, pp, tp or cp"
+                "parallel.async_save is on and every process has the whole model: it needs shard, pp, tp or cp"
             )
         return
     if len(cuts) > 1:
         raise UserError(
-            f"parallel.{' and parallel.'.join(cuts)} are above 1: a model is cut in one way alone, use {cuts[-1]} with "
+            f"parallel.{' and parallel.'.join(cuts)} are above 1: only one of them can be used, give {cuts[-1]} with "
             "dp and shard"
         )
     table = cuts[0] if cuts else "shard"
     if finetune.train_only == "lora":
-        raise UserError(
-            f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp alone"
-        )
+        raise UserError(f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp only")
     if config.compile and table in ("tp", "cp"):
         raise UserError(
             f"compile is on and parallel.{table} is {getattr(parallel, table)}: what is compiled may be sharded or cut "
@@ -363,7 +361,8 @@ def _refuse_layout(config: TrainConfig) -> None:
         )
     if table != "shard" and finetune.distill_weight:
         raise UserError(
-            f"distill_weight is given and parallel.{table} above 1: a teacher cannot be cut along, use dp and shard"
+            f"distill_weight is given and parallel.{table} above 1: a teacher cannot be split with the model, use dp "
+            "and shard"
         )
     # A default was not chosen by the user: `_fit_defaults` notes that nothing is measured.
     if not sees_all_depths(parallel) and config.depth_every not in (0, TrainConfig().depth_every):
@@ -393,7 +392,7 @@ def refuse_idle(config: TrainConfig, defaults: TrainConfig | None = None) -> Non
     """Raise UserError for a given setting (one that differs from `defaults`) without effect."""
     for name, needed in idle(config, defaults).items():
         value = dict(leaves(to_dict(config)))[name]
-        raise UserError(f"{name} is {value} and would change nothing: give {needed}, or leave it out")
+        raise UserError(f"{name} is {value} and would have no effect: give {needed}, or leave it out")
 
 
 def without_idle(config: TrainConfig, kept: Container[str] = ()) -> TrainConfig:

@@ -345,7 +345,7 @@ class Tracker:
                 self.run = module.SummaryWriter(log_dir=str(Path(folder) / "tensorboard"), purge_step=step + 1)
         # whatever the package raises: the user asked for the tracker and must learn why it fails
         except Exception as error:
-            raise UserError(f"{kind} does not start ({error}): mend it or train with --track none") from error
+            raise UserError(f"{kind} does not start ({error}): fix it or train with --track none") from error
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Send the numbers among `values` as `kind/name`, and those of lists as `kind/name/index`."""
@@ -373,7 +373,9 @@ class Tracker:
             yield
         except Exception as error:  # whatever the package raises: metrics.jsonl has the numbers
             if not self.failed:
-                print(f"{self.kind} failed ({error}): the run goes on, its metrics.jsonl is complete", file=sys.stderr)
+                print(
+                    f"{self.kind} failed ({error}): the run continues, its metrics.jsonl is complete", file=sys.stderr
+                )
             self.failed = True
 
 

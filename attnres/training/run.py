@@ -358,7 +358,7 @@ class Run:
         folder = self.output.folder
         return UserError(
             f"{self.output.gone} was removed or renamed, or files in it, while the run was going on: what it had up to "
-            f"step {self.run_state.step} is saved in {folder}, where --out {folder} --resume goes on"
+            f"step {self.run_state.step} is saved in {folder}, where --out {folder} --resume continues"
         )
 
     def _records(self) -> dict[str, dict[str, Any]]:

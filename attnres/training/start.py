@@ -239,7 +239,7 @@ def _compare_logits(source: Any, model: Any, start: "Checkpoint", *, inexact: bo
         advice = "choose block or full with read_scale 'sum'" if mixes else "leave out the settings that do"
         raise UserError(
             f"residual '{residual}' {json.dumps(settings)} changes the logits of "
-            f"{start.name} by {difference.largest:.2g} of {difference.scale:.3g}, so that training would start from "
+            f"{start.name} by {difference.largest:.2g} of {difference.scale:.3g}, so training would start from "
             f"another function: {advice}, or give --inexact"
         )
     names = ("largest", "scale", "relative", "bound", "tokens")

@@ -329,7 +329,7 @@ def test_a_checkpoint_in_shares_is_read_by_one_process_and_refused_when_damaged(
     values = configuration(corpus, tmp_path / "one", resume=True)
     shutil.copytree(root / "resharded", tmp_path / "one")
     (tmp_path / "one" / "summary.json").unlink()
-    with pytest.raises(UserError, match=r"in the shares of several processes, .* attnres export .* --weights"):
+    with pytest.raises(UserError, match=r"is a sharded checkpoint, .* attnres export .* --weights"):
         open_checkpoint(tmp_path / "one" / "checkpoint")
     main(["export", str(tmp_path / "one" / "checkpoint"), str(tmp_path / "exported"), "--weights"])
     exported_model = open_checkpoint(tmp_path / "exported")

@@ -80,7 +80,9 @@ class Adaptive(Boundary):
         self.target_count = number("target_count", target, 0, gates)
         self.least_count = number("least_count", least_count, 0, self.target_count)
         if gates and self.least_count == gates:
-            raise UserError(f"least_count is {least_count}, all gates there are: take residual boundary, block_size 2")
+            raise UserError(
+                f"least_count is {least_count}, the number of all gates: use residual boundary with block_size 2"
+            )
         self.target_weight = number("target_weight", target_weight, 0)
         self.gate_init = number("gate_init", gate_init)
         self.schedule = one_of("schedule", schedule, list(SCHEDULES))

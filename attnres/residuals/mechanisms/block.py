@@ -48,7 +48,8 @@ def resolve_block_sizes(
     sizes = sizes_of_groups(num_sublayers, size)
     if len(sizes) != num_blocks:
         raise UserError(
-            f"{num_sublayers} sublayers cannot be cut into num_blocks={num_blocks} blocks of one size (only the last "
+            f"{num_sublayers} sublayers cannot be divided into num_blocks={num_blocks} blocks of one size (only the "
+            "last "
             f"may be shorter): blocks of {size} make {len(sizes)}; choose another num_blocks or give block_size"
         )
     return sizes
@@ -79,8 +80,8 @@ def _refuse_stream(altered: str, options: dict[str, Any]) -> None:
     for name, without in (("query", "static"), ("gate", "none"), ("alpha", "none")):
         if options.get(name, without) != without:
             raise UserError(
-                f"{name}={options[name]} is given with {altered}: it takes the running sum of all outputs, "
-                "which is in none of the sources then; give one of them"
+                f"{name}={options[name]} is given with {altered}: it uses the running sum of all outputs, to which "
+                "the sources then do not sum; give one of them"
             )
 
 
@@ -165,7 +166,9 @@ class Block(DepthAttention):
             **options,
         )
         if self.weighting.sigmoid and (self.count_prior or learns_prior):
-            raise UserError(f"count_prior={count_prior} is given with weights=sigmoid, which weighs each source alone")
+            raise UserError(
+                f"count_prior={count_prior} is given with weights=sigmoid, which weighs each source separately"
+            )
         self.gamma = nn.Parameter(torch.empty(len(self.bounds) - 1)) if self.exponent is None else None
         self.scale = nn.Parameter(torch.empty(num_sublayers)) if block_scale else None
         self.prior = nn.Parameter(torch.empty(num_sublayers + 1)) if learns_prior else None

@@ -467,7 +467,7 @@ class DepthAttention(Queried):
             return
         warnings.warn(
             f"reads of residual '{self.name}' are means of size {math.sqrt(square):.2g}, which a norm with eps={eps:g} "
-            "does not bring back to 1: this is another model at its start than the standard residual. Give "
+            "does not bring back to 1: the model does not start as the standard residual. Give "
             "read_scale='sum', which is the standard residual exactly, or 'mean', the paper's formula",
             stacklevel=3,
         )

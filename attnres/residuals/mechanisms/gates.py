@@ -128,7 +128,7 @@ def _check(recency_bias: float | None, frozen: bool, gate: str, gate_init: float
     if gate != "none" and alpha != "none":
         raise UserError(f"both gate='{gate}' and alpha='{alpha}' are given: each sets the share of the read, give one")
     if frozen and recency_bias is None:
-        raise UserError("recency_bias_frozen is given without recency_bias: give the value that it is frozen at")
+        raise UserError("recency_bias_frozen is given without recency_bias: give the value to freeze it at")
     number("gate_init", gate_init)
     if recency_bias is not None:
         number("recency_bias", recency_bias)

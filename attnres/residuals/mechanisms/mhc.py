@@ -110,8 +110,8 @@ class MHC(ParallelStreams):
         n = num_streams
         if stream_scale is not None and start.statics == "zero":
             raise UserError(
-                f"stream_scale is {stream_scale} and init is '{init}', whose A starts at 1/n: the first write "
-                "would average the streams to copies; give init=mhc_lite, init=lucidrains or no stream_scale"
+                f"stream_scale is {stream_scale} and init is '{init}', whose A starts at 1/n: the first write would "
+                "make all streams equal; give init=mhc_lite, init=lucidrains or no stream_scale"
             )
         self.first_scale = None if stream_scale is None else positive("stream_scale", stream_scale)
         scaled, gated = stream_scale is not None, start.gated_head and not single_pass
@@ -222,7 +222,8 @@ class MHCLite(MHC):
     def __init__(self, num_sublayers: int, width: int, *, num_streams: int = 4, eps: float = 1e-6) -> None:
         if whole("num_streams", num_streams) > MOST_STREAMS:
             raise UserError(
-                f"num_streams is {num_streams}: mhc_lite weighs all n! permutations of n streams, which are too many; "
+                f"num_streams is {num_streams}: mhc_lite has a weight for all n! permutations of n streams, which "
+                "are too many; "
                 f"expected at most {MOST_STREAMS}, or choose mhc"
             )
         super().__init__(num_sublayers, width, num_streams=num_streams, eps=eps)

@@ -64,8 +64,8 @@ class MultiGate(Residual):
         mixing = max(0, num_sublayers - num_streams + 1)
         if self.competitive and mixing and _reciprocal(mixing) <= num_streams:
             raise UserError(
-                f"num_streams is {num_streams} with gate=competitive: {mixing} sublayers mix, too few for their start, "
-                f"which wants sqrt({mixing} / 21) (e^3 + 1) above {num_streams}; give fewer streams"
+                f"num_streams is {num_streams} with gate=competitive: {mixing} sublayers mix, too few for their "
+                f"start value, which needs sqrt({mixing} / 21) (e^3 + 1) above {num_streams}; give fewer streams"
             )
         self.read_weight = nn.Parameter(torch.empty(num_sublayers, width))
         self.write_weight = nn.Parameter(torch.empty(mixing, width))

@@ -102,7 +102,7 @@ class Weighting(nn.Module):
             raise UserError(f"heads is {heads}: expected a number that divides the width, {width}")
         self.rank = _sliced(keys, width)
         if self.rank is not None and heads > 1:
-            raise UserError(f"heads is {heads} with keys={keys}: the slices of a query are of whole keys, give one")
+            raise UserError(f"heads is {heads} with keys={keys}: the slices of a query need whole keys, give one")
         self.sigmoid, self.normed_values = weights == "sigmoid", values == "normed"
         self.null_source = true_or_false("null_source", null_source)
         if self.sigmoid and self.null_source:
