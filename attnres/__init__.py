@@ -1,8 +1,8 @@
 """Attention Residuals: transformers whose sublayers read a learned softmax over earlier outputs.
 
-`import attnres` is quick: each name below, and each subpackage, is imported when it is first asked for, and
-`attnres.models` when Transformers' Auto classes are asked for a model of ours. Reads, residuals and `attach` need torch
-alone; models need Transformers.
+`import attnres` is quick: each public name and subpackage is imported at its first use, and `attnres.models` when one
+of Transformers' Auto classes meets a model of this package. Reads, residuals and `attach` need only torch; models need
+Transformers.
 """
 
 from typing import TYPE_CHECKING
@@ -40,9 +40,9 @@ HOMES = {
     "record": "attnres.inspect",
     "generate": "attnres.evals.generate",
 }
-"""The public names, and the module that each is imported from."""
+"""Public name -> the module that defines it."""
 
-if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages; a test holds the two equal
+if TYPE_CHECKING:  # the same names and the subpackages, for type checkers and editors; a test holds the two lists equal
     from attnres import app as app
     from attnres import data as data
     from attnres import evals as evals

@@ -1,9 +1,9 @@
 """The command `attnres`: finds the subcommand and turns errors into exit statuses.
 
 A subcommand is a row of `COMMANDS`, and a file of `attnres/commands/` or a row of `CALLS` in its `short.py`. Nothing
-heavy is imported before a subcommand has understood its flags, so that help and mistakes are quick. A user's mistake is
-one sentence on stderr and status 2. What nobody foresaw is one sentence too, with status 1 and where it happened;
---debug shows the traceback of either.
+heavy is imported before a subcommand has understood its flags, so that help and mistakes are quick. A user's mistake
+prints one sentence on stderr and exits with status 2. An unexpected exception prints one sentence with the place where
+it was raised and exits with status 1. --debug shows the traceback of either.
 """
 
 import contextlib
@@ -84,13 +84,13 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command line (by default this process's); leaves with SystemExit when it fails."""
+    """Run a command line (by default this process's); raises SystemExit when it fails."""
     words = without_debug(sys.argv[1:] if arguments is None else arguments)
     carry_out(lambda: _dispatch(words), words)
 
 
 def without_debug(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line but --debug, which is switched on where it is one of them."""
+    """Return the words of a command line without --debug; if --debug is among them, switch it on for the process."""
     if "--debug" in words:
         os.environ[DEBUG] = "1"
     if DEBUG not in os.environ:
@@ -100,13 +100,13 @@ def without_debug(words: Sequence[str]) -> list[str]:
 
 
 def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
-    """Call `action`; an error of it is said in one sentence and leaves with its status, as `attnres` does it.
+    """Call `action`; print one sentence for an exception and exit with its status, as `attnres` does.
 
     Args:
-        words: of the command line, of which files are named where nobody foresaw the error.
+        words: the command line; the message of an unexpected exception names the files in it.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding has no sign for is spelt out
+        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal's encoding lacks are escaped
             stream.reconfigure(errors="backslashreplace")
     try:
         action()
@@ -114,7 +114,7 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
         _fail(f"error: {one_line(str(error))}", 2)
     except Interrupted as error:
         _fail(str(error), error.code)
-    except BrokenPipeError:  # the reader of a pipe went away
+    except BrokenPipeError:  # the process that read the pipe has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except KeyboardInterrupt:
@@ -136,8 +136,8 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """Drop what is logged when Transformers imports torchao: that it has kernels for other machines, and that it
-    registers enums in a way that torch calls old."""
+    """Return False for two messages that Transformers' import of torchao logs: that torchao has kernels for other
+    machines, and that it registers enums in a way deprecated in torch."""
     message = record.getMessage()
     return not message.startswith("Failed to load ") and "register_constant() on Enum" not in message
 
@@ -166,8 +166,8 @@ def _dispatch(arguments: list[str]) -> None:
 
 
 def _unforeseen(error: BaseException, words: Sequence[str]) -> str:
-    """Return a sentence for what no part of the program foresaw: what it is, where it is from, and what it was
-    about."""
+    """Return the sentence for an unexpected exception: its type, where it was raised, and the files of the command
+    line."""
     frames, package = traceback.extract_tb(error.__traceback__), Path(__file__).parent
     ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a library"
@@ -180,8 +180,9 @@ def _unforeseen(error: BaseException, words: Sequence[str]) -> str:
 
 
 def _fail(message: str, code: int) -> None:
-    """Say it on stderr, or to the comparison that started this run (see comparison/children.py), with the traceback of
-    what is being handled where it was asked for or goes into that run's log."""
+    """Print the message on stderr and exit with `code`; with --debug, or for an unexpected exception of a comparison's
+    run, also print the traceback. A run of a comparison writes the message to `ERROR_FILE` instead, for its parent
+    (comparison/children.py)."""
     if DEBUG in os.environ or (code == 1 and ERROR_FILE in os.environ):
         traceback.print_exc()
     file = os.environ.get(ERROR_FILE)

@@ -1,4 +1,4 @@
-"""A device's autocast, the processor's cores, and interleaved measurements of time on a device."""
+"""The dtype of autocast, the number of CPU cores, and interleaved timing on a device."""
 
 import math
 import os
@@ -11,18 +11,18 @@ import torch
 
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
-    """Return the dtype of autocast on a kind of device ("cpu", "cuda"); None where it is off, or unknown ("meta")."""
-    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    """Return the dtype of autocast on a kind of device ("cpu", "cuda"); None where it is off, and on "meta"."""
+    is_on = kind != "meta" and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def cores() -> int:
-    """Return how many of the processor's cores this process may use."""
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Spread(NamedTuple):
-    """Median and first and third quartile of measurements, and of the rounds' ratios to others taken in turn."""
+    """Median, first and third quartile of measurements, and of their ratios, round by round, to those of a baseline."""
 
     median: float
     quartiles: list[float]
@@ -39,13 +39,13 @@ def in_turn(
     warm_up: int = 2,
     on_round: Callable[[int], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Call each of `measures` in every round, and return what each gave, round by round.
+    """Call each of `measures` in every round; return the results of each, by round.
 
-    The order turns by one each round, so that none always follows the same other.
+    The order rotates by one each round, so that no measure always follows the same one.
 
     Args:
-        rounds, seconds, least: at most so many rounds, none begun after so many seconds, but at least so many.
-        warm_up: calls of each beforehand, which do not count.
+        rounds, seconds, least: at most `rounds` rounds, none begun after `seconds`, but at least `least`.
+        warm_up: calls of each measure beforehand, not counted.
         on_round: called with the number of each finished round.
     """
     labels = list(measures)
@@ -65,20 +65,20 @@ def in_turn(
 
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
-    """Return seconds of one call, until the device has done it."""
+    """Return the seconds of one call, until the device has finished it."""
     began = now(device)
     call()
     return now(device) - began
 
 
 def now(device: torch.device) -> float:
-    """Return the clock's seconds when the device has done all that it was given."""
+    """Return the clock's seconds once the device has finished all its work."""
     torch.get_device_module(device).synchronize(device)
     return time.perf_counter()
 
 
 def spread(values: Sequence[float], base: Sequence[float] | None = None) -> Spread:
-    """Return the median and quartiles of one label's times, and of their ratios to another's (by default its own)."""
+    """Return the median and quartiles of `values`, and of their ratios to `base` (by default to themselves)."""
     ratios = [one / other for one, other in zip(values, base or values, strict=True)]
     return Spread(statistics.median(values), _quartiles(values), statistics.median(ratios), _quartiles(ratios))
 

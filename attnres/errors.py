@@ -14,9 +14,9 @@ from typing import Any
 DEBUG = "ATTNRES_DEBUG"
 """Environment variable that --debug sets: errors come with their traceback, libraries say what they report."""
 ERROR_FILE = "ATTNRES_ERROR_FILE"
-"""Environment variable: where `attnres` writes the sentence of an error instead of printing it."""
+"""Environment variable: the file into which `attnres` writes an error's sentence instead of printing it."""
 USER_FILE = "attnres_plugin_"
-"""How the name of the module begins that a user's FILE.py becomes (`imports.from_file`)."""
+"""Prefix of the module names that user files get (`imports.from_file`)."""
 
 
 class UserError(ValueError):
@@ -31,7 +31,7 @@ class UserError(ValueError):
 
 
 class Interrupted(Exception):
-    """A command was stopped by a signal; the message says what is left, `code` is the exit status (130 or 143)."""
+    """A command was stopped by a signal; the message says what is saved, `code` is the exit status (130 or 143)."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -40,7 +40,7 @@ class Interrupted(Exception):
 
 @contextmanager
 def left_when_stopped(left: Callable[[], str]) -> Generator[None]:
-    """Turn a Ctrl-C in the block into `Interrupted`, with a sentence that says what is left and how to go on."""
+    """Turn a Ctrl-C in the block into `Interrupted`; its sentence says what is saved and how to continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -57,14 +57,14 @@ def shortened(message: str) -> str:
     def cut(text: str, first: int, last: int) -> str:
         return text if len(text) <= first + last + 20 else f"{text[:first]}...{text[-last:]}"
 
-    # no quotes inside: or what stands between two values would be taken for one
+    # no quotes inside, or the text between two quoted values would match
     message = re.sub(r"(?<!\w)(['\"])([^'\"]{200,})\1", lambda one: f"{one[1]}{cut(one[2], 120, 60)}{one[1]}", message)
     message = re.sub(r"\S{400,}", lambda one: cut(one[0], 300, 80), message)
     return cut(message, 1500, 480)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, to stand inside a sentence; its type where it has no words.
+    """Return the first line of another library's error, for use inside a sentence; its type if it has no message.
 
     >>> first_line(OSError("no such repository.\\nTraceback ...")), first_line(KeyError())
     ('no such repository', 'KeyError')
@@ -73,13 +73,12 @@ def first_line(error: BaseException) -> str:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether a library written in Rust met something that it did not foresee: its exception is no
-    `Exception`."""
+    """Return whether an exception is a panic of a library written in Rust, which is no `Exception`."""
     return type(error).__name__ == "PanicException"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out: Python's, a GPU's, or a CPU's tensors', whose error has no class of its own."""
+    """Return whether memory ran out: Python's, a GPU's, or that of tensors on a CPU, whose error has no class."""
     words = str(error) if isinstance(error, RuntimeError) else ""
     of_cpu = "DefaultCPUAllocator" in words and ("can't allocate memory" in words or "not enough memory" in words)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or of_cpu
@@ -101,12 +100,12 @@ _ADVICE = {
     errno.ENAMETOOLONG: "give shorter names",
     errno.ELOOP: "mend the links that lead to one another",
 }
-"""What to do where the system refuses something, by its errno."""
+"""Advice for errors of the operating system, by errno."""
 
 
 def refusal(error: BaseException) -> str | None:
-    """Return a sentence for what the system refused (files, processes, room, rights, names), or None if it was not
-    that."""
+    """Return a sentence for what the system refused (files, processes, space, permissions, names), or None for another
+    error."""
     if isinstance(error, UnicodeEncodeError) and error.encoding == sys.getfilesystemencoding():
         return (
             f"the locale's encoding {error.encoding} has no sign for a character of a file's name "
@@ -130,7 +129,7 @@ def refusal(error: BaseException) -> str | None:
 
 
 def user_file_fault(error: BaseException) -> UserError | None:
-    """Return the error as one of a user's own FILE.py, if it came out of that file."""
+    """Return an exception raised inside a user's FILE.py as a UserError; None for others."""
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -140,18 +139,18 @@ def user_file_fault(error: BaseException) -> UserError | None:
         return None
     file, line = lines[-1]
     return UserError(
-        f"{file} fails in line {line} ({type(error).__name__}: {first_line(error)}): mend it; attnres check "
-        "FILE.py:CLASS says whether a mechanism does all that it has to"
+        f"{file} fails in line {line} ({type(error).__name__}: {first_line(error)}): fix it; attnres check "
+        "FILE.py:CLASS checks a mechanism"
     )
 
 
 @contextmanager
 def foreign(what: str, advice: str) -> Generator[None]:
-    """Raise whatever the block raises as a UserError: the block runs another library, or code, on what a user gave.
+    """Raise any exception of the block as a UserError, for blocks that run another library or code on a user's input.
 
     Args:
-        what: cannot be done, e.g. "config.json of gpt2 makes no config"; the cause's first line follows in brackets.
-        advice: what to do.
+        what: the failure, e.g. "config.json of gpt2 makes no config"; the cause's first line follows in brackets.
+        advice: what the user can do.
 
     >>> with foreign("x makes no number", "write digits"):
     ...     int("x")
@@ -171,7 +170,7 @@ def foreign(what: str, advice: str) -> Generator[None]:
 
 
 def require(module: str, sentence: str) -> Any:
-    """Import a module that not every installation has. Raises UserError with this sentence where it is missing."""
+    """Import an optional module. Raises UserError with `sentence` if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -188,7 +187,7 @@ def install(extra: str) -> str:
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:
-    """Return an error for a name that does not exist, with the nearest one that does.
+    """Return the error for an unknown name, with the nearest valid one.
 
     >>> str(unknown("residual", "blokc", ["block", "full"]))
     "unknown residual 'blokc': did you mean 'block'? Valid are block, full"

@@ -43,7 +43,7 @@ def user_path(name: str | Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except RuntimeError:
-        raise UserError(f"'{name}' begins with a home folder that cannot be told: write the whole path") from None
+        raise UserError(f"'{name}' begins with an unknown home folder: write the whole path") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         shown = str(name).encode("utf-8", "replace").decode()
@@ -52,7 +52,7 @@ def user_path(name: str | Path) -> Path:
 
 
 def refuse_special(path: Path) -> None:
-    """Refuse with a UserError what is there and is neither a file nor a folder: a pipe would be waited for for ever."""
+    """Refuse with a UserError a path that is neither a file nor a folder: reading a pipe would block for ever."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -64,15 +64,15 @@ def refuse_special(path: Path) -> None:
 
 
 class Taken(Exception):
-    """Another process holds the lock."""
+    """Raised if another process holds the lock."""
 
 
 @contextmanager
 def lock(path: Path, *, wait: bool) -> Generator[int]:
-    """Hold the lock on a file, which is made where it is missing and removed at the end; gives its descriptor.
+    """Lock a file, created if missing and removed at the end; give its descriptor.
 
     Args:
-        wait: for another process that holds it.
+        wait: wait while another process holds the lock.
 
     Raises:
         Taken: another process holds it, without `wait`.
@@ -84,7 +84,7 @@ def lock(path: Path, *, wait: bool) -> Generator[int]:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if is_same_file(handle, path):  # not removed by the one that held it before
+            if is_same_file(handle, path):  # the process that held the lock before may have removed the file
                 break
             os.close(handle)
         except BlockingIOError:
@@ -103,7 +103,7 @@ def lock(path: Path, *, wait: bool) -> Generator[int]:
 
 
 def is_same_file(handle: int, path: Path) -> bool:
-    """Return whether an open file is still the one of that name."""
+    """Return whether an open file is still the file at `path`."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except OSError:
@@ -112,22 +112,22 @@ def is_same_file(handle: int, path: Path) -> bool:
 
 LOCK = ".lock"
 _HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
-"""What stands for this machine in the names of what it writes, beside the number of the process: the names of a
+"""Identifies this machine, with the process id, in the names of half-written files; a hash, because the names of a
 cluster's nodes may begin alike."""
 _WRITER = re.compile(r"\..+\.(?:(?P<host>[a-z0-9-]+)-)?(?P<process>[0-9]+)\.new")
-"""Such a name; one of an earlier version has no machine in it."""
+"""Matches the name of a half-written file; names of earlier versions lack the machine."""
 
 
 def in_the_way(folder: Path) -> Path | None:
-    """Return the path that keeps files from being written into a folder, there or not: the nearest existing one, if it
-    is no folder that this user may write into; else None. Asked before hours are spent on the content."""
+    """Return the path that prevents writing into a folder, which need not exist: its nearest existing ancestor, if that
+    is no writable folder; else None. Called before hours are spent on the content."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else there
 
 
 @contextmanager
 def writing(path: str | Path) -> Generator[None]:
-    """Raise what keeps the block from writing `path` (a full disk, a missing permission) as a UserError."""
+    """Raise an OSError of the block (full disk, missing permission) as a UserError about writing `path`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -168,10 +168,10 @@ def write_json(path: str | Path, value: Any) -> None:
 
 @contextmanager
 def replaced_folder(path: str | Path) -> Generator[Path]:
-    """An empty folder to fill, which becomes `path` when the block ends and is removed when it raises.
+    """Give an empty folder, which replaces `path` when the block ends and is removed when it raises.
 
-    The folder that was there stays until the new one is complete. A folder cannot be swapped in one step, so the old
-    one is first renamed to `.NAME.old`: after a kill in between `recover_folder` brings it back.
+    The old folder stays until the new one is complete. A folder cannot be swapped in one step, so the old one is first
+    renamed to `.NAME.old`; after a kill in between `recover_folder` restores it.
     """
     path = _place(path)
     temporary, old = _beside(path), _old(path)
@@ -186,7 +186,7 @@ def replaced_folder(path: str | Path) -> Generator[Path]:
                 if path.exists():
                     path.rename(old)
                 temporary.rename(path)
-            except BaseException:  # a Ctrl-C too
+            except BaseException:  # also for a Ctrl-C
                 recover_folder(path)
                 raise
         shutil.rmtree(old, ignore_errors=True)
@@ -201,18 +201,18 @@ def by_step(folder: Path, suffix: str) -> dict[int, Path]:
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copy each file into `folder`, under its name there. Raises UserError for one that cannot be read."""
+    """Copy each file into `folder`, under its key as its name. Raises UserError for a file that cannot be read."""
     for name, path in files.items():
         try:
             file = path.open("rb")
         except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}; what was to be written is as it was") from error
+            raise UserError(f"cannot read {path}: {error.strerror}; the target is unchanged") from error
         with file, (folder / name).open("wb") as copy:
             shutil.copyfileobj(file, copy)
 
 
 def recover_folder(path: str | Path) -> None:
-    """Undo what a kill in the middle of `replaced_folder` left: bring the old folder back, remove half-written ones."""
+    """Repair a folder after a kill inside `replaced_folder`: restore the old folder, remove half-written ones."""
     path = _place(path)
     old = _old(path)
     if old.is_dir() and not path.exists():
@@ -222,27 +222,27 @@ def recover_folder(path: str | Path) -> None:
 
 
 def is_half_written(name: str) -> bool:
-    """Return whether this is the name of what some process is writing, or was when it was killed."""
+    """Return whether a file name is that of a half-written file, of a running or a killed process."""
     return _WRITER.fullmatch(name) is not None
 
 
 def _remove_strays(files: Iterable[Path]) -> None:
-    """Remove what processes that are no more left half-written."""
+    """Remove half-written files of processes that have ended."""
     for stray in files:
         writer = _WRITER.fullmatch(stray.name)
-        # Another machine's process that writes to the same folder (a cluster's) may be alive.
+        # A process on another machine that writes to the same folder (a cluster's) may be running.
         if writer is not None and writer["host"] in (None, _HOST) and not _alive(int(writer["process"])):
             _remove(stray)
 
 
 @contextmanager
 def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
-    """Keep other processes out of `folder`, which is made if it is missing and removed again if it stays empty, with
-    what was made above it.
+    """Keep other processes out of `folder`, which is created if missing, and removed with its new parents if it stays
+    empty.
 
-    The lock is on the file `.lock` in it; the system lets go of it when this process ends, however it ends. What killed
-    processes left half-written there is removed. Gives a function that says whether the folder is still the one that
-    was locked: it may be renamed or removed meanwhile. Raises UserError while another process holds the lock.
+    The lock is on the file `.lock` in it; the system releases it when this process ends, however it ends. Half-written
+    files of killed processes are removed. Gives a function that returns whether the folder at this path is still the
+    locked one, since it may be renamed or removed meanwhile. Raises UserError while another process holds the lock.
     """
     folder = Path(folder)
     above = [path for path in folder.parents if not path.exists()]
@@ -268,7 +268,7 @@ def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
 
 
 def _place(path: str | Path) -> Path:
-    """Return the folder to be replaced; of a link, the folder that it leads to. Raises UserError for the current
+    """Return the folder to be replaced; for a link, the folder that it leads to. Raises UserError for the current
     folder."""
     place = Path(path).resolve()
     if place == Path.cwd():
@@ -285,7 +285,7 @@ def _old(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there and can be removed."""
+    """Remove a file or a folder, ignoring errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -294,7 +294,7 @@ def _remove(path: Path) -> None:
 
 
 def _alive(process: int) -> bool:
-    """Return whether a process still runs, this one excepted."""
+    """Return whether a process other than this one is running."""
     if process == os.getpid():
         return False
     try:
@@ -307,8 +307,8 @@ def _alive(process: int) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Force the folder's files to disk, so that the rename does not outrun them in a power cut, and let them be read by
-    whom the umask lets: safetensors makes its files the owner's alone."""
+    """Flush the folder's files to disk, so that a power cut cannot leave the rename without them; and give them the
+    permissions of the umask, because safetensors writes files readable by their owner only."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file():
@@ -318,10 +318,10 @@ def _sync(folder: Path) -> None:
 
 
 def cache_dir() -> Path:
-    """Return `$ATTNRES_CACHE`, or `attnres` under `$XDG_CACHE_HOME` or `~/.cache`. Not created here.
+    """Return `$ATTNRES_CACHE`, or `attnres` under `$XDG_CACHE_HOME` or `~/.cache`, without creating it.
 
     Raises:
-        UserError: nothing says where: a user without a name and a home.
+        UserError: none of these is set and the user has no home folder.
     """
     override = os.environ.get("ATTNRES_CACHE")
     if override:

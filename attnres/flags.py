@@ -1,4 +1,4 @@
-"""Flags and configuration files as dataclasses: tyro's parsing, with our sentences for what goes wrong."""
+"""Flags and configuration files as dataclasses, parsed by tyro, with one-sentence errors."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from attnres.training.config import Setting
 
 T = TypeVar("T")
 Hidden = tyro.conf.Suppress
-"""A field that is no flag of this command."""
+"""Marks a field that is no flag of this command."""
 
 
 def _size_from(words: list[str]) -> str | dict[str, Any]:
@@ -33,7 +33,7 @@ def _size_from(words: list[str]) -> str | dict[str, Any]:
     try:
         return parse_yaml(words[0], "it")
     except UserError:
-        raise ValueError(f"'{words[0]}' is no mapping such as {{family: qwen3, hidden_size: 64}}") from None
+        raise ValueError(f"'{words[0]}' is not a mapping such as {{family: qwen3, hidden_size: 64}}") from None
 
 
 def _settings_from(words: list[str]) -> dict[str, Setting]:
@@ -47,7 +47,7 @@ def _settings_from(words: list[str]) -> dict[str, Setting]:
     return {name: setting_value(value) for name, _, value in (word.partition("=") for word in words)}
 
 
-# Both hold a mapping, which tyro would otherwise turn into a flag for each key.
+# Both hold a mapping, for which tyro would otherwise make a flag for each key.
 Size = Annotated[
     str | dict[str, Any] | None,
     PrimitiveConstructorSpec(
@@ -70,32 +70,21 @@ Settings = Annotated[
 ]
 
 
-LONG = {
-    "train": "preparing data and model",
-    "compare": "preparing data and variants",
-    "prepare": "reading and tokenising text",
-    "convert": "loading the model, to compare its logits before and after",
-    "export": "loading the model, to compare the graph's logits with its own",
-    "eval": "reading tasks, then loading the models",
-    "generate": "loading the model",
-    "inspect": "loading the model and reading text",
-    "search": "loading the model and reading text",
-    "figures": "inspecting models, then drawing",
-    "app": "loading the models, then serving the page",
-    "plan": "counting layouts",
-    "check": "checking in a small model",
-    "doctor": "loading the model and looking for faults",
-    "report": "reading runs",
-    "env": "looking at devices and kernels",
-    "families": "importing Transformers",
-    "mechanisms": "importing PyTorch",
-}
-"""Commands that take more than two seconds, and what they do first; said once their flags are understood, before the
-libraries are imported."""
+def parse(
+    command: str,
+    kind: type[T],
+    arguments: list[str],
+    default: T | None = None,
+    *,
+    doing: str = "",
+    program: str = "attnres",
+) -> T:
+    """Parse the flags of `program command` into a `kind`; raises UserError where tyro would print a box and exit.
 
-
-def parse(command: str, kind: type[T], arguments: list[str], default: T | None = None, program: str = "attnres") -> T:
-    """Read the flags of `program command` as a `kind`; raises UserError where tyro would print a box and leave."""
+    Args:
+        doing: what the command does first, printed in a terminal once the flags are parsed, because importing heavy
+            libraries takes seconds.
+    """
     name = f"{program} {command}"
     flags = _flags(kind)
     arguments = [_short(argument, flags) for argument in arguments]
@@ -120,16 +109,16 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
             raise _unknown_option(rest[0].split("=")[0], name, flags)
         raise UserError(f"unexpected argument '{rest[0]}': options start with --, see {name} --help")
     _refuse_empty(values)
-    first = os.environ.get("RANK", "0") == "0"  # torchrun's: one process says it
-    if program == "attnres" and command in LONG and sys.stderr.isatty() and first:
-        print(f"{name}: {LONG[command]} ...", file=sys.stderr, flush=True)
+    first = os.environ.get("RANK", "0") == "0"  # under torchrun one process prints it
+    if doing and sys.stderr.isatty() and first:
+        print(f"{name}: {doing} ...", file=sys.stderr, flush=True)
     return values
 
 
 @contextlib.contextmanager
 def _docstrings_flowing() -> Generator[None]:
-    """Let --help fill its lines: tyro ends a line wherever a field's docstring does, because the indentation of a
-    docstring's second line looks to it like the item of a list."""
+    """Let --help fill its lines: tyro breaks a line wherever a field's docstring does, because it takes the indentation
+    of the docstring's second line for a list item."""
     joined = tyro._strings.remove_single_line_breaks
     tyro._strings.remove_single_line_breaks = lambda text: joined(inspect.cleandoc(text))
     try:
@@ -139,8 +128,8 @@ def _docstrings_flowing() -> Generator[None]:
 
 
 def _refuse_empty(values: Any) -> None:
-    """Refuse with a UserError an empty value, which a variable of a shell that is not set leaves, of all but texts;
-    lists are left to those who read them."""
+    """Refuse with a UserError an empty value, such as an unset shell variable leaves, except for texts; lists are
+    checked by the code that reads them."""
     for item in dataclasses.fields(values):
         value = getattr(values, item.name)
         if dataclasses.is_dataclass(value):
@@ -151,7 +140,7 @@ def _refuse_empty(values: Any) -> None:
 
 
 def fields_of(config: Any, only: Any = None, **changes: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass (those that `only` has) by name, not copied, with changes."""
+    """Return the fields of a dataclass (or only those that `only` has) by name, uncopied, with `changes` applied."""
     names = [item.name for item in dataclasses.fields(only or config)]
     return {name: getattr(config, name) for name in names} | changes
 
@@ -169,7 +158,7 @@ def _unknown_option(option: str, command: str, flags: dict[str, str]) -> UserErr
 
 
 def _short(argument: str, flags: dict[str, str]) -> str:
-    """Return `--lr` for `--optim.lr`, as which messages and files name it."""
+    """Return `--lr` for `--optim.lr`; messages and files use the short form."""
     name, equals, value = argument.partition("=")
     return flags.get(name.replace("_", "-"), name) + equals + value
 
@@ -188,15 +177,15 @@ def _flags(kind: Any, group: str = "") -> dict[str, str]:
 
 
 def _sentence(box: str) -> str:
-    """Return the message of tyro's error box, as one line: its first part, or its second where the title is a part too.
+    """Return the message in tyro's error box as one line: its first part, or its second if the title is a part.
 
-    tyro offers the parts of an error in a private module alone, so what it prints is read; pyproject.toml bounds its
+    tyro has the parts of an error only in a private module, so its printed text is parsed; pyproject.toml bounds its
     version for that.
     """
     parts: list[list[str]] = [[]]
     for line in box.splitlines():
         text = line.strip("│ ")
-        if text.startswith(("╭", "╰", "──", "--" * 3)):  # the frame, drawn in ASCII on some terminals
+        if text.startswith(("╭", "╰", "──", "--" * 3)):  # the box's frame, drawn in ASCII on some terminals
             parts.append([])
         elif text:
             parts[-1].append(text)
@@ -209,7 +198,7 @@ def _sentence(box: str) -> str:
         return f"{number[1]}: {number[2].strip('.')} is no whole number"
     unfit = re.match(r"Error parsing (--[\w-]+): Could not find valid parse for arguments: \[(.*)\]", message[0])
     if unfit:
-        return f"{unfit[1]}: {unfit[2]} is not what it takes"
+        return f"{unfit[1]}: {unfit[2]} is not a valid value"
     untyped = re.match(r"(.*): no type matching ({None}\|)?(.*?) could be instantiated from \[(.*?)\]", message[0])
     if untyped:
         return f"{untyped[1]}: {untyped[4]} is no {untyped[3]}"

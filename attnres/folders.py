@@ -1,7 +1,7 @@
-"""What a folder is, and the rule of what may be written into it.
+"""Determine the kind of a folder, and whether a command may write into it.
 
-A command writes into a folder that is not there yet, is empty, or is of its own kind: nothing of another kind
-is replaced.
+A command writes into a folder that does not exist, is empty, or holds content of the command's kind; content of another
+kind is never replaced.
 """
 
 from pathlib import Path
@@ -33,15 +33,14 @@ _MARKS: dict[str, Kind] = {
     "captions.md": "figures",
     "report.html": "report",
 }
-"""Files by which a folder is known, the first one that is there: a run with a report in it is a run."""
+"""Files by which a folder's kind is known; the first one present counts, so a run with a report in it is a run."""
 
 
 def kind_of(folder: Path) -> Kind | None:
-    """Return the kind of content of a folder; None if it does not exist or has nothing but a lock or half-written
-    files.
+    """Return the kind of a folder's content; None if it does not exist or holds only a lock or half-written files.
 
     Raises:
-        UserError: a file, or a folder that cannot be looked into.
+        UserError: the path is a file, or a folder that cannot be read.
     """
     refuse_special(folder)
     if not folder.exists():
@@ -61,11 +60,10 @@ def kind_of(folder: Path) -> Kind | None:
 
 
 def refuse_other(folder: str | Path, *kinds: Kind) -> Path:
-    """Return the folder, if a command that writes one of these kinds may write into it; none is what needs an empty
-    one.
+    """Return the folder if a command that writes one of these kinds may write into it; without kinds it must be empty.
 
     Raises:
-        UserError: it holds something else, or cannot be written to.
+        UserError: the folder holds something else, or cannot be written to.
     """
     path = user_path(folder)
     here = kind_of(path)
@@ -78,13 +76,14 @@ def refuse_other(folder: str | Path, *kinds: Kind) -> Path:
 
 
 def refuse_other_file(path: str | Path, keys: set[str], companion: str | None = None) -> Path:
-    """Return the path of a JSON file to write, if nothing is there or an earlier file of its kind, which has `keys`.
+    """Return the path of a JSON file to write, if the path is free or holds an earlier file of its kind, which has
+    `keys`.
 
     Args:
-        companion: the name of a second file, which may be there only together with the first.
+        companion: the name of a second file, which may exist only together with the first.
 
     Raises:
-        UserError: another file, or the folder cannot be written into.
+        UserError: the path holds another file, or its folder cannot be written to.
     """
     target = user_path(path)
     refuse_special(target)
@@ -98,7 +97,7 @@ def refuse_other_file(path: str | Path, keys: set[str], companion: str | None = 
         if not isinstance(fields, dict) or not keys <= set(fields):
             raise UserError(f"{target} is there and is no earlier result of this command: choose another name")
     elif companion is not None and target.with_name(companion).exists():
-        raise UserError(f"{target.with_name(companion)} is there and would be replaced: choose another name")
+        raise UserError(f"{target.with_name(companion)} exists and would be replaced: choose another name")
     if barrier := in_the_way(target.parent):
         raise UserError(f"cannot write into {target.parent}: {barrier} is no folder that this user may write into")
     return target

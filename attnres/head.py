@@ -1,9 +1,9 @@
-"""The output head of a language model apart from its body: losses of tokens from few rows of logits at a time.
+"""The output head of a language model, separated from its body: losses computed from few rows of logits at a time.
 
 With a large vocabulary the logits of a batch are the largest tensor of a step, and a cross-entropy in fp32 holds
-several of that size: 8 x 2,048 tokens and 151,936 words make 10 GB each. Here a part of the tokens gets its logits, its
-losses and their gradient at once, in the forward pass, so that nothing of that size is kept for backward or made twice;
-the matrix products are those of the whole batch (as in Liger Kernel, arXiv 2410.10989).
+several of that size: 8 x 2,048 tokens and 151,936 words make 10 GB each. Here the logits, losses and gradients of a
+part of the tokens are computed together in the forward pass, so that nothing of that size is stored for backward or
+computed twice. The matrix products are those of the whole batch (as in Liger Kernel, arXiv 2410.10989).
 """
 
 import functools
@@ -21,13 +21,13 @@ from torch.nn import functional as F
 from attnres.device import autocast_dtype
 
 POSITIONS = 256
-"""Of which an fp32 copy is made at a time, where no gradient is wanted: a large vocabulary makes logits the largest
-tensor there is."""
+"""Positions of which an fp32 copy is made at a time when no gradient is needed: with a large vocabulary logits are the
+largest tensor."""
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:
-    """Evaluation mode for a while; each module is then in the mode it was in."""
+    """Put the model into evaluation mode inside the block, and restore the mode of each module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -39,12 +39,12 @@ def evaluating(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def whole_sequences() -> Generator[None]:
-    """Let Transformers take a batch without a mask for whole sequences, and not look for packed ones in it.
+    """Let Transformers treat a batch without a mask as whole sequences, without searching it for packed ones.
 
-    It asks the device whether there are any. Where it may not ask, in a captured or compiled pass, it makes a mask of
-    all pairs in case there are, and attention takes a kernel that reads it.
+    The search waits for the device. In a captured or compiled pass, where it cannot wait, Transformers makes a mask of
+    all pairs, and attention takes a slower kernel that reads it.
     """
-    from transformers import masking_utils  # here: `attnres` is imported without Transformers
+    from transformers import masking_utils  # here, because `attnres` is imported without Transformers
 
     find = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = _none_packed  # ty: ignore[invalid-assignment]
@@ -59,12 +59,12 @@ def _none_packed(position_ids: Tensor) -> None:
 
 
 def log_probs(logits: Tensor) -> Tensor:
-    """Return the log-probabilities in nats over the last axis, in fp32 or, of fp64 logits, fp64."""
+    """Return the log-probabilities in nats over the last axis, in fp32, or in fp64 for fp64 logits."""
     return logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return -ln p of every target in nats: logits (B, T, V), targets (B, T) int64 -> (B, T) fp32, fp64 of fp64
+    """Return -ln p of every target in nats: logits (B, T, V), targets (B, T) int64 -> (B, T) fp32, or fp64 for fp64
     logits."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     size = targets.shape[1] if logits.requires_grad else max(1, POSITIONS // len(targets))
@@ -82,18 +82,18 @@ def next_token_losses(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 PART = 1 << 24
-"""Logits that a CPU makes at a time, at most (but a row of them at least); other devices, which need more, eight times
+"""Most logits that a CPU computes at a time (at least one row); other devices, which need larger products, eight times
 as many."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What makes logits of hidden states x: z = (W x + b) / scale and then, with a cap c, c tanh(z / c).
+    """Computes logits from hidden states x: z = (W x + b) / scale and then, with a cap c, c tanh(z / c).
 
     Attributes:
         weight, bias: (V, d), and (V,) or None.
-        scale: Granite's, else 1.
-        cap: the bound of logits (Gemma 2), or None.
+        scale: the divisor of logits in Granite, else 1.
+        cap: the bound of logits in Gemma 2, or None.
     """
 
     weight: Tensor
@@ -102,25 +102,25 @@ class Head:
     cap: float | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of (..., d) in fp32 (fp64 of fp64); the product itself follows autocast."""
+        """Return the logits of hidden states (..., d) in fp32 (fp64 for fp64); the product itself follows autocast."""
         z = F.linear(hidden, self.weight, self.bias)
         return self.after(z.to(torch.promote_types(z.dtype, torch.float32)))
 
     def after(self, z: Tensor) -> Tensor:
-        """Return the logits of W x + b."""
+        """Apply scale and cap to z = W x + b, and return the logits."""
         if self.scale != 1:
             z = z / self.scale
         return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
 
     def before(self, grad: Tensor, z: Tensor) -> Tensor:
-        """Return the gradient at W x + b of that at the logits z, which is changed in place."""
+        """Return the gradient with respect to W x + b, given that of the logits z, which is changed in place."""
         if self.cap is not None:
             grad.mul_(1 - (z / self.cap).square_())
         return grad if self.scale == 1 else grad.div_(self.scale)
 
 
 class Soft(NamedTuple):
-    """A teacher's part in the loss (1 - w) CE + w T^2 KL: its head and hidden states (..., d), w and T."""
+    """The teacher in the loss (1 - w) CE + w T^2 KL: its head, its hidden states (..., d), w and T."""
 
     head: Head
     hidden: Tensor
@@ -129,8 +129,8 @@ class Soft(NamedTuple):
 
 
 class LossSums(NamedTuple):
-    """Over tokens, in nats, fp32 scalars: what is minimised, the cross-entropy in it, and T^2 KL (0 without a teacher).
-    Only the first has a gradient."""
+    """Sums over tokens in nats, fp32 scalars: the objective, the cross-entropy in it, and T^2 KL (0 without a teacher).
+    Only the objective has a gradient."""
 
     objective: Tensor
     cross_entropy: Tensor
@@ -146,7 +146,7 @@ def body_of(model: Any) -> nn.Module:
 
 
 def head_of(model: Any) -> Head | None:
-    """Return the head of a Hugging Face model; None where it is no `Head` as far as the config and the module tell."""
+    """Return the head of a Hugging Face model; None if its config and module do not show it to be a `Head`."""
     module = model.get_output_embeddings()
     if type(module) is not nn.Linear or body_of(model) is model:
         return None
@@ -156,8 +156,8 @@ def head_of(model: Any) -> Head | None:
 
 @torch.no_grad()
 def is_apart(model: Any) -> bool:
-    """Return whether the model's own forward pass is its body, then `head_of`: tried on a few tokens, and on values
-    from -200 to 200 in place of the head's output, which shows what is done with it."""
+    """Return whether the model's own forward pass equals its body followed by `head_of`. It is tried on a few tokens,
+    and on values from -200 to 200 in place of the head's output, which shows how the model transforms logits."""
     head = head_of(model)
     if head is None:
         return False
@@ -184,18 +184,18 @@ def is_apart(model: Any) -> bool:
 
 
 def logits_at_a_time(device: torch.device) -> int:
-    """Return how many logits are made in one part at most; a part has one token's at least."""
+    """Return the most logits that are computed in one part; a part has at least one token."""
     return PART if device.type == "cpu" else 8 * PART
 
 
 def is_small(model: Any, tokens: int, device: torch.device) -> bool:
-    """Return whether all logits of so many tokens are made at once on `device` unless something else is asked for."""
+    """Return whether all logits of so many tokens are computed at once on `device` by default."""
     output = model.get_output_embeddings()
     return output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)
 
 
 def parts(targets: Tensor, vocabulary: int) -> int:
-    """Return in how many parts the logits of so many tokens are made."""
+    """Return the number of parts in which the logits of the targets are computed."""
     return -(-targets.numel() // max(1, logits_at_a_time(targets.device) // vocabulary))
 
 
@@ -209,14 +209,14 @@ def losses_in_parts(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def sums_in_parts(head: Head, hidden: Tensor, targets: Tensor, soft: Soft | None = None) -> LossSums:
-    """Sum the losses of a batch: hidden (B, T, d), targets (B, T) int64. Their gradients are made here and now, once;
-    a second backward pass through them is refused."""
+    """Sum the losses of a batch: hidden (B, T, d), targets (B, T) int64. Gradients are computed in this call, once; a
+    second backward pass through the sums is refused."""
     return LossSums(*_InParts.apply(hidden, head.weight, head.bias, targets, head, soft))
 
 
 def called_losses(model: Any, call: dict[str, Any], y: Tensor, kind: str) -> Tensor:
-    """Return the cross-entropy in nats of a model called so: with gradients the sum (1,), else of every token (B,
-    T)."""
+    """Return the cross-entropy in nats of a model called with these arguments: with gradients the sum (1,), else that
+    of every token (B, T)."""
     if kind == "whole":
         losses = token_losses(model(**call, use_cache=False).logits, y)
         return losses.sum().view(1) if torch.is_grad_enabled() else losses
@@ -276,8 +276,9 @@ class _InParts(torch.autograd.Function):
 
 
 def _is_fused(x: Tensor) -> bool:
-    """Return whether losses and gradients of hidden states like x are one kernel, that of `attnres.loss_kernel`."""
-    # of CUDA's kernels alone, in a module below those that know of devices
+    """Return whether the losses and gradients of hidden states like x are computed by the one kernel of
+    `attnres.loss_kernel`."""
+    # CUDA only, asked here without the table of devices, which lies in a higher module
     return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and _has_triton()
 
 
@@ -287,7 +288,8 @@ def _has_triton() -> bool:
 
 
 def _part(head: Head, x: Tensor, y: Tensor, soft: Soft | None, theirs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return, for x (n, d) and y (n,), the gradient of the summed objective at W x + b, (n, V), and the three sums."""
+    """Return, for x (n, d) and y (n,), the gradient of the summed objective with respect to W x + b, (n, V), and the
+    three sums."""
     if soft is None and _is_fused(x):
         from attnres.loss_kernel import losses_and_gradients
 

@@ -1,4 +1,4 @@
-"""Names on the Hugging Face hub, the files of a model and the rows of a data set from there."""
+"""Access the Hugging Face hub: names, the files of a model, and the rows of a data set."""
 
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -21,10 +21,10 @@ def is_hub_name(text: str) -> bool:
 
 
 def fetch(name: str, patterns: Iterable[str]) -> Path:
-    """Fetch the files of a model that match `patterns`, those that are not in the hub's cache, and return its folder.
+    """Fetch the files of a model that match `patterns` and are not in the hub's cache; return its folder.
 
     Raises:
-        UserError: no such model, one that is not for everybody, or no connection.
+        UserError: no such model, one that needs permission, or no connection.
     """
     from huggingface_hub import snapshot_download
 
@@ -40,10 +40,10 @@ def fetch(name: str, patterns: Iterable[str]) -> Path:
 def dataset_rows(
     what: str, repository: str, config: str | None, split: str, *, otherwise: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a data set, by the library `datasets`.
+    """Yield the rows of a data set, using the library `datasets`.
 
     Args:
-        what: is read there, for messages; `otherwise` says what else the user can do.
+        what: the thing that is read, for messages; `otherwise`: what else the user can do.
 
     Raises:
         UserError: `datasets` is not installed, or the data set cannot be read.
@@ -55,8 +55,8 @@ def dataset_rows(
 def streamed_rows(
     what: str, repository: str, config: str | None, split: str, revision: str | None, place: dict[str, Any] | None
 ) -> tuple[Iterator[dict[str, Any]], Callable[[], dict[str, Any]]]:
-    """Return the rows of a data set from a place on, fetched as they are read, and a function that says the place after
-    the last row.
+    """Return an iterator over a data set's rows, from a place on, fetched as they are read; and a function that returns
+    the place after the last row.
 
     Raises:
         UserError: as for `dataset_rows`, here or when a row is read.
@@ -75,7 +75,7 @@ def streamed_rows(
 
 @contextmanager
 def _reading(what: str, repository: str, otherwise: str) -> Generator[Any]:
-    """Give the library `datasets`, and raise what goes wrong with it as a UserError."""
+    """Give the library `datasets`, and raise its errors as a UserError."""
     datasets = require("datasets", f"{what} needs the library datasets: {install('data')}{otherwise}")
     try:
         yield datasets

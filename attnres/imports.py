@@ -1,5 +1,5 @@
-"""Imports at first use: names of this package (PEP 562), what is to be done when another library is imported, and names
-of a user's own file."""
+"""Import at first use: names of this package (PEP 562), hooks that run when another library is imported, and names from
+a user's file."""
 
 import functools
 import hashlib
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 def lazy_names(
     package: str, homes: Mapping[str, str], deprecated: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make `__getattr__` and `__dir__` for a package: names from their modules, and the package's own submodules.
+    """Make `__getattr__` and `__dir__` for a package, which import public names from their modules, and submodules.
 
     Args:
         package: `__name__` of the package.
         homes: name -> the module that defines it.
-        deprecated: of names in `homes` that go with the next version, what to write instead. They warn.
+        deprecated: names in `homes` that the next version removes -> what to write instead. They warn.
     """
 
     def get(name: str) -> Any:
@@ -49,12 +49,12 @@ def lazy_names(
 
 
 class FromFile(NamedTuple):
-    """What a name in a user's file stands for.
+    """A name from a user's file, and its value.
 
     Attributes:
-        value: the class, function or whatever it is.
+        value: the class, function or other object.
         entry: FILE.py:NAME with the whole path.
-        sha256: of the file's content.
+        sha256: hash of the file's content.
     """
 
     value: Any
@@ -63,13 +63,13 @@ class FromFile(NamedTuple):
 
 
 def from_file(entry: str, what: str, fits: Callable[[Any], bool] = callable) -> FromFile:
-    """Return what FILE.py:NAME stands for. A file is run once for each content that it has.
+    """Import NAME from FILE.py. A file is run once for each content that it has.
 
     Args:
-        what: what NAME is expected to be, "class" or "function"; `fits` tells which names are offered instead.
+        what: what NAME is expected to be, "class" or "function"; `fits` selects the names that an error suggests.
 
     Raises:
-        UserError: a file that is not there or fails, or without the name.
+        UserError: the file is missing or raises, or lacks the name.
     """
     from attnres.errors import USER_FILE, UserError, unknown  # here: `import attnres` needs neither
     from attnres.files import user_path
@@ -78,7 +78,7 @@ def from_file(entry: str, what: str, fits: Callable[[Any], bool] = callable) -> 
     path = user_path(file).resolve()
     if not path.is_file():
         raise UserError(f"'{entry}': there is no file {path}; expected FILE.py:{what.upper()}")
-    # A name of its own for each file and content, so that a class is made once and can be pickled in this process.
+    # A module name for each file and content, so that a class is made once and can be pickled in this process.
     content = path.read_bytes()
     digest = hashlib.sha256(bytes(path) + content).hexdigest()[:12]
     module_name = f"{USER_FILE}{path.stem}_{digest}"
@@ -89,11 +89,11 @@ def from_file(entry: str, what: str, fits: Callable[[Any], bool] = callable) -> 
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         try:
-            # Not by the spec's loader: it takes the bytecode of a file for that of one changed within a second.
+            # Not with the spec's loader, which uses stale bytecode for a file that changed within a second.
             exec(compile(content, path, "exec", dont_inherit=True), vars(module))
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
-            raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error
+            raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): fix it first") from error
     value = getattr(module, name, None)
     if value is None:
         raise unknown(f"{what} in {path}", name, [key for key, value in vars(module).items() if fits(value)])
@@ -101,11 +101,11 @@ def from_file(entry: str, what: str, fits: Callable[[Any], bool] = callable) -> 
 
 
 _waiting: dict[str, list[Callable[[Any], None]]] = {}
-"""What is to be done with a module, by its name."""
+"""Module name -> functions to call with the module once it is imported."""
 
 
 def when_imported(name: str, act: Callable[[Any], None]) -> None:
-    """Call `act` with the module of that name: at once where it is imported already, else right after it has been."""
+    """Call `act` with the module of that name: now if it is already imported, else right after its import."""
     if name in sys.modules:
         act(sys.modules[name])
         return
@@ -115,7 +115,7 @@ def when_imported(name: str, act: Callable[[Any], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, with a loader that acts."""
+    """Finds modules as the other finders do, and wraps their loader."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in _waiting:
@@ -130,7 +130,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, after whose work what was waiting is done; the module knows that loader alone."""
+    """Wraps a loader, and calls the waiting functions after it has run; the module's spec names the wrapped loader."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self.loader = loader
@@ -151,10 +151,11 @@ _finder = _Finder()
 
 
 def find_our_types(configuration_auto: Any) -> None:
-    """Let Transformers import `attnres.models` when it first comes upon a type of ours: in its table of config classes,
-    or in a config.json, which says of a probed family where its layers are read."""
+    """Let Transformers import `attnres.models` when it first meets a model type of this package: in its table of config
+    classes, or in a config.json, which for a probed family says where its layers are read."""
     table, config = configuration_auto.CONFIG_MAPPING, configuration_auto.PreTrainedConfig
-    # Why not what Transformers offers: AutoConfig.register takes a finished class, and to make ours would import torch
+    # Why not with Transformers' own means: AutoConfig.register takes a finished class, and making ours would import
+    # torch
     # and the modelling code of every family at each `import attnres`. Transformers reads no entry points. Its own lazy
     # table names modules inside `transformers.models` alone, and a probed family's key is in a config.json that nobody
     # has read yet. The subclass of the table's class adds to it and takes nothing away; what another library registers
@@ -179,7 +180,7 @@ def find_our_types(configuration_auto: Any) -> None:
             importlib.import_module("attnres.models.classes").register_stored(fields, name)
             if cls is not config and not _is_ours(cls.model_type):
                 warnings.warn(
-                    f"a model with depth reads is loaded into the plain {cls.__name__}: its residual is left out, and "
+                    f"a model with depth reads was loaded as the plain {cls.__name__}: its residual is left out, and "
                     "it computes something else; AutoModel and attnres.load keep it",
                     stacklevel=3,
                 )

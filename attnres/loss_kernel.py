@@ -1,8 +1,8 @@
-"""Cross-entropy of rows of logits with its gradient in their place, in one Triton kernel.
+"""Cross-entropy of rows of logits, with the gradient written over them, in one Triton kernel.
 
-In plain torch the loss of a large vocabulary is a row of passes over fp32 copies of the logits: log-softmax, exp, the
-target's one, a cast. Here a program has a row: it reads the logits as the matrix product left them, twice, the second
-time from the cache, and writes the gradient over them. Arithmetic is fp32, as there.
+In plain torch the loss of a large vocabulary takes several passes over fp32 copies of the logits: log-softmax, exp,
+subtracting one at the target, a cast. Here a program handles a row: it reads the logits in the matrix product's dtype
+twice, the second time from the cache, and writes the gradient over them. Arithmetic is fp32, as in plain torch.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096
-"""Logits of a row that a program holds at a time."""
+"""Logits of a row that a program processes at a time."""
 
 
 def losses_and_gradients(z: Tensor, targets: Tensor, scale: float = 1.0, cap: float | None = None) -> Tensor:
-    """Return -ln p of every target in nats, and put the gradient of their sum at z into z.
+    """Return -ln p of every target in nats, and overwrite z with the gradient of their sum.
 
     Args:
         z: (n, V), rows contiguous: of logits z / scale and then, with a cap c, c tanh(z / c) (`attnres.head.Head`).

@@ -1,4 +1,4 @@
-"""Lines and tables in the terminal, and progress: bars on a terminal, plain lines in a pipe, nothing if not wanted."""
+"""Print lines and tables in the terminal, and show progress: bars on a terminal, plain lines in a pipe, or nothing."""
 
 import os
 import time
@@ -16,8 +16,7 @@ from attnres.text import duration
 
 
 def wide(console: Console | None = None) -> Console:
-    """Return the console to print on; a file or a pipe has no edge to wrap at. What is in brackets is a token, no
-    markup."""
+    """Return the console to print on; in a file or a pipe lines do not wrap. Text in brackets is not markup."""
     console = console or Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 400
@@ -25,12 +24,12 @@ def wide(console: Console | None = None) -> Console:
 
 
 def say(console: Console, line: str) -> None:
-    """Print a line of text that is no markup."""
+    """Print a line of text without interpreting markup."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def grid(*left: str, right: tuple[str, ...] = ()) -> Table:
-    """Return a table without lines: columns that are flush left, then some that are flush right."""
+    """Return a table without lines: some columns aligned left, then `right` aligned right."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in left:
         table.add_column(title)
@@ -42,11 +41,11 @@ def grid(*left: str, right: tuple[str, ...] = ()) -> Table:
 LINES_EVERY = 30.0
 """Seconds between two plain lines of a bar."""
 STEPS = "step {task.completed:.0f}/{task.total:.0f}"
-"""How much is done, for `Bars`."""
+"""Format of the column that shows how many steps are done, for `Bars`."""
 
 
 class _BarsBelow(Progress):
-    """Bars with something above them."""
+    """Bars with a renderable above them."""
 
     def __init__(self, above: Callable[[], RenderableType | None], *columns: ProgressColumn, **options: Any) -> None:
         self._above = above
@@ -59,14 +58,14 @@ class _BarsBelow(Progress):
 
 
 class Bars:
-    """Bars that stand on a terminal while the block runs; elsewhere each gives a line now and then.
+    """Shows bars on a terminal while the block runs; otherwise each prints a line now and then.
 
     Args:
-        count: the column that says how much is done, by default a percentage: a format of rich's `task`, or a column.
-        rate: how much is done a second, as text.
-        shown: False shows nothing.
-        stays: whether what is finished stays: the bar on a terminal, a last line elsewhere.
-        above: gives what stands above the bars on a terminal, or None.
+        count: the column for the work done: a format of rich's `task`, or a column; by default a percentage.
+        rate: formats the work done a second.
+        shown: whether anything is shown.
+        stays: whether finished work stays visible: the bar on a terminal, otherwise a last line.
+        above: returns a renderable to show above the bars on a terminal, or None.
         console: standard error by default.
     """
 
@@ -102,17 +101,17 @@ class Bars:
         self.progress.stop()
 
     def say(self, text: str) -> None:
-        """Print a line, above the bars where there are some."""
+        """Print a line, above the bars if there are some."""
         if self.shown:
             say(self.console, text)
 
     def add(self, name: str, total: float | None, done: float = 0) -> "Bar":
-        """Add a bar for work of which `done` of `total` was done before."""
+        """Add a bar for work of size `total`, of which `done` was done before."""
         return Bar(self, name, total, done)
 
 
 class Bar:
-    """One piece of work: its bar on a terminal, elsewhere a line every `LINES_EVERY` seconds."""
+    """One piece of work: a bar on a terminal, otherwise a line every `LINES_EVERY` seconds."""
 
     def __init__(self, bars: Bars, name: str, total: float | None, done: float):
         self.bars, self.name, self.total, self.done, self.first = bars, name, total, done, done
@@ -121,16 +120,16 @@ class Bar:
         self.task = bars.progress.add_task(name, total=total, completed=int(done), figures="")
 
     def begin(self, name: str) -> None:
-        """The next piece of work, as large as the last one."""
+        """Start the next piece of work, as large as the last one."""
         self.name, self.first, self.began, self.ended = name, 0.0, time.monotonic(), False
         self.update(0)
 
     def advance(self, more: float, figures: str = "") -> None:
-        """So much more is done."""
+        """Add `more` to the work done."""
         self.update(self.done + more, figures)
 
     def update(self, done: float, figures: str = "") -> None:
-        """So much is done; the line has `figures`, the rate and the time left."""
+        """Set the work done; the line shows `figures`, the rate and the time left."""
         self.done, now = done, time.monotonic()
         rate = (done - self.first) / max(1e-9, now - self.began)
         parts = [figures, self.bars.rate(rate)]
@@ -145,26 +144,27 @@ class Bar:
             self.bars.say("  ".join(filter(None, (self.name, str(self.bars.count.render(task)).strip(), figures))))
 
     def finish(self) -> None:
-        """All is done: what `total` was an estimate of."""
+        """Show the work as complete, even if `total` was an estimate."""
         self.total = self.done
         self.update(self.done)
 
     def remove(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.bars.progress.remove_task(self.task)
 
 
 @contextmanager
 def counting(what: str, total: int | None, unit: str, *, shown: bool = True) -> Generator[Callable[[float], None]]:
-    """A bar on a terminal, gone when the block ends; the block gets what it calls with how many more are done."""
+    """Show a bar on a terminal while the block runs; give the block a function to call with the number of items
+    done."""
     with Bars("{task.completed:,.0f} " + unit, shown=shown, stays=False) as bars:
         yield bars.add(what, total).advance
 
 
 @contextmanager
 def quiet_transformers() -> Generator[None]:
-    """Hides Transformers' own progress bars for a while, which would break into ours, and what it reports of a model
-    that does not load, which comes out as one sentence; --debug shows it."""
+    """Hide Transformers' progress bars inside the block, which would disturb this package's, and its report of a model
+    that does not load, which becomes one sentence; --debug shows it."""
     from transformers.utils import logging
 
     shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -1,7 +1,7 @@
-"""Reads what anybody may have written: JSON, YAML and TOML as plain values, within limits, from regular files.
+"""Read JSON, YAML and TOML files from any source as plain values, within limits, from regular files only.
 
-Whatever makes a file unusable is one sentence that names it (UserError): missing, a pipe or a device, too large, not
-UTF-8, not of its format, nested too deep, a key that stands twice, NaN or infinity.
+An unusable file raises a UserError, one sentence that names it: missing, a pipe or a device, too large, not UTF-8, not
+of its format, nested too deep, a duplicate key, NaN or infinity.
 """
 
 import codecs
@@ -20,13 +20,14 @@ from attnres.errors import UserError, first_line
 from attnres.files import refuse_special
 
 MAX_DEPTH = 64
-"""How deep lists and mappings may stand in one another."""
+"""Largest accepted nesting depth of lists and mappings."""
 MAX_BYTES = 1 << 30
-"""Of a JSON file; the largest that is ours, an inspection of a deep model, has some ten million."""
+"""Largest accepted JSON file, in bytes; the largest of this package, an inspection of a deep model, has some ten
+million."""
 CONFIG_BYTES = 1 << 20
-"""Of a configuration that somebody types."""
+"""Largest accepted configuration file, in bytes."""
 _HEAD = 4096
-"""Bytes by which text is told from what is none."""
+"""Number of bytes by which text is told from binary files."""
 
 
 def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
@@ -46,7 +47,8 @@ def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
 
 
 def refuse_no_text(path: Path, head: bytes) -> None:
-    """Refuse with a UserError a file whose first bytes are those of UTF-16, also without its mark, or of no text."""
+    """Refuse with a UserError a file whose first bytes are those of UTF-16 (with or without its mark) or of a binary
+    file."""
     head = head[:_HEAD]
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
         raise UserError(
@@ -60,14 +62,14 @@ def read_json(path: str | Path, *, ours: bool = True) -> Any:
 
 
 def parse_json(text: str, where: str, *, ours: bool = True) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text.
 
     Args:
-        where: it stands, for messages.
-        ours: a file of this package, which has no key twice and no number that is not finite; others' may.
+        where: the place of the text, for messages.
+        ours: whether this package wrote the text: then duplicate keys and non-finite numbers are refused.
 
     Raises:
-        UserError: no JSON, or nested too deep.
+        UserError: the text is no JSON, or nested too deep.
     """
     strict: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _no_number, "parse_float": _finite}
     try:
@@ -81,7 +83,7 @@ def parse_json(text: str, where: str, *, ours: bool = True) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Return the value of a YAML 1.2 text without aliases. Raises UserError as `parse_json`."""
+    """Parse a YAML 1.2 text without aliases. Raises UserError as `parse_json`."""
     try:
         value = yaml.load(text, _Yaml)
     except RecursionError:
@@ -113,7 +115,7 @@ def read_config(path: Path) -> dict[str, Any]:
     else:
         values = parse_json(text, where) if path.suffix == ".json" else parse_yaml(text, where)
     if values in (None, {}):
-        raise UserError(f"{where} is empty: expected keys and values; without --config the defaults are taken")
+        raise UserError(f"{where} is empty: expected keys and values; without --config the defaults are used")
     if not isinstance(values, dict):
         raise UserError(f"{where} holds a {type(values).__name__}: expected keys and values")
     return values
@@ -123,7 +125,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_depth(value: Any, where: str) -> None:
-    """Refuse what is nested deeper than `MAX_DEPTH`: whatever walks through it later may call itself."""
+    """Refuse a value nested deeper than `MAX_DEPTH`, since later code may be recursive."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -165,7 +167,8 @@ def _finite(text: str) -> float:
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML 1.2's numbers and truth values (1e-3 is a number, 1:30:00 and no are text), no key twice, no aliases."""
+    """Loads YAML with the numbers and truth values of YAML 1.2 (1e-3 is a number, 1:30:00 and no are text), without
+    duplicate keys and aliases."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012 (PyYAML's own form; 1.1's are left out)
 

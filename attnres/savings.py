@@ -1,8 +1,8 @@
-"""What a lower loss is worth: how many tokens another curve needs for it, and how much compute or time that saves.
+"""Express a lower loss as savings: how many more tokens another curve needs for it, and the compute or time saved.
 
-Between measured points a curve follows the shape of a fit to all of it, L = E + A n^-a, stretched so that it meets
-both: a straight line in log n would flatter what is better, as losses fall ever more slowly. Beyond the last point it
-follows the fit itself, and says that it does.
+Between measured points a curve follows the shape of a fit to all points, L = E + A n^-a, stretched to pass through both
+neighbours: a straight line in log n would favour the better curve, because losses fall ever more slowly. Beyond the
+last point it follows the fit, and the result is marked as extrapolated.
 """
 
 import math
@@ -13,12 +13,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+UNDERSTATED = "The learning rate falls along a curve, so that a saving and a loss are both understated."
+"""A note for savings that were read within one learning-rate schedule (`saving`)."""
 EXPONENTS = (0.005, 2.0)
-"""The least and the largest that are tried."""
+"""The smallest and the largest exponent that is tried."""
 
 
 class CurveReading(NamedTuple):
-    """Tokens at which a loss is reached; infinity for one below the fit's floor, NaN for one above the first point."""
+    """Tokens at which a loss is reached; infinity for a loss below the fit's floor, NaN for one above the first
+    point."""
 
     tokens: float
     extrapolated: bool
@@ -26,7 +29,7 @@ class CurveReading(NamedTuple):
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """L = floor + scale (n / unit)^-exponent: `scale` is what can still be lost at n = unit, of tokens or compute."""
+    """L = floor + scale (n / unit)^-exponent: `scale` is the reducible loss at n = unit, of tokens or compute."""
 
     floor: float
     scale: float
@@ -38,18 +41,18 @@ class PowerLaw:
         return self.floor + self.scale * (n / self.unit) ** -self.exponent
 
     def reached(self, loss: float) -> float:
-        """Return the n at which this loss is reached; infinity where it never is."""
+        """Return the n at which this loss is reached; infinity if it never is."""
         if loss <= self.floor:
             return math.inf
         return self.unit * ((loss - self.floor) / self.scale) ** (-1 / self.exponent)
 
 
 def fit(n: Sequence[float], losses: Sequence[float], floor: float | None = None, unit: float | None = None) -> PowerLaw:
-    """Fit by least squares, floor and scale >= 0: for each exponent of a fine grid these two are linear.
+    """Fit a power law by least squares, floor and scale >= 0: for each exponent of a fine grid these two are linear.
 
     Args:
-        n, losses: at least three points, with a fixed `floor` two.
-        unit: of n; None is the middle of its logarithms.
+        n, losses: at least three points, or two with a fixed `floor`.
+        unit: unit of n; None is the geometric mean of `n`.
 
     Source: the form of Kaplan et al. (2020) and Hoffmann et al. (2022); with floor 0 that of arXiv 2603.15031.
     """
@@ -59,7 +62,7 @@ def fit(n: Sequence[float], losses: Sequence[float], floor: float | None = None,
 def fits(
     n: Sequence[float], losses: np.ndarray, floor: float | None = None, unit: float | None = None
 ) -> list[PowerLaw]:
-    """Return `fit` of each row of losses (rows, points)."""
+    """Return `fit` for each row of losses (rows, points)."""
     x = np.asarray(n, dtype=float)
     needed = 3 if floor is None else 2
     if len(set(x.tolist())) < needed:
@@ -67,7 +70,7 @@ def fits(
     unit = unit or float(np.exp(np.log(x).mean()))
     rows = np.arange(len(losses))
     low, high = np.full(len(losses), EXPONENTS[0]), np.full(len(losses), EXPONENTS[1])
-    for _ in range(4):  # each time nearer
+    for _ in range(4):  # a finer grid each time
         exponents = low[:, None] * (high / low)[:, None] ** np.linspace(0, 1, 41)
         squares, level, scale = _linear((x / unit) ** -exponents[..., None], losses[:, None], floor)
         best = squares.argmin(1)
@@ -79,8 +82,8 @@ def fits(
 
 
 def _linear(power: np.ndarray, y: np.ndarray, floor: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return squares left, floor and scale of y = floor + scale power along the last axis; where losses do not fall the
-    floor is their mean."""
+    """Return residual squares, floor and scale of y = floor + scale * power along the last axis; if losses do not fall
+    the floor is their mean."""
     if floor is None:
         centred = power - power.mean(-1, keepdims=True)
         scale = (centred * y).sum(-1) / (centred**2).sum(-1)
@@ -97,11 +100,11 @@ def _linear(power: np.ndarray, y: np.ndarray, floor: float | None) -> tuple[np.n
 
 
 class LossCurve:
-    """Held-out losses over tokens of one mechanism.
+    """Held-out losses of one mechanism over tokens.
 
     Args:
-        points: (tokens, loss) in any order, of tokens > 0; one whose loss is not below all before it is left out, so
-            that a loss is reached where it is measured first.
+        points: (tokens, loss) in any order, tokens > 0. A point whose loss is not below all earlier ones is left out,
+            so a loss counts as reached where it is first measured.
     """
 
     def __init__(self, points: Iterable[tuple[float, float]]) -> None:
@@ -116,12 +119,12 @@ class LossCurve:
         return fit(self.at.tolist(), self.losses.tolist()) if len(self.at) > 2 else None
 
     def tokens(self, loss: float) -> CurveReading:
-        """Return the tokens at which the curve has this loss. NaN where it began below, or beyond its end has no
-        fit."""
+        """Return the tokens at which the curve reaches this loss; NaN if it began below it, or beyond its end if it has
+        no fit."""
         n, losses = self.at, self.losses
         if not len(n) or loss > losses[0]:
             return CurveReading(math.nan, False)
-        after = int(np.searchsorted(-losses, -loss))  # the first point that has it
+        after = int(np.searchsorted(-losses, -loss))  # the first point at or below the loss
         if after == len(n):
             if self.law is None or not math.isfinite(end := self.law.reached(float(losses[-1]))):
                 return CurveReading(math.nan, True)
@@ -140,8 +143,8 @@ class Saving(NamedTuple):
     """How many times the tokens the base needs for the same loss: above 1 saves, below 1 costs.
 
     Attributes:
-        tokens: that factor. extrapolated: it is read beyond what was measured, by a fit.
-        loss: at which it was read.
+        tokens: that factor. extrapolated: whether it was read from a fit, beyond the measured points.
+        loss: the loss at which it was read.
     """
 
     tokens: float
@@ -149,15 +152,15 @@ class Saving(NamedTuple):
     loss: float
 
     def of_compute(self, ratio: float) -> float:
-        """Return the saving in FLOPs or time, of which a token costs `ratio` times as much as the base's."""
+        """Return the saving in FLOPs or time, if a token costs `ratio` times as much as the base's."""
         return self.tokens / ratio
 
 
 def saving(curve: LossCurve, base: LossCurve, loss: float | None = None) -> Saving:
     """Compare a curve with the base's at a loss; by default the lowest that both have reached, which is measured.
 
-    Read inside one schedule it understates a saving and a loss: the curve that comes later to the loss has a lower
-    learning rate there.
+    Within one learning-rate schedule a saving or a loss is understated (`UNDERSTATED`): the curve that reaches the loss
+    later has a lower learning rate there.
     """
     if loss is None:
         if not len(curve.losses) or not len(base.losses):

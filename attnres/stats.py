@@ -1,7 +1,7 @@
-"""Means with their standard errors, of values and of ratios; and how mechanisms are compared: one rule for all of them.
+"""Means with their standard errors, of values and of ratios; and one rule for comparing mechanisms.
 
-A comparison fits loss = mechanism + seed to all runs of a recipe (`Recipe`) and gives an interval (`Effect`), which
-excludes 0 or does not, and a published effect or not. NaN is what is not known."""
+A comparison fits loss = mechanism + seed to all runs of a recipe (`Recipe`) and gives an interval (`Effect`), which may
+exclude 0 or a published effect. Unknown values are NaN."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ class Ratio(NamedTuple):
         se^2 = n / (n - 1) * sum (a_i - m b_i)^2 / (sum b)^2,    which for b = 1 is s^2 / n
 
     Attributes:
-        mean, error: m and se, floats or arrays; the error of fewer than two items is NaN, and so is the mean of none.
+        mean, error: m and se, floats or arrays; NaN for the error of fewer than two items and for the mean of none.
         items: n, those with b > 0. total: sum(b).
     """
 
@@ -42,13 +42,13 @@ def ratio(above: np.ndarray, below: np.ndarray | float = 1.0) -> Ratio:
 
 
 class RatioSums:
-    """Ratios for each of several labels, kept in a few sums so that items may stream by.
+    """Ratios for each of several labels, accumulated as sums, so that items can be streamed.
 
-    In an inspection an item is a document, a_d the sum of a weight over its tokens of one label and b_d their number:
-    tokens of one document resemble each other, so an error over tokens would be too small.
+    In an inspection an item is a document, a_d the sum of a weight over its tokens of one label, and b_d their number:
+    tokens of one document are correlated, so an error over tokens would be too small.
 
     Args:
-        labels, width: how many labels, and how many numbers a_d has for each.
+        labels, width: number of labels, and of values of a_d for each.
     """
 
     def __init__(self, labels: int, width: int) -> None:
@@ -57,7 +57,7 @@ class RatioSums:
         self._a, self._aa, self._ab = (np.zeros((labels, width)) for _ in range(3))
 
     def add(self, below: np.ndarray, above: np.ndarray) -> None:
-        """Count one item: `below` (labels,) and `above` (labels, width)."""
+        """Add one item: `below` (labels,) and `above` (labels, width)."""
         self._items += below > 0
         self._b += below
         self._bb += below**2
@@ -84,7 +84,7 @@ def _ratio(items: int, above: Any, below: Any, squares: Any) -> Ratio:
 
 
 def standard_error(values: np.ndarray, axis: int | None = None) -> Any:
-    """Return s / sqrt(n) along an axis, s over n - 1, of what is not NaN; NaN for fewer than two values."""
+    """Return s / sqrt(n) along an axis, s with n - 1, ignoring NaN; NaN for fewer than two values."""
     values = np.asarray(values, dtype=float)
     count = (~np.isnan(values)).sum(axis, keepdims=True)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -95,7 +95,7 @@ def standard_error(values: np.ndarray, axis: int | None = None) -> Any:
 
 
 def perplexity(loss: float) -> float:
-    """Return e to the loss, as far as a number can hold it.
+    """Return exp(loss), infinity if that is too large for a float.
 
     >>> perplexity(0.0), perplexity(1e6) < math.inf
     (1.0, True)
@@ -104,12 +104,12 @@ def perplexity(loss: float) -> float:
 
 
 def or_none(value: float | None) -> float | None:
-    """Return None for NaN and infinity, which JSON does not have, and for what is not known."""
+    """Return None for NaN, infinity and None, which JSON cannot hold, else the value."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def plain(value: Any, digits: int = 6) -> Any:
-    """Return numbers that JSON has, in lists and dicts: NaN and infinity become None, others are rounded to so many
+    """Return numbers for JSON, in lists and dicts: NaN and infinity become None, others are rounded to `digits`
     digits."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None
@@ -130,7 +130,7 @@ def _beta_share(x: float, a: float, b: float) -> float:
     if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
         return 1 - _beta_share(1 - x, b, a)
     fraction = 1.0
-    for k in range(40 + 4 * math.isqrt(int(max(a, b))), 0, -1):  # from its end
+    for k in range(40 + 4 * math.isqrt(int(max(a, b))), 0, -1):  # evaluated from its end
         m = k // 2
         above = -(a + m) * (a + b + m) if k % 2 else m * (b - m)
         fraction = 1 + above * x / ((a + k - 1) * (a + k)) / fraction
@@ -139,7 +139,7 @@ def _beta_share(x: float, a: float, b: float) -> float:
 
 
 def t_tail(t: float, degrees: float) -> float:
-    """Return, for Student's t, the probability of a value at least as far from 0, on both sides together.
+    """Return, for Student's t, the two-sided probability of a value at least as far from 0.
 
     >>> round(t_tail(4.303, 2), 4)
     0.05
@@ -151,8 +151,7 @@ def t_tail(t: float, degrees: float) -> float:
 
 @functools.cache
 def t_quantile(probability: float, degrees: float) -> float:
-    """Return, for Student's t, the point below which it lies with a probability from one half to below 1; degrees may
-    be broken.
+    """Return the quantile of Student's t for a probability from 0.5 to below 1; `degrees` may be fractional.
 
     >>> round(t_quantile(0.975, 2), 3), round(t_quantile(0.5, 9), 3)
     (4.303, 0.0)
@@ -167,7 +166,7 @@ def t_quantile(probability: float, degrees: float) -> float:
 
 
 def chi2_tail(value: float, degrees: int) -> float:
-    """Return, for chi-squared, the probability of at least this value.
+    """Return, for chi-squared, the probability of a value of at least this size.
 
     >>> round(chi2_tail(5.991, 2), 3)
     0.05
@@ -177,7 +176,7 @@ def chi2_tail(value: float, degrees: int) -> float:
 
 
 def bartlett(variances: Sequence[float], degrees: Sequence[float]) -> float:
-    """Return, by Bartlett's test, the probability that equal variances, normally distributed, come out so different."""
+    """Return the p-value of Bartlett's test for equal variances of normal distributions."""
     s2, d = np.maximum(np.asarray(variances, dtype=float), 1e-300), np.asarray(degrees, dtype=float)
     if len(s2) < 2:
         return 1.0
@@ -191,7 +190,7 @@ def bartlett(variances: Sequence[float], degrees: Sequence[float]) -> float:
 ALPHA = 0.05
 
 LARGEST_SHARE = 1e4
-"""Of a seed's luck over the noise: beyond it nothing changes but rounding."""
+"""Largest ratio of a seed's variance to the noise's: beyond it only rounding changes."""
 
 QUESTIONS = (
     ("block", "standard"),
@@ -200,15 +199,17 @@ QUESTIONS = (
     ("block", "mhc"),
     ("rescaled", "standard"),
 )
-"""Asked before any run (the last is the control's): each is answered at 5 %, all others together by Holm."""
+"""Pre-registered comparisons (the last is the placebo control's): each is tested at 5 %, all others together by
+Holm."""
 
 
 class Effect(NamedTuple):
     """The difference of two mechanisms' mean losses, in their unit; negative is better.
 
     Attributes:
-        difference, error: and its standard error, NaN where no noise is known.
-        degrees: of freedom of the error; 0 where no noise is known. level: the interval is one at 1 - `level`.
+        difference, error: the difference and its standard error, NaN if the noise is unknown.
+        degrees: degrees of freedom of the error; 0 if the noise is unknown. level: the interval has confidence 1 -
+            `level`.
     """
 
     difference: float
@@ -218,7 +219,7 @@ class Effect(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """Half of the interval; NaN where no noise is known."""
+        """Return half the width of the interval; NaN if the noise is unknown."""
         return t_quantile(1 - self.level / 2, self.degrees) * self.error if self.degrees > 0 else math.nan
 
     @property
@@ -231,23 +232,22 @@ class Effect(NamedTuple):
 
     @property
     def p(self) -> float:
-        """The probability of a difference at least as large by chance."""
+        """Return the p-value of the difference."""
         if not self.degrees > 0 or math.isnan(self.error):
             return math.nan
         return t_tail(self.difference / self.error, self.degrees) if self.error else float(self.difference == 0)
 
     def excludes(self, value: float = 0.0) -> bool:
-        """Return whether the interval leaves a value out, such as 0 or a published effect; without a noise it leaves
-        none."""
+        """Return whether the interval excludes a value, such as 0 or a published effect; False if the noise is
+        unknown."""
         return self._replace(difference=self.difference - value).p < self.level
 
 
 def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
-    """Return the levels at which Holm's procedure tests comparisons: an interval at 1 - level excludes 0 where it
-    rejects.
+    """Return the levels at which Holm's procedure tests comparisons: an interval at 1 - level excludes 0 if it rejects.
 
-    The smallest p is held against alpha / m, the next against alpha / (m - 1), and so on; from the first that is not
-    below its level on, nothing is rejected and all have that level. NaN counts as 1.
+    The smallest p is compared with alpha / m, the next with alpha / (m - 1), and so on. From the first p that is not
+    below its level on, nothing is rejected, and all have that level. NaN counts as 1.
 
     >>> holm([0.04, 0.001, 0.03])
     [0.025, 0.016666666666666666, 0.025]
@@ -262,24 +262,24 @@ def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
 
 
 class Recipe:
-    """All runs of one recipe, loss = mechanism + seed + noise, by least squares.
+    """Fit loss = mechanism + seed + noise to all runs of one recipe, by least squares.
 
-    sigma is the residual's of that fit, with its degrees of freedom: runs that share a seed may share luck, and what
-    they share is in no difference. Where so many seeds belong to one mechanism alone that this leaves less than half
-    of the degrees of freedom within mechanisms, the two can hardly be told apart: then sigma is that within mechanisms.
-    How much of a seed's luck counts where mechanisms have other seeds is estimated from the same fits (Henderson's
-    third method), so that runs whose seed no other mechanism has count too: fully where seeds carry nothing. Where
-    variances differ by Bartlett's test at 5 %, a mechanism of several runs has its own, a small one drawn up to the
-    others' (`moderated`: two or three runs that lie close together by luck say little; a large one stays), and a
-    difference its degrees of freedom by Welch.
+    sigma is the residual standard deviation of that fit, with its degrees of freedom: an effect of the seed that runs
+    share cancels in differences. If so many seeds belong to a single mechanism that less than half of the degrees of
+    freedom within mechanisms remain, seed and noise cannot be separated: then sigma is the standard deviation within
+    mechanisms. The variance of the seed effect is estimated from the same fits (Henderson's third method), so that runs
+    whose seed no other mechanism has also contribute, fully if seeds have no effect. If variances differ by Bartlett's
+    test at 5 %, a mechanism with several runs has a separate variance. A small one is raised towards the others'
+    (`moderated`), because two or three runs may agree by chance; a large one stays. Degrees of freedom of a difference
+    then follow Welch.
 
     Attributes:
-        sigma, degrees: as above; NaN and 0 where nothing is known. seed_sd: of a seed's luck.
-        names, counts, means: mechanisms, and of each how many runs and their mean. p_equal: Bartlett's.
+        sigma, degrees: as above; NaN and 0 if unknown. seed_sd: standard deviation of the seed effect.
+        names, counts, means: mechanisms, and the number and mean of the runs of each. p_equal: Bartlett's p-value.
 
     Args:
-        runs: (mechanism, seed, loss) of each, losses without NaN; a seed may come more than once.
-        floor: sigma is no smaller, e.g. an accuracy's that so many problems can tell.
+        runs: (mechanism, seed, loss) of each run, without NaN; a seed may occur more than once.
+        floor: lower bound of sigma, e.g. the resolution of an accuracy over a number of problems.
     """
 
     def __init__(self, runs: Iterable[tuple[str, Hashable, float]], floor: float = 0.0) -> None:
@@ -292,7 +292,7 @@ class Recipe:
         alone, both = y - m @ np.linalg.lstsq(m, y)[0], np.hstack([m, z])
         left, rank = y - both @ np.linalg.lstsq(both, y)[0], int(np.linalg.matrix_rank(both))
         self.degrees, squares = total - rank, float(left @ left)
-        share = 0.0  # variance of a seed's luck over sigma squared
+        share = 0.0  # variance of the seed effect over sigma squared
         if self.degrees * 2 >= total - groups and self.degrees:
             within = z - m @ np.linalg.lstsq(m, z)[0]
             trace, excess = float((within**2).sum()), float(alone @ alone) - squares
@@ -303,18 +303,19 @@ class Recipe:
             self.degrees, squares = total - groups, float(alone @ alone)
         self.sigma = max(math.sqrt(squares / self.degrees), floor) if self.degrees else math.nan
         whitened = np.linalg.inv(np.eye(total) + share * z @ z.T)
-        self._covariance = np.linalg.inv(m.T @ whitened @ m)  # of the means, over sigma squared
+        self._covariance = np.linalg.inv(m.T @ whitened @ m)  # covariance of the means, over sigma squared
         self.seed_sd = math.sqrt(share) * self.sigma
         self.means = dict(zip(self.names, (self._covariance @ m.T @ whitened @ y).tolist(), strict=True))
-        self._own: dict[str, tuple[float, float]] = {}  # variance of a run and its degrees of freedom
+        self._own: dict[str, tuple[float, float]] = {}  # mechanism -> variance of a run and its degrees of freedom
         projection = whitened - whitened @ m @ self._covariance @ m.T @ whitened
         freed = np.array([total - groups - share * float(np.trace(z.T @ projection @ z)), total - groups])
         if self.degrees and freed.all():
-            adjusted = y - share * z @ z.T @ projection @ y  # less each seed's luck
+            adjusted = y - share * z @ z.T @ projection @ y  # minus the estimated seed effects
             for index, name in enumerate(self.names):
                 of_it = adjusted[m[:, index] > 0]
                 if len(of_it) > 1:
-                    degrees = (len(of_it) - 1) * freed[0] / freed[1]  # what the seeds' own estimate has taken
+                    # minus the degrees that estimating seed effects took
+                    degrees = (len(of_it) - 1) * freed[0] / freed[1]
                     self._own[name] = max(float(((of_it - of_it.mean()) ** 2).sum() / degrees), floor**2), degrees
         self.p_equal = bartlett(*zip(*self._own.values(), strict=True)) if len(self._own) > 1 else 1.0
         self._moderated = {}
@@ -324,7 +325,7 @@ class Recipe:
             self._moderated = {name: max(own, towards) for (name, own), towards in pairs}
 
     def sd(self, name: str) -> float:
-        """Return the standard deviation of a mechanism's own runs, beside seeds' luck; of one run sigma."""
+        """Return the standard deviation of a mechanism's runs without the seed effect; sigma for a single run."""
         return math.sqrt(self._own[name][0]) if name in self._own else self.sigma
 
     def effect(self, name: str, other: str, level: float = ALPHA) -> Effect:
@@ -336,7 +337,8 @@ class Recipe:
             return Effect(difference, self.sigma * math.sqrt(scale), self.degrees, level)
         pooled = self.sigma**2, float(self.degrees)
         parts = [(*self._moderated.get(one, pooled), 1 / self.counts[one]) for one in (name, other)]
-        parts.append((*pooled, max(0.0, scale - sum(part[2] for part in parts))))  # of seeds that only one has
+        # for seeds that only one of the two has
+        parts.append((*pooled, max(0.0, scale - sum(part[2] for part in parts))))
         terms = [(variance * weight, degrees) for variance, degrees, weight in parts]
         squared = sum(term for term, _ in terms)
         below = sum(term**2 / degrees for term, degrees in terms)
@@ -344,7 +346,7 @@ class Recipe:
 
 
 def moderated(variances: Sequence[float], degrees: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the variances drawn towards the prior that all of them suggest, and their degrees of freedom.
+    """Return the variances shrunk towards a prior estimated from all of them, and their degrees of freedom.
 
     The prior is an inverse chi-squared of d0 degrees about s0^2; both come from the mean and variance of log s^2. A
     variance becomes (d0 s0^2 + d s^2) / (d0 + d), of d0 + d degrees (Smyth 2004, Statistical Applications in Genetics
@@ -355,9 +357,9 @@ def moderated(variances: Sequence[float], degrees: Sequence[float]) -> list[tupl
     halves = torch.from_numpy(d / 2)
     logs = np.log(s2) - torch.special.digamma(halves).numpy() + np.log(d / 2)
     spread = float(logs.var(ddof=1)) - torch.special.polygamma(1, halves).mean().item()
-    if spread <= 0:  # no more than chance: one variance for all
+    if spread <= 0:  # they differ no more than by chance: one variance for all
         return [(float(np.average(s2, weights=d)), float(d.sum()))] * len(d)
-    low, high = 1e-6, 1e9  # trigamma falls
+    low, high = 1e-6, 1e9  # bisection: trigamma decreases
     while high / low > 1 + 1e-12:
         middle = math.sqrt(low * high)
         trigamma = torch.special.polygamma(1, torch.tensor(middle, dtype=torch.float64)).item()
@@ -370,9 +372,9 @@ def moderated(variances: Sequence[float], degrees: Sequence[float]) -> list[tupl
 
 
 def judged(effects: Sequence[Effect], planned: Sequence[bool], comparisons: int = 0) -> list[Effect]:
-    """Return the effects at their levels: those that were planned beforehand at 5 % each, all others together by Holm.
+    """Return the effects at their levels: pre-registered ones at 5 % each, all others together by Holm.
 
-    `comparisons`: how many others were to be made, finished or not; those that are missing count as not rejected.
+    `comparisons`: planned number of others, finished or not; missing ones count as not rejected.
     """
     leveled = list(effects)
     unplanned = [index for index, beforehand in enumerate(planned) if not beforehand]
@@ -383,7 +385,7 @@ def judged(effects: Sequence[Effect], planned: Sequence[bool], comparisons: int 
 
 
 def pooled(estimates: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Pool estimates (sigma, degrees of freedom) of one standard deviation; NaN and 0 of none that is known.
+    """Pool estimates (sigma, degrees of freedom) of one standard deviation; NaN and 0 if none is known.
 
     >>> pooled([(1.0, 3), (3.0, 1), (math.nan, 0)])
     (1.7320508075688772, 4)
@@ -395,5 +397,5 @@ def pooled(estimates: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def widened(sigma: float, degrees: float) -> float:
-    """Return the standard deviation of a normal distribution with the 95 % interval that Student's t has here."""
+    """Return the standard deviation of a normal distribution whose 95 % interval equals that of Student's t."""
     return sigma * t_quantile(0.975, degrees) / NormalDist().inv_cdf(0.975) if degrees > 0 else math.nan

@@ -1,4 +1,4 @@
-"""Numbers, amounts, lists of names, names of runs and tables as text. What is not known, None or NaN, is a dash."""
+"""Format numbers, amounts, lists of names, names of runs and tables as text. None and NaN become a dash."""
 
 import csv
 import io
@@ -12,7 +12,8 @@ AMOUNTS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 
 
 def whole_characters(text: str) -> str:
-    """Return the text with U+FFFD for lone surrogates, which arguments that are no UTF-8 and JSON's escapes come with.
+    """Return the text with U+FFFD for lone surrogates, which come from arguments that are no UTF-8 and from JSON
+    escapes.
 
     >>> whole_characters("caf\\udce9")
     'caf\ufffd'
@@ -25,7 +26,7 @@ def whole_characters(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 3, *, signed: bool = False) -> str:
-    """Fixed digits with a true minus sign; zero has no sign.
+    """Return a number with fixed digits and a true minus sign; zero has no sign.
 
     >>> number(-0.1162, signed=True), number(12345.6, 0), number(None)
     ('−0.116', '12,346', '–')
@@ -37,7 +38,7 @@ def number(value: float | None, digits: int = 3, *, signed: bool = False) -> str
 
 
 def chance(p: float) -> str:
-    """Return a probability in three digits, four below 0.1.
+    """Return a probability with three digits, four below 0.1.
 
     >>> chance(0.12345), chance(0.0123), chance(1e-9)
     ('0.123', '0.0123', '< 0.0001')
@@ -46,31 +47,31 @@ def chance(p: float) -> str:
 
 
 def tick(value: float) -> str:
-    """Return a number on an axis in three significant digits, without zeros that say nothing.
+    """Return a number for an axis in three significant digits, without trailing zeros.
 
-    Amounts are in k, M, B and T; what is larger, or below a ten-thousandth, is a power of ten.
+    Large numbers are in k, M, B and T; larger ones, and those below a ten-thousandth, are powers of ten.
 
     >>> tick(-0.05), tick(20.25), tick(1500), tick(22937600), tick(3e-5), tick(1e18)
     ('−0.05', '20.2', '1.5 k', '22.9 M', '3e−5', '1e18')
     """
     if math.isnan(value):
         return UNKNOWN
-    rounded = float(f"{value:.3g}") + 0.0  # which leaves zero no sign
+    rounded = float(f"{value:.3g}") + 0.0  # adding zero removes the sign of -0
     size, unit = next((amount for amount in AMOUNTS if amount[0] <= abs(rounded) < 1e15), (1.0, ""))
     mantissa, _, exponent = f"{rounded / size:.3g}".partition("e")
     return (mantissa + (f"e{int(exponent)}" if exponent else "") + unit).replace("-", "−")
 
 
 def digits_for(value: float, error: float | None) -> int:
-    """Return the digits of a number with that standard error: three below 10, two below 1,000, none above; up to six
-    where the error needs them."""
+    """Return the number of digits for a value with a standard error: three below 10, two below 1,000, none above; up to
+    six if the error needs them."""
     digits = 3 if abs(value) < 10 else 2 if abs(value) < 1000 else 0
     needed = math.ceil(-math.log10(error)) if error and 0 < error < math.inf else 0
     return max(digits, min(6, needed))
 
 
 def with_error(value: float | None, error: float | None, *, signed: bool = False, digits: int | None = None) -> str:
-    """Value ± standard error, both by default to `digits_for` them; no error where it is not known.
+    """Return value ± standard error, both by default to `digits_for` them; without an error if it is unknown.
 
     >>> with_error(-0.01234, 0.0004), with_error(494.4, 21.33), with_error(2.5, None)
     ('−0.0123 ± 0.0004', '494.40 ± 21.33', '2.500')
@@ -90,7 +91,7 @@ def memory(size: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return hours, minutes or seconds, to the precision that an estimate deserves.
+    """Return hours, minutes or seconds, to the precision of an estimate.
 
     >>> duration(42), duration(310), duration(8000)
     ('42 s', '5 min', '2 h 13 min')
@@ -102,7 +103,7 @@ def duration(seconds: float) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return text on one line, with what moves the cursor spelt out.
+    """Return text on one line, with control characters escaped.
 
     >>> one_line("a\\nb\\tc\\x1b[1m")
     'a b c\\\\x1b[1m'
@@ -112,7 +113,7 @@ def one_line(text: str) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """Return a number of things.
+    """Return a count with its noun, in the plural if needed.
 
     >>> counted(1, "window"), counted(1234, "window")
     ('1 window', '1,234 windows')
@@ -121,7 +122,7 @@ def counted(count: int, what: str) -> str:
 
 
 def settings_text(settings: Mapping[str, object]) -> str:
-    """Return the settings as a line of text has them.
+    """Return settings as one line of text.
 
     >>> settings_text({"num_blocks": 8, "query_std": 0.02})
     'num_blocks=8, query_std=0.02'
@@ -130,7 +131,7 @@ def settings_text(settings: Mapping[str, object]) -> str:
 
 
 def with_settings(name: str, settings: Mapping[str, object] | None) -> str:
-    """Return a mechanism's name, and in brackets the settings that are given.
+    """Return a mechanism's name, with the given settings in brackets.
 
     >>> with_settings("block", {"num_blocks": 8}), with_settings("full", None)
     ('block (num_blocks=8)', 'full')
@@ -139,7 +140,7 @@ def with_settings(name: str, settings: Mapping[str, object] | None) -> str:
 
 
 def first_of(names: Sequence[str], what: str) -> str:
-    """Return the first of several, and how many more there are.
+    """Return the first of several names, and how many more there are.
 
     >>> first_of(["a", "b", "c"], "other tensor"), first_of(["a"], "other tensor")
     ("'a' and 2 other tensors", "'a'")
@@ -148,7 +149,7 @@ def first_of(names: Sequence[str], what: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return names in a sentence.
+    """Return names as a list in a sentence.
 
     >>> listed(["a", "b", "c"])
     'a, b and c'
@@ -182,7 +183,7 @@ def run_name(label: str, seed: int) -> str:
 
 
 def label_and_seed(name: str) -> tuple[str, int] | None:
-    """Take a run's name apart; None where it is none.
+    """Split a run's name into label and seed; None if it is no run's name.
 
     >>> label_and_seed("block-num_blocks4-seed10"), label_and_seed("figures")
     (('block-num_blocks4', 10), None)
@@ -196,9 +197,8 @@ UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")
 
 
 def visible(piece: str) -> str:
-    """Return a token's text with what cannot be seen made visible: spaces at its ends, line ends, tabs, characters of
-    control and form and other spaces by their codes. What is written from right to left is kept apart from the words
-    around."""
+    """Return a token's text with invisible characters made visible: spaces at its ends, line ends, tabs, and codes for
+    control and format characters and other spaces. Right-to-left text is isolated from the words around it."""
     words = piece.strip(" ")
     front = len(piece) - len(piece.lstrip(" "))
     shown = "␣" * front + words + "␣" * (len(piece) - front - len(words))
@@ -209,6 +209,6 @@ def visible(piece: str) -> str:
 
 def _seen(letter: str) -> str:
     code = ord(letter)
-    if code < 32 or code == 127:  # pictures of these, ␀ to ␡, are in few fonts
+    if code < 32 or code == 127:  # few fonts have the control pictures ␀ to ␡
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if letter != " " and unicodedata.category(letter) in UNSEEN else letter

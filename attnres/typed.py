@@ -1,4 +1,4 @@
-"""Plain values, as files have them, as the fields of dataclasses and records: of their declared types, or refused."""
+"""Check plain values from files against declared types of dataclasses and records."""
 
 import dataclasses
 import types
@@ -27,27 +27,28 @@ class Least:
 
 
 Count = Annotated[int, Least(0)]
-"""How many there are."""
+"""A number of things, at least 0."""
 Positive = Annotated[float, Least(0, beyond=True)]
-"""What others are divided by."""
+"""A number greater than 0, for use as a divisor."""
 
 
 class Misfit(Exception):
-    """A value that does not have its declared type: the path to it inside the whole value, and what was expected."""
+    """Raised for a value without its declared type, with the path to it inside the whole value, and the expected
+    type."""
 
     def __init__(self, value: Any, expected: str) -> None:
         super().__init__(expected)
         self.value, self.expected, self.names = value, expected, []
 
     def sentence(self, prefix: str) -> str:
-        """Return what is wrong as a sentence; `prefix` is the name of the whole."""
+        """Return the error as a sentence; `prefix` is the name of the whole."""
         name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.names)
         shown = repr(self.value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
         return f"{prefix}{name} is {shown}: expected {self.expected}".lstrip(". ")
 
     def below(self, name: str | int) -> "Misfit":
-        """Return this error for the value that holds the wrong one under `name`."""
+        """Return this error for the value that contains the wrong one under `name`."""
         self.names.insert(0, name)
         return self
 
@@ -62,10 +63,10 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """Return a copy of a dataclass with nested `values` laid over it; `prefix` is where they stand, for messages.
+    """Return a copy of a dataclass overridden by nested `values`; `prefix` is their place, for messages.
 
     Raises:
-        UserError: an unknown key, with the nearest valid one; a value of a wrong type, with what was expected.
+        UserError: an unknown key, with the nearest valid one; a value of a wrong type, with the expected one.
     """
     hints = typing.get_type_hints(type(config), include_extras=True)
     changes: dict[str, Any] = {}
@@ -91,11 +92,11 @@ def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def checked(value: Any, kind: type[T], path: Any, advice: str) -> T:
-    """Return a value that a file holds, as `kind`.
+    """Check that a value from a file has the type `kind`, and return it converted.
 
     Args:
-        kind: a TypedDict, or a dataclass, whose fields the value must have; a TypedDict keeps others that it has too.
-        path: of the file; `advice` is what to do if it is damaged.
+        kind: a TypedDict or dataclass whose fields the value must have; with a TypedDict other fields are kept.
+        path: path of the file; `advice`: what to do if it is damaged.
 
     Raises:
         UserError: a field that is missing or of another type.
@@ -107,7 +108,7 @@ def checked(value: Any, kind: type[T], path: Any, advice: str) -> T:
 
 
 def fit(value: Any, hint: Any) -> Any:
-    """Return `value` as the type `hint`, converted as files need it (whole numbers to floats, lists to tuples), or
+    """Return `value` as the type `hint`, converted as files need it (whole numbers to floats, lists to tuples); raises
     Misfit."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
@@ -168,7 +169,7 @@ def _fields(value: Any, hint: Any, *, required: typing.Collection[str]) -> dict[
 
 
 def _parts(values: typing.Sequence[Any], hint: Any) -> list[Any]:
-    if hint is float and all(type(value) is float for value in values):  # most of what there is, and quick
+    if hint is float and all(type(value) is float for value in values):  # the most frequent case, checked quickly
         return list(values)
     return [_part(index, value, hint) for index, value in enumerate(values)]
 
@@ -181,7 +182,7 @@ def _part(name: str | int, value: Any, hint: Any) -> Any:
 
 
 def is_text(value: str) -> bool:
-    """Return whether it can be written as UTF-8: JSON's escapes can spell half a character."""
+    """Return whether a text can be written as UTF-8; JSON escapes can hold half a character."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -135,6 +135,7 @@ def measure(
     mode: str = "eager",
     seconds: float = 8.0,
     optimizer: Literal["adamw", "muon"] = "adamw",
+    loss: str = "auto",
     plains: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row of each variant as soon as it is measured; of one that fails, raise its error.
@@ -144,10 +145,11 @@ def measure(
         dtype: of `training_steps`.
         mode: of `MODES`, for the plain model too.
         seconds: of timing for each.
+        loss: of `StepOptions`, for the plain model too.
         plains: takes the plain model's step, by mode, and gives it to later calls; None for a new one each time.
     """
     how: dict[str, Any] = {"vocab_size": size.vocabulary, "seq_len": size.length, "batch_size": size.batch}
-    how |= {"optim": OptimConfig(optimizer=optimizer), "dtype": dtype, "device": str(on)}
+    how |= {"optim": OptimConfig(optimizer=optimizer), "dtype": dtype, "device": str(on), "loss": loss}
     how |= {
         "compile": "compile" in mode or mode == "reduce-overhead",
         "cuda_graphs": "graphs" in mode and mode != "graphs of layers",

@@ -70,6 +70,7 @@ class Steps:
     dtype: str = "bf16"
     optimizer: str = "adamw"
     vocabulary: int | None = None
+    loss: str = "auto"
 
     NEXT: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "graphs": ("graphs", "graphs of passes", "graphs of layers", "reduce-overhead"),
@@ -86,7 +87,8 @@ class Steps:
         if self.vocabulary is not None and not place.tiny:
             size = replace(size, vocabulary=self.vocabulary)
         how: dict[str, Any] = {"dtype": self.dtype, "optimizer": self.optimizer, "seconds": 0.0 if place.tiny else 6.0}
-        how["plains"] = {}  # whose plain model serves all variants: a build of 0.6 B takes seconds, a compile more
+        # One plain model serves all variants: a build of 0.6 B takes seconds, a compile more.
+        how |= {"loss": self.loss, "plains": {}}
         measured = {row["variant"] for row in done if "ms" in row}
         failed = {(row["variant"], row["mode"]) for row in done if "error" in row and "mode" in row}
         for label in self.variants:
@@ -420,7 +422,7 @@ ROUNDS: dict[str, Any] = {
         60, ("tests/gpu/test_graphs.py", "tests/gpu/test_models.py", "-k", "(captured or graphs) and not compiled")
     ),
     "equality of captured steps": Equality(90),
-    "step 100m graphs": Steps(120, "100m", FOUR, "graphs", 16, 1024),
+    "step 100m graphs": Steps(120, "100m", FOUR, "graphs", 16, 1024, loss="whole"),
     "step 100m compile+graphs": Steps(150, "100m", (BLOCK8, "full"), "compile+graphs", 16, 1024),
     "step 0.6b graphs": Steps(120, "0.6b", (BLOCK8, "full", "standard"), "graphs", 8, 2048),
     "step 100m eager, 64k tokens": Steps(60, "100m", ("standard", BLOCK8), "eager", 64, 1024),
@@ -432,6 +434,7 @@ ROUNDS: dict[str, Any] = {
     "step 100m eager, parallel streams": Steps(60, "100m", ("standard", "mhc", "hyper_connections"), "eager", 16, 1024),
     "step 100m eager": Steps(50, "100m", (BLOCK8, "full", "standard"), "eager", 16, 1024),
     "step 100m graphs, muon": Steps(60, "100m", ("standard", BLOCK8), "graphs", 16, 1024, optimizer="muon"),
+    "step 100m graphs, fused loss": Steps(60, "100m", (BLOCK8, BLOCK4), "graphs", 16, 1024, loss="chunked"),
     "prefill and decode": Script(
         150,
         "decode.py",
@@ -511,6 +514,8 @@ GOALS: tuple[tuple[str, str, str, str], ...] = (
     ("40 M, 16k tokens, captured", "step 100m graphs", BLOCK8, "1.08"),
     ("40 M, 16k tokens, captured", "step 100m graphs", BLOCK4, "1.05"),
     ("40 M, 16k tokens, captured", "step 100m graphs", "full", ""),
+    ("40 M, 16k tokens, fused loss, captured", "step 100m graphs, fused loss", BLOCK8, "1.09"),
+    ("40 M, 16k tokens, fused loss, captured", "step 100m graphs, fused loss", BLOCK4, "1.06"),
     ("40 M, 16k tokens, compiled and captured", "step 100m compile+graphs", BLOCK8, ""),
     ("0.6 B, 16k tokens, captured", "step 0.6b graphs", BLOCK8, "1.045"),
     ("0.6 B, 16k tokens, captured", "step 0.6b graphs", "full", "1.09"),

@@ -1,1 +1,2 @@
-"""The laboratory: grids of runs as data, and what is measured across them. Run from a clone: `python -m lab`."""
+"""The laboratory: studies, which are grids of runs as data and analyses of their measurements. Run from a clone:
+`python -m lab`."""

@@ -1,4 +1,4 @@
-"""`python -m lab`: carry out some of the laboratory's studies, list them, draw them, or make the page of all."""
+"""`python -m lab`: run studies, list them, draw their figures, or write the page of all."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 MOST_SEEDS = 1000
-"""Runs of a group."""
+"""Largest number of runs in a group."""
 FORMATS = ("pdf", "png")
 
 
@@ -34,11 +34,11 @@ class StudyOptions:
     """Carry out studies: each a grid of runs, an analysis, figures and a page. The same command continues them."""
 
     name: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
-    """Which, one after the other; --list names them. `all` is all of them."""
+    """Studies to run, in this order; --list names them. `all` is all of them."""
     preset: str = "nano"
     """The size: seconds, pico, micro, demo, nano or 100m; pico-fp32 to nano-fp32 for a processor that emulates bf16."""
     seeds: int | None = None
-    """Runs of a group; none is the preset's number. The study of noise takes more."""
+    """Runs of a group; none is the preset's number. The noise study takes more."""
     source: str | None = None
     """The text: a file, a folder or hub:NAME; none is the preset's."""
     column: str | None = None
@@ -52,37 +52,37 @@ class StudyOptions:
     budget: float | None = None
     """Hours after which no further run begins; the same command continues."""
     executor: Literal["local", "slurm"] = "local"
-    """Where the runs are: processes here, or jobs of a Slurm cluster (needs submitit)."""
+    """Where runs are executed: processes on this machine, or jobs of a Slurm cluster (needs submitit)."""
     slurm: Settings = field(default_factory=dict)
     """Settings of the jobs, by submitit's names, e.g. slurm_partition=gpu timeout_min=600 gpus_per_node=1."""
     adopt: tuple[str, ...] = ()
-    """Folders, and files runs.jsonl, whose runs are taken, finished or with a checkpoint, where one of the study has
-    their configuration and data. Finished runs of the other studies in OUT/PRESET are taken without being named."""
+    """Folders, and files runs.jsonl, whose runs are reused, finished or with a checkpoint, if one of the study has
+    their configuration and data. Finished runs of the other studies in OUT/PRESET are reused without being named."""
     runs: tuple[str, ...] = ()
-    """Of one study, the runs that are begun, as ARM/RUN with * for any letters, e.g. 'own/block*'; none is all of them.
-    --dry-run has the arms that there are by now."""
+    """Of one study, the runs to start, as ARM/RUN with * for any letters, e.g. 'own/block*'; none is all of them.
+    --dry-run lists the arms known so far."""
     allow_different: bool = False
-    """Continue runs that were begun with other arithmetic (another torch, processor or build of the C kernels), which
-    then are not, to the bit, what they would have been."""
+    """Continue runs that were begun with other arithmetic (another torch, CPU or build of the C kernels); their results
+    then differ in the last bits."""
     dry_run: bool = False
     """Print what would be run and what it costs, and run nothing."""
     list: bool = False
     """Print the studies and what they ask."""
     report: bool = False
-    """Make OUT/report.html of all studies in OUT, analysed again, from their runs.jsonl where their runs are gone;
-    nothing is run."""
+    """Write OUT/report.html of all studies in OUT, analysed again, from their runs.jsonl if their run folders are
+    missing; nothing is run."""
     figures: str | None = None
-    """Draw the figures of the studies that are named into this folder, as they stand in OUT; nothing is run."""
+    """Draw the figures of the named studies into this folder, from their present state in OUT; nothing is run."""
     formats: tuple[str, ...] = FORMATS
     """Of --figures: pdf, png and svg."""
 
 
 def run(arguments: list[str]) -> None:
-    """Parse the arguments after `python -m lab` and carry them out. Raises UserError."""
+    """Parse the arguments after `python -m lab` and run the command. Raises UserError."""
     options = parse("lab", StudyOptions, arguments, program="python -m")
     if options.figures is not None and (options.dry_run or options.list or options.report):
         raise UserError("--figures is given with --dry-run, --list or --report, which draw nothing: give one of them")
-    if options.dry_run:  # before torch is imported: that alone can take longer than a user waits for a first word
+    if options.dry_run:  # before torch is imported, which takes longer than a user waits for a first word
         from rich.console import Console
 
         from attnres.progress import say
@@ -94,7 +94,7 @@ def run(arguments: list[str]) -> None:
 
     if options.name and (options.list or options.report):
         flag = "--list" if options.list else "--report"
-        raise UserError(f"{flag} is of all studies: leave out '{options.name[0]}'")
+        raise UserError(f"{flag} applies to all studies: leave out '{options.name[0]}'")
     if options.list:
         return _list(list(STUDIES.values()))
     out = user_path(options.out)
@@ -106,14 +106,14 @@ def run(arguments: list[str]) -> None:
         return print(report(out))
     designs = _designs(options)
     if options.figures is None and options.formats != FORMATS:
-        raise UserError(f"formats is {' '.join(options.formats)}, which is of --figures alone: give both, or neither")
+        raise UserError(f"formats is {' '.join(options.formats)}, which needs --figures: give both, or neither")
     if options.figures is not None:
         return _draw(designs, options, out)
     _carry_out(designs, _setting(options, out), options)
 
 
 def _designs(options: StudyOptions) -> "list[Design]":
-    """Return the studies that are named. Raises UserError."""
+    """Return the named studies. Raises UserError."""
     from lab.studies import STUDIES
 
     if not options.name:
@@ -125,14 +125,15 @@ def _designs(options: StudyOptions) -> "list[Design]":
 
 
 def _setting(options: StudyOptions, out: Path) -> "Setting":
-    """At what size, on what and where. Raises UserError for options out of their range or that do not go together."""
+    """Return the size, text and folder of the studies. Raises UserError for options out of range or incompatible
+    ones."""
     from lab.design import Setting
     from lab.presets import PRESETS
 
     if options.preset not in PRESETS:
         raise unknown("preset", options.preset, PRESETS)
     if options.slurm and options.executor != "slurm":
-        raise UserError("--slurm has settings of jobs and the runs are processes here: add --executor slurm")
+        raise UserError("--slurm has settings of jobs, but runs are local processes: add --executor slurm")
     preset = PRESETS[options.preset]
     if options.seeds is not None and not 1 <= options.seeds <= MOST_SEEDS:
         raise UserError(f"seeds is {options.seeds}: expected from 1 to {MOST_SEEDS}, how many runs a group has")
@@ -141,7 +142,7 @@ def _setting(options: StudyOptions, out: Path) -> "Setting":
     if options.budget is not None and not 0 < options.budget < math.inf:
         raise UserError(f"budget is {options.budget}: expected hours, a number above 0")
     if options.runs and (len(options.name) > 1 or "all" in options.name):
-        raise UserError("--runs is of one study: name one")
+        raise UserError("--runs applies to one study: name one")
     images = None if options.images is None else str(user_path(options.images).resolve())
     if images is not None and not Path(images).exists():
         raise UserError(f"images '{options.images}' does not exist: give a folder or an archive with train/CLASS/*.jpg")
@@ -162,7 +163,7 @@ def _setting(options: StudyOptions, out: Path) -> "Setting":
 
 
 def _draw(designs: "list[Design]", options: StudyOptions, out: Path) -> None:
-    """Draw those of these studies that OUT/PRESET has. Raises UserError where one that is named is not there."""
+    """Draw the figures of those studies that OUT/PRESET has. Raises UserError if a named one is missing."""
     from lab.outcome import draw
     from lab.store import RECORD
 
@@ -175,7 +176,7 @@ def _draw(designs: "list[Design]", options: StudyOptions, out: Path) -> None:
 
 
 def _carry_out(designs: "list[Design]", setting: "Setting", options: StudyOptions) -> None:
-    """Print what the studies would cost, or conduct them, with the adopted runs at hand."""
+    """Print what the studies would cost, or run them, with the adopted runs available."""
     from rich.console import Console
 
     from lab.conduct import ExecutionOptions
@@ -198,12 +199,12 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: StudyOption
             from lab.conduct import print_estimate
 
             if options.source is not None and "hub:" not in options.source:
-                open_source(options.source)  # a name that is wrong is refused here as it would be in earnest
+                open_source(options.source)  # refuses a wrong name here, as the study itself would
             return print_estimate(designs, setting, execution, adopted=adopted)
         if setting.images is not None and any(design.name == "resnet" for design in designs):
             from lab.studies.resnet import load_images
 
-            load_images(setting.images)  # what is wrong with them is said before anything is written
+            load_images(setting.images)  # errors of the images are raised before anything is written
         _conduct(designs, setting, execution, adopted)
 
 
@@ -251,7 +252,7 @@ def _list(designs: "list[Design]") -> None:
 
 
 def main(arguments: "Sequence[str] | None" = None) -> None:
-    """Run a command line (by default this process's); leaves with SystemExit when it fails."""
+    """Run a command line (by default this process's); raises SystemExit when it fails."""
     words = without_debug(sys.argv[1:] if arguments is None else arguments)
     carry_out(lambda: run(words), words)
 

@@ -1,4 +1,4 @@
-"""The arithmetic of studies: which candidates go on, whether a gap lasts, where a valley is, what compute is saved."""
+"""Arithmetic of studies: selection of candidates, trends of a gap, the minimum of a curve, and saved compute."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from attnres.savings import PowerLaw, fit, fits
 from attnres.stats import Effect, widened
 
 VALLEYS, REFITS = 400, 2000
-"""Redrawn losses, of which intervals are percentiles."""
+"""Number of redrawn losses whose percentiles give intervals."""
 PERCENT = (2.5, 97.5)
 
 # ------------------------------------------------------------------ candidates
@@ -27,8 +27,8 @@ def survivors(losses: Mapping[str, float], keep: int) -> list[str]:
 
 
 def beyond(losses: Mapping[float, float], factor: float, most: float) -> float | None:
-    """Return the next rate to try where the best of those tried is the highest or the lowest: `factor` times that or a
-    `factor`-th of it, from 1 / `most` up to `most`; else None.
+    """Return the next learning rate to try if the best so far is the highest or the lowest: `factor` times it or it
+    divided by `factor`, within 1 / `most` to `most`; else None.
 
     >>> beyond({1.0: 3.0, 2.0: 2.5}, 2.0, 16.0), beyond({1.0: 3.0, 2.0: 3.5}, 2.0, 16.0)
     (4.0, 0.5)
@@ -45,7 +45,7 @@ def beyond(losses: Mapping[float, float], factor: float, most: float) -> float |
 
 
 def at_best(losses: Mapping[str, float], of: Mapping[str, str]) -> dict[str, str]:
-    """Return for each mechanism its candidate with the lowest loss: `of` names the mechanism of each candidate."""
+    """Return the candidate with the lowest loss for each mechanism; `of` maps a candidate to its mechanism."""
     names: Sequence[str] = list(dict.fromkeys(of.values()))
     best = {name: survivors({c: loss for c, loss in losses.items() if of[c] == name}, 1) for name in names}
     return {name: kept[0] for name, kept in best.items() if kept}
@@ -56,14 +56,14 @@ def at_best(losses: Mapping[str, float], of: Mapping[str, str]) -> dict[str, str
 
 @dataclass(frozen=True)
 class Trend:
-    """gap = a + slope log2(budget); `slope` is what a doubling of the budget adds."""
+    """gap = a + slope log2(budget); `slope` is the change when the budget doubles."""
 
     slope: Effect
     gaps: dict[float, float]
 
     @property
     def answer(self) -> str:
-        """In words, of a gap that is negative where the mechanism is better."""
+        """Return the answer in words, for a gap that is negative if the mechanism is better."""
         if not self.slope.excludes():
             return "includes 0"
         gaps = list(self.gaps.values())
@@ -80,8 +80,9 @@ def trend(
     """Return the gap of two mechanisms at each budget, from their losses over seeds there, and its slope.
 
     Args:
-        sigma, degrees: of one run, the same at all budgets and independent: runs that branch off one trunk share a part
-            of theirs, which makes the interval too wide rather than too narrow.
+        sigma, degrees: standard deviation of one run and its degrees of freedom, the same at all budgets. Runs are
+            treated as independent: those that branch off one trunk share a part of their noise, which makes the
+            interval too wide rather than too narrow.
     """
     budgets = sorted(budget for budget in losses if budget in base and len(losses[budget]) and len(base[budget]))
     gaps = {budget: float(np.mean(losses[budget]) - np.mean(base[budget])) for budget in budgets}
@@ -99,10 +100,10 @@ def trend(
 
 @dataclass(frozen=True)
 class Optimum:
-    """The variable at the lowest point and the loss there, with the 95 % interval of the former.
+    """The variable at the lowest point and the loss there, with the 95 % interval of the variable.
 
     Attributes:
-        inside: the valley lies among the points; else the best is at their edge, or there is no valley.
+        inside: whether the minimum lies between the points; otherwise it is at their edge, or there is none.
     """
 
     at: float
@@ -113,11 +114,11 @@ class Optimum:
 
 
 def optimum(x: Sequence[float], y: Sequence[float], sigma: float | None = None, seed: int = 0) -> Optimum:
-    """Fit y = a + b log x + c (log x)^2; the interval is of points redrawn with standard deviation sigma.
+    """Fit y = a + b log x + c (log x)^2; the interval is from points redrawn with standard deviation sigma.
 
     Args:
-        x, y: at least three different places. sigma: of chance; where the parabola leaves more, that, widened for the
-            few points that it is known by.
+        x, y: at least three different points. sigma: the noise; if the residuals of the parabola are larger, they are
+            used instead, widened for the small number of points.
     """
     where, values = np.log(np.asarray(x, dtype=float)), np.asarray(y, dtype=float)
     if len(set(x)) < 3:
@@ -135,7 +136,7 @@ def optimum(x: Sequence[float], y: Sequence[float], sigma: float | None = None, 
 
 
 def _valley(where: np.ndarray, values: np.ndarray) -> tuple[float, float, bool]:
-    """Return the lowest place (a logarithm) within the points, the value there, and whether it is a valley between
+    """Return the lowest place (a logarithm) between the points, the value there, and whether it is a minimum between
     them."""
     square, line, level = np.polyfit(where, values, 2)
     first, last = float(where.min()), float(where.max())
@@ -151,7 +152,7 @@ def _valley(where: np.ndarray, values: np.ndarray) -> tuple[float, float, bool]:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A fit, and those of redrawn losses: what its numbers might as well have been."""
+    """A fit, and fits of redrawn losses, which show its uncertainty."""
 
     fit: PowerLaw
     draws: tuple[PowerLaw, ...]
@@ -172,8 +173,8 @@ def fitted(
     """Fit, and fit again to losses redrawn around the curve with standard deviation `sigma`.
 
     Args:
-        sigma: of one loss over seeds; none takes what the curve leaves, over the degrees of freedom and widened for how
-            few they are.
+        sigma: standard deviation of one loss over seeds; None uses the residuals of the curve, widened for their small
+            number of degrees of freedom.
         floor, unit: as in `fit`.
     """
     first = fit(compute, losses, floor, unit)
@@ -190,12 +191,13 @@ def fitted(
 
 
 def multiplier(base: PowerLaw, other: PowerLaw, compute: float) -> float:
-    """Compute that `base` needs for the loss that `other` has at `compute`, over it: 1.25 is a quarter more."""
+    """Return the compute that `base` needs for the loss of `other` at `compute`, divided by `compute`: 1.25 is a
+    quarter more."""
     return base.reached(other.loss(compute)) / compute
 
 
 def multiplier_interval(base: Fitted, other: Fitted, compute: float) -> tuple[float, float]:
-    """Return the 95 % interval of the multiplier, over fits of both that were redrawn independently."""
+    """Return the 95 % interval of the multiplier, over independently redrawn fits of both."""
     return _interval([multiplier(one, two, compute) for one, two in zip(base.draws, other.draws[::-1])])
 
 

@@ -1,7 +1,7 @@
-"""Carry out a study, its arms one after the other, or say what that would cost; `lab.outcome` has what came of it.
+"""Run a study, its arms in order, or estimate its cost; `lab.outcome` analyses and writes the results.
 
-    OUT/PRESET/STUDY/ARM/        a comparison's folder, or computed runs, each with measures.json
-    OUT/PRESET/STUDY/study.json  what was asked for
+    OUT/PRESET/STUDY/ARM/ a comparison's folder, or computed runs, each with measures.json OUT/PRESET/STUDY/study.json
+    the request: preset, seeds, texts
 
 Finished runs are skipped and interrupted ones resumed: the same command continues a study, and ends with the same CSV.
 """
@@ -58,14 +58,14 @@ from lab.store import (
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """How a study is carried out.
+    """Options of a study: executor, number of jobs, which runs.
 
     Attributes:
-        say: where progress goes.
-        jobs: runs at once; none is one a core or GPU. until: none begins after this moment (`time.monotonic`).
-        run: what runs them; none is processes on this machine. here: whether that is on this machine; on others nothing
-            is timed, and their devices need not be here.
-        only: patterns of ARM/RUN with * and ?; runs that fit none of them are left for another time.
+        say: console for progress.
+        jobs: parallel runs; None is one a core or GPU. until: no run begins after this moment (`time.monotonic`).
+        run: the executor; None is processes on this machine. here: whether runs are on this machine; otherwise nothing
+            is timed, and devices are not checked.
+        only: patterns of ARM/RUN with * and ?; other runs are not started.
     """
 
     say: Console
@@ -76,11 +76,11 @@ class ExecutionOptions:
     only: Sequence[str] = ()
 
     def wants(self, arm: Arm, name: str) -> bool:
-        """Return whether a run of an arm is to be made now."""
+        """Return whether a run of an arm matches the patterns."""
         return not self.only or any(fnmatchcase(f"{arm.name}/{name}", pattern) for pattern in self.only)
 
     def check(self, design: Design, arms: Sequence[Arm]) -> None:
-        """Refuse a pattern that none of the runs of a study's arms fits: UserError."""
+        """Raise UserError for a pattern that matches no run of a study's arms."""
         names = [f"{arm.name}/{name}" for arm in arms for name in names_of(arm)]
         for pattern in self.only:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -98,15 +98,15 @@ class ExecutionOptions:
 def conduct(
     design: Design, setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()
 ) -> StudyOutcome:
-    """Run what is not finished yet, arm by arm and seed by seed, and write what came of all of it.
+    """Run what is not finished yet, arm by arm and seed by seed, and write the results of all.
 
     Args:
-        adopted: folders whose runs are taken, finished or to be continued, where one of the study has their
-            configuration and data; finished ones of the other studies beside it are taken without being named.
+        adopted: folders whose runs, finished or resumable, are reused if one of the study has their configuration and
+            data. Finished runs of other studies in the same folder are reused without being named.
 
     Raises:
-        UserError: something cannot run, the folder holds something else, or no run fits a pattern (yet: some are asked
-            for when others have finished); what is finished stays.
+        UserError: something cannot run, the folder holds something else, or no run matches a pattern (so far: some arms
+            depend on finished runs); finished runs stay.
         Interrupted: Ctrl-C or SIGTERM; the same command continues.
     """
     folder = refuse_other(setting.folder(design.name), "study")
@@ -125,7 +125,7 @@ def conduct(
                 _Pass(setting, folder, options, stored, archived, record, runs).carry_out(left)
             except (Interrupted, UserError):
                 if record.written and any((measured := survey(design, setting)[1]).finished.values()):
-                    write(design, setting, measured)  # as far as it came
+                    write(design, setting, measured)  # with the runs finished so far
                 raise
             arms, measured = survey(design, setting)
             if measured.finished == before or time.monotonic() > options.until:
@@ -138,22 +138,22 @@ def conduct(
 
 
 def _is_untimed(arm: Arm, folder: Path, options: ExecutionOptions) -> bool:
-    """Return whether the steps of an arm's variants are to be timed and were not."""
+    """Return whether the steps of an arm's variants are still to be timed."""
     return options.times(arm) and not (folder / arm.name / TIMES).is_file()
 
 
 @dataclass
 class _Pass:
-    """The unfinished runs of some arms, all arms together.
+    """One pass over a study: the unfinished runs of the arms known so far.
 
     Attributes:
-        stored: what may be taken. archived: what the folder's runs.jsonl alone had when the study was opened.
-        record: study.json, written once nothing can be refused any more.
-        runs: how many the study has in all, done or not: threads are by that, so that what is left when a study is
-            continued changes no sum.
-        children: to be run. asked_for: keys of those that are trained, with the checkpoints that they keep.
-        done: those that are finished.
-        jobs: how many runs each arm has at once.
+        stored: reusable runs. archived: runs that only the folder's runs.jsonl had when the study was opened.
+        record: study.json, written once all checks have passed.
+        runs: number of runs of the study, finished or not, which determines the threads of each, so that a continued
+            study computes the same sums.
+        children: runs to execute. asked_for: keys of those to be trained, with the checkpoints that they keep.
+        done: finished runs.
+        jobs: number of parallel runs of each arm.
         timed: comparisons whose steps are to be timed, and for how many seconds.
     """
 
@@ -171,9 +171,9 @@ class _Pass:
     timed: list[tuple[OpenComparison, float]] = field(default_factory=list)
 
     def carry_out(self, arms: Sequence[Arm]) -> None:
-        """Run and measure the unfinished runs of the arms. Of several that are one run, the first is made, and the next
-        pass copies it. Raises UserError where a run that only runs.jsonl has would be lost when that file is written
-        again; runs that others start from are left out of this."""
+        """Run and measure the unfinished runs of the arms. If several are the same run, the first is trained, and the
+        next pass copies it. Raises UserError if a run that only runs.jsonl has would be lost when that file is written
+        again; runs that others start from are exempt."""
         own = find_runs([self.folder])
         stored = [*self.stored, *own]
         with ExitStack() as stack:
@@ -188,22 +188,22 @@ class _Pass:
             self._run({self.folder / arm.name / name: arm.measure for arm in arms for name in names_of(arm)})
 
     def _refuse_losses(self, names: Sequence[str]) -> None:
-        """Refuse to train again runs (ARM/RUN) that were finished and are in runs.jsonl alone. Raises UserError."""
+        """Refuse to train runs (ARM/RUN) again that are finished and only in runs.jsonl. Raises UserError."""
         if lost := [name for name in names if not has_ended(self.folder / name)]:
             raise UserError(
-                f"{self.folder / ARCHIVE} would lose what this command does not take of it ({len(lost)}, {lost[0]} for "
+                f"{self.folder / ARCHIVE} would lose runs that this command does not reuse ({len(lost)}, {lost[0]} for "
                 "one: of other data or another configuration): choose another --out"
             )
 
     def _run(self, measures: dict[Path, str]) -> None:
         """Time, run and measure; `measures`: the function that measures each run, by its folder, "" for none."""
-        for place, name in measures.items():  # what ended before
+        for place, name in measures.items():  # runs that ended earlier
             _measure(name, place)
         for work, seconds in self.timed:
             if time.monotonic() < self.options.until:
                 time_steps(work, seconds, self.options.say)
         train_all(
-            sorted(self.children, key=_seed),  # what is there first is one whole study of one seed
+            sorted(self.children, key=_seed),  # seed by seed, so that a complete study of one seed is available first
             self.done,
             jobs=self.options.jobs or min(self.jobs, default=cores()),
             say=self.options.say,
@@ -213,15 +213,15 @@ class _Pass:
         )
 
     def _train(self, arm: Arm, stored: Sequence[StoredRun], own: Sequence[StoredRun], stack: ExitStack) -> None:
-        """Open an arm's comparison until the pass ends, take what can be taken, and ask for the rest. `own`: the runs
-        of this study that are finished."""
+        """Open an arm's comparison until the pass ends, copy the reusable runs, and request the others. `own`: the
+        finished runs of this study."""
         assert arm.compare is not None
         config = dataclasses.replace(arm.compare, out=str(self.folder / arm.name), jobs=self.options.jobs)
 
         def fill(plan: ComparisonPlan, data: dict[str, Any]) -> None:
             refuse_other_text(plan, data, own)
             for name in adopt(plan, data, stored, arm):
-                self.options.say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
+                self.options.say.print(f"{arm.name}/{name}: copied from a run with this configuration", highlight=False)
             if arm.trunk:
                 _branch(plan, self.folder / arm.trunk)
 
@@ -241,13 +241,13 @@ class _Pass:
             self.timed.append((work, arm.compare.timing_s))
 
     def _of_study(self, arm: Arm, child: Child, run: TrainConfig) -> Child:
-        """Return the child of an arm as one of the whole study."""
+        """Return the child of an arm as a child of the whole study."""
         first = branch_step(run) if arm.trunk and child.folder.exists() else 0
         size = _size(arm, self.setting, child.name)
         return dataclasses.replace(child, name=f"{arm.name}/{child.name}", is_alone=True, size=size, first=first)
 
     def _compute(self, arm: Arm, stored: Sequence[StoredRun]) -> None:
-        """Ask for an arm's computed runs that are still to be made; what was computed elsewhere is written here."""
+        """Request an arm's missing computed runs; results that are stored somewhere else are copied."""
         assert arm.computed is not None
         folder, known = self.folder / arm.name, {one.key: one.folder for one in stored}
         for name, call in arm.computed.runs.items():
@@ -266,19 +266,18 @@ class _Pass:
 
 
 def _measure(name: str, folder: Path) -> None:
-    """Write what the study's function of this name ("" for none) makes of a finished run, where that is still to be
-    done."""
+    """Write the result of the study's function of this name ("" for none) for a finished run, unless it is there."""
     if name and (folder / "summary.json").is_file() and not (folder / MEASURES).is_file():
         write_json(folder / MEASURES, {"function": name, "rows": function(name)(folder)})
 
 
 def _request(run: TrainConfig) -> tuple[str, tuple[int, ...]]:
-    """Return what makes two planned runs one: their key, and the checkpoints that they are to keep."""
+    """Return what identifies a planned run: its key, and the checkpoints that it keeps."""
     return run_key(to_dict(run)), tuple(sorted(run.keep_at))
 
 
 def _size(arm: Arm, setting: Setting, run: str) -> float:
-    """Return how much a run of an arm computes: hours at the preset's speed."""
+    """Return the amount of computation of a run of an arm: hours at the preset's speed."""
     return hours(costs_of(arm, setting.config(), [run]), setting.preset.flops_per_s)
 
 
@@ -288,9 +287,8 @@ def _seed(child: Child) -> int:
 
 
 def _branch(plan: ComparisonPlan, trunk: Path) -> None:
-    """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept. Without such a
-    checkpoint (the trunk diverged before, or came from a runs.jsonl) a run is trained from its start, which gives the
-    same run."""
+    """Start the runs of a plan that have no folder yet from the checkpoints of their trunks. Without such a checkpoint
+    (the trunk diverged earlier, or came from a runs.jsonl) a run is trained from its start, with the same result."""
     for name, run in plan.runs.items():
         step = branch_step(run)
         if kept(trunk / name, step).is_dir() and not Path(run.out or ".").exists():
@@ -300,13 +298,13 @@ def _branch(plan: ComparisonPlan, trunk: Path) -> None:
 def print_estimate(
     designs: Sequence[Design], setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()
 ) -> None:
-    """Time a few steps of each model here, and print a row an arm.
+    """Time a few steps of each model here, and print a row for each arm.
 
     Args:
         adopted: as for `lab.conduct.conduct`.
 
     Raises:
-        UserError: a study's folder cannot be used, or no run fits a pattern, as `conduct` would say.
+        UserError: a study's folder cannot be used, or no run matches a pattern.
     """
     out, recipe = wide(Console()), setting.config()
     costs, usual = list[tuple[Design, Arm, list[Cost]]](), StepKind.of(recipe, recipe)
@@ -338,10 +336,10 @@ def print_estimate(
         say(out, f"{total:.1f} hours of {unit}, by a few steps of each model here.")
     else:
         say(out, f"{total:.1f} hours of {unit} at {otherwise:.2g} FLOP/s, assumed: the preset's device is not here.")
-        say(out, "Reads take longer than their FLOPs say: expect up to three times as much of a mechanism.")
-    say(out, "Left are runs that are neither finished nor the same as finished ones of --adopt and of other studies,")
-    say(out, "provided that these were of the same text, which is not looked at here.")
-    say(out, "Arms that depend on what earlier ones give are not counted before those have run.")
+        say(out, "Reads take longer than their FLOPs suggest: expect up to three times as much for a mechanism.")
+    say(out, "Counted are runs that are neither finished nor equal to finished ones in --adopt and other studies,")
+    say(out, "provided that these had the same text, which is not checked here.")
+    say(out, "Arms that depend on earlier results are not counted before those runs have finished.")
     if jobs := options.jobs:
         say(out, f"{total / jobs:.1f} hours with {jobs} runs at once on as many cores or GPUs.")
 
@@ -349,8 +347,8 @@ def print_estimate(
 def left_of(
     design: Design, setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()
 ) -> list[tuple[Arm, set[str]]]:
-    """Return the arms that a study asks for by now, each with the runs that would be trained: wanted, unfinished, and
-    not available in `adopted` or in studies beside it. Whether those had the same text is not checked.
+    """Return the arms that a study requests so far, each with the runs to train: selected, unfinished, and not
+    available in `adopted` or in neighbouring studies. Whether those had the same text is not checked.
 
     Raises:
         UserError: the study's folder cannot be used, or no run fits a pattern, as `conduct` would say.

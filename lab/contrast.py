@@ -1,4 +1,4 @@
-"""Variants of one arm against its baseline by the rule of `attnres.stats`: a table, a figure and a sentence."""
+"""Compare the variants of an arm with its baseline by the rule of `attnres.stats`: a table, a figure and a sentence."""
 
 import math
 import statistics
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnres.figures.chart import Differences, Interval
-from attnres.savings import LossCurve, Saving, saving
+from attnres.savings import UNDERSTATED, LossCurve, Saving, saving
 from attnres.stats import QUESTIONS, Effect, Recipe, judged, or_none
 from attnres.text import UNKNOWN, listed, number
 from lab.design import Measured, ResultTable
 
 LARGER = 0.01
-"""Share of a model's parameters above which those of a mechanism are said."""
+"""Fraction of a model's parameters above which those of a mechanism are reported."""
 NO_NOISE = "No noise is known: one run each, and python -m lab noise was not run for this recipe."
 
 
 def noise_note(recipe: Recipe | None) -> str:
-    """Say under a table how far runs of one mechanism fall apart."""
+    """Return the sentence under a table about the noise between runs of one mechanism."""
     if recipe is None or not recipe.degrees:
         return NO_NOISE
     return (
@@ -28,14 +28,15 @@ def noise_note(recipe: Recipe | None) -> str:
 
 
 def interval(effect: Effect, digits: int = 4) -> str:
-    """Write the interval of a difference; "" where no noise is known."""
+    """Format the interval of a difference; empty if the noise is unknown."""
     if not effect.margin >= 0:
         return ""
     return " to ".join(number(value, digits, signed=True) for value in (effect.low, effect.high))
 
 
 def times_fewer(saved: Saving | None, ratio: float = 1.0) -> str:
-    """Write the tokens saved, or with a ratio what else a token costs; marked where it is read off a fit."""
+    """Format the tokens saved, or with `ratio` (the cost of a token relative to the baseline's) the compute or time
+    saved; marked if read from a fit."""
     value = math.nan if saved is None else saved.of_compute(ratio)
     if saved is None or not math.isfinite(value):
         return UNKNOWN
@@ -43,8 +44,8 @@ def times_fewer(saved: Saving | None, ratio: float = 1.0) -> str:
 
 
 def ratio_interval(effect: Effect) -> str:
-    """Write the interval of a ratio whose logarithm has this effect; "" where seeds are so far apart that it says
-    nothing."""
+    """Format the interval of a ratio whose logarithm has this effect; empty if seeds vary too much for it to say
+    anything."""
     return f"{math.exp(effect.low):.2g} to {math.exp(effect.high):.2g}" if effect.margin < 10 else ""
 
 
@@ -53,10 +54,11 @@ class Against:
     """One variant against the baseline.
 
     Attributes:
-        mean: of its runs, seeds' luck taken out. runs: how many. effect: its mean less the baseline's, at its level.
-        published: the difference that others have; NaN without one.
-        lucky: more of its runs, or of the baseline's, diverged: what is left says nothing.
-        saved: tokens, against the baseline; None of what has no curve. compute, time: of a token, over the baseline's.
+        mean: mean of its runs, without the seed effect. runs: their number. effect: its mean minus the baseline's.
+        published: the published difference; NaN without one.
+        lucky: whether more of the better one's runs diverged, so that the remaining runs are a biased sample.
+        saved: tokens saved relative to the baseline; None without a loss curve. compute, time: cost of a token relative
+            to the baseline's.
     """
 
     label: str
@@ -75,7 +77,7 @@ class Against:
 
     @property
     def words(self) -> str:
-        """Say which values the interval excludes."""
+        """Return in words which values the interval excludes."""
         if not self.effect.degrees:
             return "no noise known"
         if self.lucky:
@@ -89,13 +91,14 @@ class Against:
 
 @dataclass(frozen=True)
 class Contrast:
-    """All variants of an arm against one of them.
+    """All variants of an arm compared with one of them.
 
     Attributes:
-        recipe: all runs that tell of the noise; None where nothing has finished.
-        comparisons: how many were to be compared, finished or not.
-        diverged: of how many seeds, by label. by_lengths: whether tokens saved are read off whole schedules.
-        shares: of the parameters that the residual itself has, by label; of trained models.
+        recipe: the fit of all runs that show the noise; None if nothing has finished.
+        comparisons: planned number of comparisons, finished or not.
+        diverged: number of diverged seeds by label. by_lengths: whether tokens saved come from runs with complete
+            schedules.
+        shares: the residual's parameters relative to the rest of the model, by label, for trained models.
     """
 
     baseline: str
@@ -112,7 +115,7 @@ class Contrast:
         return math.nan if self.recipe is None else self.recipe.means.get(self.baseline, math.nan)
 
     def sentence(self) -> str:
-        """Say which intervals exclude 0, in one sentence."""
+        """Return one sentence that says which intervals exclude 0."""
         seeds = [f"{label} ({count} seed{'s' * (count > 1)})" for label, count in self.diverged.items()]
         if not self.others or self.recipe is None:
             return f"Nothing can be compared{f'; diverged: {listed(seeds)}' if seeds else ' yet'}."
@@ -138,7 +141,7 @@ class Contrast:
         return f"{sentence[0].upper()}{sentence[1:]} ({noise}, {len(self.others)}{of} compared)."
 
     def table(self, title: str, published: Mapping[str, str] | None = None) -> ResultTable:
-        """Lay out a row a variant; `published`: what others have for it."""
+        """Return a table with a row for each variant; `published`: text about published differences."""
         larger = any(share > LARGER for share in self.shares.values())
         saves = any(one.saved is not None for one in self.others)
         timed = any(not math.isnan(one.time) for one in self.others)
@@ -183,8 +186,7 @@ class Contrast:
             read = (
                 "the standard model's losses after runs of several lengths (python -m lab exchange)."
                 if self.by_lengths
-                else "the loss curves of these runs. The learning rate falls along a curve, so that a saving and a "
-                "loss are both understated."
+                else f"the loss curves of these runs. {UNDERSTATED}"
             )
             notes.append(
                 f"Tokens saved: the tokens that {self.baseline} needs to reach a variant's loss, divided by the "
@@ -194,7 +196,7 @@ class Contrast:
         return notes
 
     def chart(self, name: str, title: str) -> Differences:
-        """Draw the differences with their intervals."""
+        """Return a chart of the differences with their intervals."""
         rows = [Interval(one.label, one.effect.difference, one.effect.margin, one.excludes_0) for one in self.others]
         caption = f"Held-out loss minus that of {self.baseline}, nats per token: left of the line is lower."
         return Differences(name, title, caption, "difference, nats per token", rows)
@@ -242,13 +244,13 @@ def contrast(
     floor: float = 0.0,
     published: Mapping[str, float] | None = None,
 ) -> Contrast:
-    """Hold the finished variants of an arm against the baseline.
+    """Compare the finished variants of an arm with the baseline.
 
     Args:
-        quantity: of the last step.
-        comparisons: how many are made in all; by default all variants that were asked for.
-        floor: sigma is no smaller.
-        published: differences to this baseline, by label.
+        quantity: the quantity to compare, at the last step.
+        comparisons: total number of comparisons; by default all requested variants.
+        floor: lower bound of sigma.
+        published: published differences to this baseline, by label.
     """
     recipe = measured.recipe_of(arm, quantity, floor)
     names = [label for label in labels or measured.labels(arm) if label != baseline]
@@ -259,7 +261,7 @@ def contrast(
     planned = [measured.at_recipe(arm, quantity) and (label, baseline) in QUESTIONS for label in known]
     effects = [recipe.effect(label, baseline) for label in known] if recipe is not None else []
     effects = judged(effects, planned, comparisons - sum(planned))
-    # The curve is of the recipe's rates.
+    # The curve belongs to the recipe's learning rates.
     curve = measured.curve if measured.at_recipe(arm, quantity) and "-lr" not in baseline else {}
     lengths = LossCurve(curve.items())
     has_curve = len(lengths.losses) > 1
@@ -275,7 +277,7 @@ def contrast(
             saved = Saving(own.tokens / other.tokens, own.extrapolated or other.extrapolated, mean)
         elif quantity == "loss" and len(base_curve.losses) > 1:
             saved = saving(_curve(measured, arm, label), base_curve)
-        # Round by round: the machine's speed changes, and what is taken in one turn has it in common.
+        # Round by round, because the machine's speed changes between rounds.
         rounds = zip(times[label], times[baseline]) if label in times and baseline in times else ()
         pairs = [mine / theirs for mine, theirs in rounds]
         against = Against(
@@ -284,7 +286,7 @@ def contrast(
             recipe.counts[label],
             effect,
             (published or {}).get(label, math.nan),
-            # Those that are left are the lucky ones.
+            # The remaining runs are those that happened not to diverge.
             (lost > 0 and effect.difference < 0) or (lost < 0 and effect.difference > 0),
             saved,
             measured.flops(arm, label) / flops if flops else math.nan,
@@ -292,7 +294,7 @@ def contrast(
         )
         others.append(against)
     shares = {}
-    for label in (baseline, *names):  # the residual's parameters over those of the model without them
+    for label in (baseline, *names):  # the residual's parameters relative to those of the model without them
         own, every = (measured.mean(arm, label, name) for name in ("own_parameters", "parameters"))
         shares[label] = own / (every - own)
     return Contrast(baseline, recipe, comparisons, others, diverged, has_curve, shares, quantity)

@@ -1,8 +1,8 @@
-"""What the runs of a study cost: tokens, FLOPs, and hours at a speed that is measured or assumed.
+"""Estimate the cost of a study's runs: tokens, FLOPs, and hours at a measured or assumed speed.
 
-The operations of a mechanism's reads and writes are counted while it makes them for a few tokens: matrix products, as
-torch's own counter has them, and one operation for each value of every other kind of arithmetic (an elementwise
-operation's result, what a sum or a softmax takes). Moving values is none.
+The operations of a mechanism's reads and writes are counted during a pass of a few tokens: matrix products as torch's
+counter counts them, and one operation for each value of other arithmetic (the results of an elementwise operation, the
+inputs of a sum or softmax). Moving values counts nothing.
 """
 
 import functools
@@ -30,7 +30,7 @@ from attnres.training.config import TrainConfig, size_or_default, tokenizer_or_d
 from lab.design import Arm, branch_step
 
 CALL = 2e-5
-"""Seconds of an operation of PyTorch on a CPU, forward or backward, where calling it takes longer than computing it."""
+"""Seconds of a small PyTorch operation on a CPU, forward or backward, whose call takes longer than its computation."""
 
 
 class Mechanism(NamedTuple):
@@ -48,7 +48,7 @@ STANDARD = Mechanism.of("standard")
 
 
 class StepKind(NamedTuple):
-    """The facts that a training step's time depends on: the mechanism, the model's size as JSON, and the batch."""
+    """Everything that a training step's time depends on: the mechanism, the model's size as JSON, and the batch."""
 
     mechanism: Mechanism
     size: str
@@ -59,7 +59,7 @@ class StepKind(NamedTuple):
 
     @classmethod
     def of(cls, run: TrainConfig, model: TrainConfig, mechanism: Mechanism = STANDARD) -> "StepKind":
-        """Return the step of a run; a pretrained model's size is taken to be that of `model`."""
+        """Return the kind of step of a run; a pretrained model is assumed to have the size of `model`."""
         size = size_or_default((run if run.finetune.init_from is None else model).model)
         shape = vocabulary_of(run), run.data.seq_len, run.batch_size, run.accumulation
         return cls(mechanism, json.dumps(size, sort_keys=True), *shape)
@@ -75,10 +75,10 @@ class StepKind(NamedTuple):
 
 @dataclass(frozen=True)
 class Cost:
-    """What runs of an arm cost: the tokens that they train on, the FLOPs for that, and calls of small operations.
+    """The cost of runs of an arm: the trained tokens, their FLOPs, and calls of small operations.
 
     Attributes:
-        step: that they make many of; None where they are computed.
+        step: the kind of their training steps; None for computed runs.
     """
 
     arm: str
@@ -90,10 +90,10 @@ class Cost:
 
 
 def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]:
-    """Return what these runs of an arm cost, mechanism by mechanism. `model`: the preset's run, whose size a pretrained
-    model is taken to have.
+    """Return the cost of these runs of an arm, by mechanism. `model`: the preset's run, whose size a pretrained model
+    is assumed to have.
 
-    Runs that branch off others train from there alone.
+    Runs that branch off others cost only the steps after that.
     """
     if arm.computed is not None:
         calls = [arm.computed.runs[name] for name in names]
@@ -113,21 +113,21 @@ def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]
 
 
 def vocabulary_of(config: TrainConfig) -> int:
-    """Return the size of the vocabulary that a tokenizer spec asks for; a usual one where it does not say."""
+    """Return the vocabulary size that a tokenizer spec asks for; a usual one if it does not say."""
     kind, _, size = tokenizer_or_default(config.data).partition(":")
     return int(size) if kind == "bpe" and size.isdecimal() else 50_257
 
 
 def flops_a_token(size: object, seq_len: int, vocabulary: int, mechanism: Mechanism = STANDARD) -> float:
-    """Return the FLOPs of training a model on one token: the standard model's, as `attnres.models.step_cost` counts
-    them, and the mechanism's `operations`, thrice as many as in a forward pass, as everything else is."""
+    """Return the FLOPs of training a model on one token: the standard model's, as counted by
+    `attnres.models.step_cost`, plus the mechanism's `operations`, times three for forward and backward."""
     standard, sublayers, width = _standard(json.dumps(size, sort_keys=True), seq_len, vocabulary)
     return standard + 3 * operations(mechanism.residual, json.loads(mechanism.settings), sublayers, width)
 
 
 @functools.cache
 def _standard(size: str, seq_len: int, vocabulary: int) -> tuple[float, int, int]:
-    """Return the FLOPs of the standard model for a token, its number of sublayers, and its width."""
+    """Return the FLOPs a token of the standard model, its number of sublayers, and its width."""
     from attnres.models import build
     from attnres.models.step_cost import step_flops
 
@@ -138,18 +138,18 @@ def _standard(size: str, seq_len: int, vocabulary: int) -> tuple[float, int, int
 
 
 def on_gpu(config: TrainConfig) -> bool:
-    """Return whether a run is trained on a GPU: it asks for one, or for what there is and there is one."""
+    """Return whether a run trains on a GPU: it asks for one, or for any device and there is one."""
     return not is_host(pick_device("auto") if config.device == "auto" else torch.device(config.device))
 
 
 def measured_speeds(
     config: TrainConfig, steps: Collection[StepKind], on_each: Callable[[float], None] = lambda more: None
 ) -> dict[StepKind, float]:
-    """Return the FLOPs a second of each of these training steps on one thread here; none without the device of
+    """Return the FLOPs a second of each kind of training step, measured on one thread; empty without the device of
     `config`, the preset's run.
 
-    A few of each are timed in this process; the quickest counts, since other work may have the machine: an estimate to
-    a factor of two. `on_each` is called with 1 after each.
+    A few steps of each kind are timed in this process, and the fastest counts, since other programs may use the
+    machine: an estimate to a factor of two. `on_each` is called with 1 after each kind.
     """
     if on_gpu(config) and accelerator() is None:
         return {}
@@ -188,7 +188,8 @@ def _seconds(step: StepKind, config: TrainConfig) -> float:
 
 
 def hours(costs: Sequence[Cost], flops_per_s: float, speeds: Mapping[StepKind, float] | None = None) -> float:
-    """Return the hours of one core or one GPU for all of them, at the speeds of their steps where those are known."""
+    """Return the total hours of one core or one GPU, at the measured speeds of the steps if known, else at
+    `flops_per_s`."""
     known = speeds or {}
     by_step = (flops_per_s if cost.step is None else known.get(cost.step, flops_per_s) for cost in costs)
     return math.fsum(cost.flops / speed + cost.calls * CALL for cost, speed in zip(costs, by_step, strict=True)) / 3600
@@ -208,7 +209,7 @@ _TWO = {_aten.addcmul, _aten.addcmul_, _aten.lerp, _aten.lerp_}
 
 
 def operations(residual: str, settings: dict[str, Any], num_sublayers: int, width: int) -> float:
-    """Return the operations of a forward pass for each token that a mechanism makes and the running sum does not.
+    """Return the operations a token in a forward pass that a mechanism needs in addition to the running sum.
 
     Args:
         residual: name of a mechanism; `settings` are its settings.
@@ -223,7 +224,8 @@ def operations(residual: str, settings: dict[str, Any], num_sublayers: int, widt
 
 @functools.cache
 def _whole(residual: str, settings: str, num_sublayers: int, width: int) -> float:
-    # On numbers: an operation on a shape alone takes eight times as long. Drawn weights leave the generator as it was.
+    # With real numbers: an operation on the meta device takes eight times as long. Drawing leaves the generator
+    # unchanged.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), plain_torch(), cpu.switched(on=False):
         mechanism = make_residual(residual, num_sublayers, width, **json.loads(settings)).requires_grad_(False)
         norm, vector = Norm(torch.ones(width)), torch.ones(TOKENS, width)

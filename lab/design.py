@@ -1,8 +1,8 @@
-"""What a study is: one file of `lab.studies` with a grid of runs, an analysis and figures, as data.
+"""The description of a study as data: a file of `lab.studies` with a grid of runs, an analysis and figures.
 
-A study asks for arms. An arm is a comparison (`attnres.comparison.compare`: variants by seeds, a run folder each) or a
-number of computations (a function of that file, a folder each). Which arms there are may depend on what earlier ones
-gave: `Design.arms` is called again with whatever has finished, until it asks for nothing new.
+A study requests arms. An arm is a comparison (`attnres.comparison.compare`: variants by seeds, a run folder each) or a
+number of computations (calls of a function in that file, a folder each). Arms may depend on the results of earlier
+ones: `Design.arms` is called again with the finished runs, until it requests nothing new.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ComputedCall:
-    """A call of a function, and what it costs.
+    """A function call and its cost.
 
     Attributes:
-        flops: about.
-        calls: of operations of PyTorch, forward and backward, where those are small; about.
+        flops: approximate FLOPs.
+        calls: approximate number of small PyTorch operations, forward and backward.
     """
 
     arguments: dict[str, Any]
@@ -39,12 +39,12 @@ class ComputedCall:
 
 @dataclass(frozen=True)
 class Computed:
-    """Runs that are one call each of a function that returns measurements.
+    """Runs that each consist of one call of a function that returns measurements.
 
     Attributes:
         function: "lab.studies.FILE:NAME", called with a run's arguments; it returns rows such as
             {"quantity": "loss", "value": 2.5, "step": 100}, the step being optional.
-        runs: by name, LABEL-seedK.
+        runs: run name (LABEL-seedK) -> call.
     """
 
     function: str
@@ -56,13 +56,13 @@ class Arm:
     """Runs of one study that share a folder, OUT/NAME.
 
     Attributes:
-        compare: what is trained; its `out` is set when the study is carried out.
-        computed: in place of that, what is computed.
-        trunk: an arm of the same variants and seeds, off whose runs these branch before their decay.
+        compare: the comparison to train; its `out` is set when the study runs.
+        computed: the computed runs, in place of `compare`.
+        trunk: an arm with the same variants and seeds, from whose runs these branch off before the decay.
         measure: "lab.studies.FILE:NAME", called with each finished run's folder; it returns rows as `Computed`
             does, which are kept in the folder.
-        depth: quantities by sublayer at the last step to have in the table too, e.g. output_rms.
-        started_from: whether other arms start from its runs, which are taken from elsewhere with their weights alone.
+        depth: quantities by sublayer at the last step that are also in the table, e.g. output_rms.
+        started_from: whether other arms start from its runs; such runs are only reused with their weights.
     """
 
     name: str
@@ -79,8 +79,8 @@ class MeasuredRow:
     """One measurement of one finished run.
 
     Attributes:
-        label: the variant. step, tokens: when; 0 where there is no training.
-        flops: spent until then, 6 for each weight and token, attention's and reads' share; 0 where it is not counted.
+        label: the variant. step, tokens: of the measurement; 0 without training.
+        flops: FLOPs so far: 6 for each weight and token, and those of attention and reads; 0 if not counted.
     """
 
     arm: str
@@ -94,11 +94,12 @@ class MeasuredRow:
 
 
 class KnownNoise(NamedTuple):
-    """What the study of noise has of the recipe at a number of steps.
+    """Results of the noise study for the recipe at a number of steps.
 
     Attributes:
-        sigma, degrees: of one run. runs: (label, seed, loss) of the standard model and its control.
-        remark: to be said wherever it is used, "" for nothing.
+        sigma, degrees: standard deviation of one run and its degrees of freedom. runs: (label, seed, loss) of the
+            standard model and its placebo control.
+        remark: a sentence to print wherever it is used, or "".
     """
 
     sigma: float
@@ -109,16 +110,16 @@ class KnownNoise(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """Everything that a study's finished runs gave.
+    """All measurements of a study's finished runs.
 
     Attributes:
-        planned: names of the runs of each arm asked for so far, and finished ones of them.
-        begun: arms that have a folder: what was asked for once stays so, whatever else is asked for since.
-        step_times: of a step by (arm, label), round by round, in which all take steps in turn; of timed arms.
-        recipe: the arms that are trained by the preset's recipe, whatever their steps and variants.
-        noises: of the recipe by its steps, as the study of noise has them; none where that was not run.
-        curve: the recipe's standard model's final losses by its steps, as the study of the exchange rate has them.
-        of_other_texts: names of these two studies where none of their runs had this study's tokenizer and held-out
+        planned, finished: arm -> names of the runs requested so far, and of the finished ones.
+        begun: arms that have a folder; an arm requested once stays requested.
+        step_times: (arm, label) -> times of a step in each round of the interleaved timing; for timed arms.
+        recipe: arms trained by the preset's recipe, with any steps and variants.
+        noises: steps -> noise of the recipe, from the noise study; empty if that was not run.
+        curve: steps -> final loss of the recipe's standard model, from the study `exchange`.
+        of_other_texts: names of those of these two studies that have no run with this study's tokenizer and held-out
             text, so that their results are not used.
     """
 
@@ -137,12 +138,12 @@ class Measured:
         return arm in self.planned and set(self.planned[arm]) <= set(self.finished.get(arm, []))
 
     def of(self, arm: str, label: str | None = None, quantity: str = "loss") -> list[MeasuredRow]:
-        """Return rows of an arm, of one label if one is given, in order of seed and step; of what diverged none."""
+        """Return the finite rows of an arm, of one label if one is given, in order of seed and step."""
         rows = [row for row in self.rows if row.arm == arm and row.quantity == quantity and math.isfinite(row.value)]
         return sorted((row for row in rows if label in (None, row.label)), key=lambda row: (row.seed, row.step))
 
     def labels(self, arm: str) -> list[str]:
-        """Return labels of an arm that have finished, in the order in which they were asked for."""
+        """Return the labels of an arm with finished runs, in the order in which they were requested."""
         return list(dict.fromkeys(row.label for row in self.rows if row.arm == arm))
 
     def finals(self, arm: str, label: str, quantity: str = "loss") -> dict[int, float]:
@@ -155,27 +156,27 @@ class Measured:
         return sum(values) / len(values) if values else math.nan
 
     def diverged(self, arm: str, label: str, quantity: str | None = None) -> list[int]:
-        """Return the seeds of which that quantity, or any, did not stay finite."""
+        """Return the seeds for which that quantity, or any, was not finite."""
         rows = (row for row in self.rows if (row.arm, row.label) == (arm, label) and quantity in (None, row.quantity))
         return sorted({row.seed for row in rows if not math.isfinite(row.value)})
 
     def asked_for(self, arm: str) -> list[str]:
-        """Return all labels of an arm, finished or not."""
+        """Return all requested labels of an arm, finished or not."""
         named = (label_and_seed(name) for name in self.planned.get(arm, []))
         return list(dict.fromkeys(taken[0] for taken in named if taken))
 
     def at_recipe(self, arm: str, quantity: str) -> bool:
-        """Return whether the noises and the curve are of this arm's recipe and of this quantity."""
+        """Return whether `noises` and `curve` apply to this arm and this quantity."""
         return quantity == "loss" and arm in self.recipe
 
     def recipe_of(self, arm: str, quantity: str = "loss", floor: float = 0.0) -> Recipe | None:
-        """Fit all runs of an arm and, where the preset's recipe trains it, those that the study of noise has at as many
-        steps; None where nothing has finished. `floor`: sigma is no smaller."""
+        """Fit all runs of an arm, together with those of the noise study at the same number of steps if the preset's
+        recipe trains the arm; None if nothing has finished. `floor`: lower bound of sigma."""
         labels = self.labels(arm)
         steps = max((self.steps(arm, label) for label in labels), default=0)
         known = self.noises[steps].runs if self.at_recipe(arm, quantity) and steps in self.noises else ()
         runs = [(label, seed, value) for label in labels for seed, value in self.finals(arm, label, quantity).items()]
-        own = {(label, seed, round(value, 6)) for label, seed, value in runs}  # a run that both have is one
+        own = {(label, seed, round(value, 6)) for label, seed, value in runs}  # a run that is in both counts once
         runs += [one for one in known if (*one[:2], round(one[2], 6)) not in own]
         return Recipe(runs, floor) if own else None
 
@@ -190,7 +191,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table of the page: text in cells."""
+    """A table of the page, whose cells are text."""
 
     title: str
     head: list[str]
@@ -200,11 +201,11 @@ class ResultTable:
 
 @dataclass(frozen=True)
 class StudyResult:
-    """What came of a study.
+    """The result of a study.
 
     Attributes:
-        answer: one or a few sentences, which claim nothing beyond the noise.
-        values: numbers for other programs, plain JSON.
+        answer: one or a few sentences that claim nothing within the noise.
+        values: numbers for other programs, as JSON values.
     """
 
     answer: str
@@ -215,13 +216,14 @@ class StudyResult:
 
 @dataclass(frozen=True)
 class Setting:
-    """At which size and with what a study is carried out.
+    """The size, text and folder with which a study runs.
 
     Attributes:
-        seeds: how many each group has, where the study does not say how many it needs.
-        source: the text; none is the preset's. column: of rows, what holds it. images: of the study resnet.
-        name: the preset's. out: OUT/PRESET/STUDY is the study's folder.
-        allow_different: runs that were begun with other arithmetic go on with this machine's.
+        seeds: runs in a group, unless the study sets a number.
+        source: the text; None is the preset's. column: the column that holds it in rows. images: images for the study
+            resnet.
+        name: the preset's name. out: OUT/PRESET/STUDY is the study's folder.
+        allow_different: continue runs that were begun with other arithmetic with this machine's.
     """
 
     name: str
@@ -234,11 +236,11 @@ class Setting:
     allow_different: bool = False
 
     def folder(self, study: str) -> Path:
-        """Return where a study of this setting lies."""
+        """Return the folder of a study with this setting."""
         return self.out / self.name / study
 
     def config(self, **values: Any) -> TrainConfig:
-        """Return the preset's run with nested values laid over it."""
+        """Return the preset's run overridden by nested values."""
         base = from_dict(self.preset.train)
         text = {"source": self.source, "column": self.column}
         changes = {name: value for name, value in text.items() if value is not None}
@@ -247,13 +249,14 @@ class Setting:
         return from_dict(values, base)
 
     def sized(self, size: dict[str, Any], **values: Any) -> TrainConfig:
-        """Return the preset's run of another size; to another width its rates are carried over (muP)."""
+        """Return the preset's run with another model size; for another width its learning rates are transferred
+        (muP)."""
         width = self.preset.width
         carried = {} if size["hidden_size"] == width else {"optim": {"base_width": width}}
         return self.config(model={"size": size}, **carried, **values)
 
     def is_recipe(self, run: TrainConfig) -> bool:
-        """Return whether a run is the preset's but for its steps."""
+        """Return whether a run is the preset's except for its steps."""
         return run == self.config(steps=run.steps)
 
     def arm(
@@ -266,14 +269,14 @@ class Setting:
         timed: bool = False,
         **more: Any,
     ) -> Arm:
-        """Return an arm of variants, each with every seed; if `timed` their steps are timed in turn before any is
-        trained."""
+        """Return an arm of variants, each with every seed; if `timed`, their steps are timed, interleaved, before any
+        is trained."""
         which = range(self.seeds) if seeds is None else seeds
         seconds = self.preset.timing_s if timed else 0
         return Arm(name, CompareConfig(list(variants), list(which), base=of, timing_s=seconds), **more)
 
     def some(self, variants: Sequence[str]) -> list[str]:
-        """Return the first variants of a long list, as many as the preset takes."""
+        """Return the first variants of a long list, as many as the preset allows."""
         return list(variants)[: self.preset.most]
 
 
@@ -282,10 +285,10 @@ class Design:
     """A study.
 
     Attributes:
-        name: as `python -m lab` takes it. title: the question.
-        about: what is done. published: what others found, with the source.
-        arms: what is to be run, from what is known so far. It may run again, and says the same of the same.
-        analyse: what came of it, also of a part of its runs.
+        name: name for `python -m lab`. title: the question.
+        about: the method. published: published results, with the source.
+        arms: returns the arms to run, given the measurements so far; called several times, so it must be deterministic.
+        analyse: returns the result, also for a part of the runs.
     """
 
     name: str
@@ -297,7 +300,7 @@ class Design:
 
 
 def branch_step(config: TrainConfig) -> int:
-    """Return the last step before the decay of a run with the schedule wsd; raises UserError for another schedule."""
+    """Return the last step before the decay of a run with schedule wsd; raises UserError for another schedule."""
     optim = config.optim
     if optim.schedule != "wsd":
         raise UserError(f"optim.schedule is '{optim.schedule}': only runs with wsd branch off before their decay")

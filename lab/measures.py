@@ -1,7 +1,7 @@
-"""Measurements of a study's finished runs: computed, read from the run folders, written as one CSV.
+"""Measurements of a study's finished runs: computed, or read from run folders, and written as one CSV.
 
-`python -m lab.measures RUN.json` computes one run in a process of its own: the file names a function of `lab.studies`
-and its arguments, and what that returns is stored in the run's folder.
+`python -m lab.measures RUN.json` computes one run in a child process: the file names a function of `lab.studies` and
+its arguments, and the result is stored in the run's folder.
 """
 
 import importlib
@@ -32,13 +32,13 @@ from lab.design import Arm, MeasuredRow
 
 COLUMNS = ("arm", "label", "seed", "step", "tokens", "flops", "quantity", "value")
 MEASURES = "measures.json"
-"""In a run's folder: what the study's own function made of it, or computed."""
+"""File in a run's folder with the results of the study's function."""
 HOME, _FORMER_HOME = "lab.studies.", "attnres.studies.lab."
-"""Where the functions of studies are (a file names no others), and where they were when measurements were stored."""
+"""Module prefix of the studies' functions (others are not called), and the prefix that older files have."""
 
 
 class Measure(TypedDict):
-    """One of its rows; None is a value that is not finite."""
+    """One row of measures.json; None stands for a value that is not finite."""
 
     quantity: str
     value: float | None
@@ -46,7 +46,7 @@ class Measure(TypedDict):
 
 
 class Measures(TypedDict):
-    """Its content; `arguments` are those of a computed run."""
+    """The content of measures.json; `arguments` are those of a computed run."""
 
     rows: list[Measure]
     function: NotRequired[str]
@@ -54,8 +54,7 @@ class Measures(TypedDict):
 
 
 def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[MeasuredRow]:
-    """Read the finished ones of these runs of an arm. A run that diverged has one row: an infinite loss at its last
-    step."""
+    """Read the finished ones of these runs of an arm. A diverged run has one row: an infinite loss at its last step."""
     rows = list[MeasuredRow]()
     for name in names:
         if arm.computed is not None:
@@ -96,14 +95,14 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[MeasuredRow]:
 
 
 def step_times(folder: Path) -> dict[str, list[float]]:
-    """Return the time of a step of each variant, round by round, of a comparison that timed them in turn; else none."""
+    """Return the step times of each variant in each round, for a comparison with an interleaved timing; else empty."""
     path = folder / TIMES
     variants = checked(read_json(path), Timing, path, ADVICE)["variants"] if path.is_file() else {}
     return {label: one.get("times") or [one["ratio"]] for label, one in variants.items()}
 
 
 def measures_of(folder: Path) -> Measures:
-    """Return the measurements in a run's folder; no rows where there is no such file. Raises UserError."""
+    """Return the measurements in a run's folder; without rows if there is no such file. Raises UserError."""
     path = folder / MEASURES
     if not path.is_file():
         return {"rows": []}
@@ -119,8 +118,8 @@ def _row(arm: str, label: str, seed: int, one: Measure) -> MeasuredRow:
 
 
 def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
-    """Return FLOPs a token; of a pretrained model, whose size the run does not name, by its parameters, and of a
-    mechanism that is not attnres' own without its reads."""
+    """Return the FLOPs a token; for a pretrained model, whose size the run does not name, from its number of
+    parameters, and for a mechanism outside attnres without its reads."""
     model, length = config["model"], config.get("data", {}).get("seq_len")
     if model.get("size") is None or length is None:
         return 6.0 * summary["parameters"]
@@ -129,7 +128,8 @@ def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
 
 
 def to_csv(rows: Sequence[MeasuredRow]) -> str:
-    """Return one line a measurement, sorted: no clock has a part in it, so a study that was stopped gives the same."""
+    """Return a CSV with a line for each measurement, sorted. It contains no times, so an interrupted study gives the
+    same file."""
     lines = [
         (row.arm, row.label, row.seed, row.step, row.tokens, f"{row.flops:.6g}", row.quantity, f"{row.value:.8g}")
         for row in rows
@@ -147,18 +147,18 @@ class Computation(Child):
     saves: bool = False
 
     def variables(self) -> dict[str, str]:
-        """Return what the environment of its process has besides: this package too is the one of this process."""
+        """Return the additional environment variables of its process, with the path of this `lab` package."""
         variables = super().variables()
         home = str(Path(__file__).parents[1])
         return variables | {"PYTHONPATH": os.pathsep.join([home, variables["PYTHONPATH"]])}
 
     def command(self, *, quiet: bool) -> list[str]:
-        """Return the words of the command that computes it."""
+        """Return the command line that computes the run."""
         return [sys.executable, "-m", "lab.measures", str(self.config)]
 
 
 def function(name: str) -> Any:
-    """Return the function called "lab.studies.FILE:NAME". Raises UserError for any other."""
+    """Return the function "lab.studies.FILE:NAME". Raises UserError for any other name."""
     module, _, attribute = name.partition(":")
     if not module.startswith(HOME) or not attribute.isidentifier():
         raise UserError(f"'{name}' is no function of a study: expected {HOME}FILE:NAME")
@@ -166,14 +166,14 @@ def function(name: str) -> Any:
 
 
 def compute(path: Path) -> None:
-    """Compute the run that a file names and write RUN/measures.json. Raises UserError."""
+    """Compute the run that a file describes and write RUN/measures.json. Raises UserError."""
     run = read_json(path)
     rows = plain(function(run["function"])(**run["arguments"]), digits=17)
     write_json(Path(run["folder"]) / MEASURES, {key: run[key] for key in ("function", "arguments")} | {"rows": rows})
 
 
 def main() -> None:
-    """Carry out the command; a user's error goes to the study that started it."""
+    """Run the command; a UserError is passed to the study that started it."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         compute(Path(sys.argv[1]))

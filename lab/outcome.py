@@ -1,4 +1,4 @@
-"""A study as far as it came: what its finished runs gave, and what is made of that.
+"""The results of a study so far: measurements of its finished runs, and their analysis.
 
 OUT/PRESET/STUDY/runs.csv    every measurement of finished runs
 OUT/PRESET/STUDY/runs.jsonl  the finished runs without their weights, for `--adopt`
@@ -45,7 +45,7 @@ RULE = (
 
 
 class Sigma(TypedDict):
-    """The noise of runs of a length, as the study of noise has it."""
+    """Noise of runs of one length, from the noise study."""
 
     sigma: float | None
     degrees: float
@@ -53,7 +53,7 @@ class Sigma(TypedDict):
 
 
 class Values(TypedDict, total=False):
-    """`values` of result.json, as far as other studies read it; keys are numbers of steps."""
+    """The part of `values` in result.json that other studies read; keys are numbers of steps."""
 
     by_steps: dict[str, Sigma] | None
     curve: dict[str, float] | None
@@ -61,14 +61,14 @@ class Values(TypedDict, total=False):
 
 
 class Known(TypedDict):
-    """result.json, as far as other studies read it."""
+    """The part of result.json that other studies read."""
 
     values: Values
 
 
 @dataclass(frozen=True)
 class StudyOutcome:
-    """A study as far as it came."""
+    """A study's results so far."""
 
     design: Design
     setting: Setting
@@ -81,13 +81,13 @@ class StudyOutcome:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Finished runs, and those that were asked for so far."""
+        """Return the numbers of finished and of requested runs."""
         planned = self.measured.planned
         return sum(len(self.measured.finished[arm]) for arm in planned), sum(map(len, planned.values()))
 
     @property
     def not_used(self) -> str:
-        """Return in words the studies whose results are not used because they are of another text; "" for none."""
+        """Return in words the studies whose results are not used because they have another text; empty for none."""
         names = self.measured.of_other_texts
         if not names:
             return ""
@@ -96,10 +96,11 @@ class StudyOutcome:
 
 
 def survey(design: Design, setting: Setting, runs: Path | None = None) -> tuple[list[Arm], Measured]:
-    """Return the arms that a study asks for by now, and what their finished runs gave. Nothing is run.
+    """Return the arms that a study requests so far, and the measurements of their finished runs, without running
+    anything.
 
     Args:
-        runs: the folder with its arms; none is the study's own.
+        runs: the folder with its arms; None is the study's own.
     """
     study = setting.folder(design.name)
     folder = runs or study
@@ -122,7 +123,7 @@ def survey(design: Design, setting: Setting, runs: Path | None = None) -> tuple[
 
 
 def write(design: Design, setting: Setting, measured: Measured) -> StudyOutcome:
-    """Analyse what there is, and write runs.csv, runs.jsonl, result.json and study.html into the study's folder."""
+    """Analyse the measurements, and write runs.csv, runs.jsonl, result.json and study.html into the study's folder."""
     outcome = StudyOutcome(design, setting, measured, design.analyse(setting, measured))
     write_text(outcome.folder / "runs.csv", to_csv(measured.rows))
     write_text(outcome.folder / ARCHIVE, archive(outcome.folder, measured.finished))
@@ -132,7 +133,7 @@ def write(design: Design, setting: Setting, measured: Measured) -> StudyOutcome:
 
 
 def write_result(outcome: StudyOutcome) -> None:
-    """Write result.json alone, which a study whose runs are gone can have again (`outcome_in`)."""
+    """Write only result.json, which can be recreated for a study without run folders (`outcome_in`)."""
     done, planned = outcome.counts
     result = {
         **asked(outcome.design, outcome.setting),
@@ -146,10 +147,11 @@ def write_result(outcome: StudyOutcome) -> None:
 
 
 def outcome_in(folder: Path) -> StudyOutcome:
-    """Read a study's folder, or its runs.jsonl where its runs are gone, and analyse it again; nothing is written.
+    """Read a study's folder, or its runs.jsonl if its run folders are missing, and analyse it again; nothing is
+    written.
 
     Raises:
-        UserError: it is none, or a file of it is damaged.
+        UserError: the folder is no study, or a file in it is damaged.
     """
     path = folder / RECORD
     record = asked_in(path)
@@ -167,10 +169,11 @@ def outcome_in(folder: Path) -> StudyOutcome:
 
 
 def report(out: Path) -> Path:
-    """Write OUT/report.html of all studies in OUT, analysed again, from their runs.jsonl where their runs are gone.
+    """Write OUT/report.html of all studies in OUT, analysed again, from their runs.jsonl if their run folders are
+    missing.
 
     Raises:
-        UserError: there are none, or a folder or file of one is damaged.
+        UserError: there is no study, or a folder or file of one is damaged.
     """
     folders = sorted(path.parent for path in out.glob("*/*/study.json"))
     if not folders:
@@ -181,8 +184,8 @@ def report(out: Path) -> Path:
 
 
 def draw(folders: Sequence[Path], out: str, formats: Sequence[str]) -> None:
-    """Write the charts of studies, and `captions.md`, into `out`; of several each has a folder of its own there. Where
-    a study's runs are gone, its runs.jsonl gives them.
+    """Write the charts of studies, and `captions.md`, into `out`; each of several studies has a folder there. If a
+    study's run folders are missing, its runs.jsonl replaces them.
 
     Raises:
         UserError: a folder is no study, `formats` has another than pdf, png and svg, or `out` holds something else.
@@ -195,7 +198,7 @@ def draw(folders: Sequence[Path], out: str, formats: Sequence[str]) -> None:
             drawn.add(chart.name, chart.draw)
     several = len(folders) > 1
     if several:
-        write_text(into / "captions.md", "")  # first: the folder is known by it
+        write_text(into / "captions.md", "")  # first: the folder is recognised by it
     files = [
         write_drawn(console, name, one, into / name if several else into, formats) for name, one in drawings.items()
     ]
@@ -224,14 +227,14 @@ def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured)
 
 
 def _is_finished(arm: Arm, run: Path) -> bool:
-    """Return whether a run of an arm has ended and, if it did not diverge, was measured."""
+    """Return whether a run of an arm has ended and, unless it diverged, was measured."""
     if arm.computed is not None:
         return (run / MEASURES).is_file()
     return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
 
 
 def _noises(values: Values, setting: Setting) -> dict[int, KnownNoise]:
-    """Return the noise of this preset and text as its study has it, by the steps of a run."""
+    """Return the noise of this preset and text from the noise study, by the steps of a run."""
     known = values.get("by_steps") or {}
     outside = f"The noise of {setting.name}: its control, the same function, lies OUTSIDE it."
     remark = outside if values.get("control_inside") is False else ""
@@ -256,7 +259,7 @@ def study_page(outcome: StudyOutcome) -> str:
 
 
 def report_page(outcomes: Sequence[StudyOutcome]) -> str:
-    """Return the page of several studies: a table of them, what holds at several sizes, then each."""
+    """Return the page of several studies: a table of them, questions answered at several sizes, then each study."""
     rows = [[one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.answer] for one in outcomes]
     head = ["study", "preset", "runs", "answer"]
     table = _table(ResultTable("", head, rows), "worded", [_anchor(one) for one in outcomes])
@@ -307,7 +310,7 @@ def _sections(outcome: StudyOutcome) -> list[str]:
 
 
 def command(outcome: StudyOutcome) -> str:
-    """Return the command that carries the study out again."""
+    """Return the command that runs the study again."""
     setting = outcome.setting
     words = ["python -m lab", outcome.design.name, "--preset", setting.name, "--seeds", str(setting.seeds)]
     places = {"--source": setting.source, "--column": setting.column, "--images": setting.images}
@@ -324,7 +327,7 @@ def _section(table: ResultTable) -> str:
 
 
 def _table(table: ResultTable, kind: str = "numbers", anchors: Sequence[str] = ()) -> str:
-    """Return a table; with `anchors` each row's first cell leads to one."""
+    """Return a table as HTML; with `anchors` each row's first cell links to one."""
     firsts = [escape(row[0]) for row in table.rows]
     if anchors:
         firsts = [f'<a href="#{anchor}">{first}</a>' for anchor, first in zip(anchors, firsts, strict=True)]
@@ -341,11 +344,10 @@ def _table(table: ResultTable, kind: str = "numbers", anchors: Sequence[str] = (
 
 
 def at_sizes(outcomes: Sequence[StudyOutcome]) -> list[ResultTable]:
-    """Return a table a study that was carried out at several presets: each difference at each, and what they say
-    together.
+    """Return a table for each study that ran at several presets: each difference at each size, and a joint statement.
 
-    Only what was held against the same baseline, in the same arm and under the same name, is one question. Two presets
-    with one model are one size, for which the longer one stands.
+    Differences belong to one question if they have the same baseline, arm and name. Two presets with the same model are
+    one size, represented by the one with more steps.
     """
     by_study: dict[str, dict[str, Mapping[str, Any]]] = {}
     for one in sorted(outcomes, key=lambda one: list(PRESETS).index(one.setting.name)):
@@ -372,13 +374,13 @@ def at_sizes(outcomes: Sequence[StudyOutcome]) -> list[ResultTable]:
 
 
 def _longest(name: str, presets: Iterable[str]) -> str:
-    """Return the preset with the most steps of those with the model of this one, which are one size."""
+    """Return the preset with the most steps among those with the same model as `name`."""
     size = PRESETS[name].train["model"]
     return max((one for one in presets if PRESETS[one].train["model"] == size), key=lambda one: PRESETS[one].steps)
 
 
 def contrasts(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the comparisons with a baseline among the values of a result, each with the names that lead to it."""
+    """Yield the comparisons with a baseline in the values of a result, each with the path of names to it."""
     if "baseline" in values and "variants" in values:
         yield where, values
         return
@@ -388,7 +390,7 @@ def contrasts(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str,
 
 
 def together(answers: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the same question's answers at several sizes say.
+    """Return a joint statement about a question's answers at several sizes.
 
     >>> clear, open_ = {"excludes_0": True, "difference": -0.04}, {"excludes_0": False, "difference": -0.01}
     >>> together([clear, clear]), together([clear, open_])

@@ -1,4 +1,4 @@
-"""At which size studies are carried out, as data: from seconds for the tests to a GPU a run."""
+"""The sizes of studies, as data: from seconds for the tests to one GPU a run."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -29,19 +29,20 @@ def gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Preset:
-    """One size of studies.
+    """A size of studies.
 
     Attributes:
-        train: the recipe, values over the defaults of a training run.
-        many: steps of studies of many mechanisms.
-        seeds: runs of a group where nothing else is asked for. floor: of the standard model, for the noise.
-        ladder: sizes for scaling, ascending, and the tokens a parameter that each has.
-        layers: depths of the grid of depth and width, at the parameters of the recipe's layers; see `shape`.
+        train: the recipe, values that override the defaults of a training run.
+        many: steps in studies of many mechanisms.
+        seeds: default number of runs in a group. floor: number of runs of the standard model in the noise study.
+        ladder: sizes for the scaling study, ascending, and their tokens a parameter.
+        layers: depths in the study of depth and width, with the number of parameters of the recipe's layers; see
+            `shape`.
         deep: many narrow layers. gpt2: the nanoGPT study's family at this size.
-        small: of studies that train no decoder: a factor on their steps.
-        flops_per_s: assumed of one run where this machine lacks the preset's device.
-        most: variants of a long list; none is all.
-        timing_s: seconds for which an arm's mechanisms are timed in turn.
+        small: factor on the steps of studies that train no decoder.
+        flops_per_s: assumed speed of a run if this machine lacks the preset's device.
+        most: largest number of variants from a long list; None is all.
+        timing_s: seconds of an arm's interleaved timing.
     """
 
     about: str
@@ -61,26 +62,26 @@ class Preset:
 
     @property
     def steps(self) -> int:
-        """Steps of a run at the recipe."""
+        """Return the steps of a run of the recipe."""
         return int(self.train["steps"])
 
     @property
     def depth(self) -> int:
-        """Layers of the recipe's model."""
+        """Return the number of layers of the recipe's model."""
         return int(self._fields["num_hidden_layers"])
 
     @property
     def width(self) -> int:
-        """That of the recipe's model, at which its rates were found."""
+        """Return the width of the recipe's model, at which its learning rates were found."""
         return int(self._fields["hidden_size"])
 
     @property
     def layer_parameters(self) -> float:
-        """Parameters of all layers of the recipe's model, as `shape` counts them."""
+        """Return the parameters of all layers of the recipe's model, as `shape` counts them."""
         return 12.0 * self.depth * self.width**2
 
     def of_depth(self, layers: int) -> dict[str, Any]:
-        """Return the recipe's model with so many layers."""
+        """Return the recipe's model with this number of layers."""
         return {**self._fields, "num_hidden_layers": layers}
 
     @property
@@ -219,13 +220,12 @@ HUNDRED = Preset(
 
 
 def in_fp32(preset: Preset) -> Preset:
-    """Return the same recipe without bf16, for a processor that would emulate it: another recipe, with a noise of its
-    own."""
+    """Return the preset without bf16, for a CPU that would emulate it: a different recipe with its own noise."""
     return dataclasses.replace(preset, about=f"{preset.about}; in fp32", train={**preset.train, "dtype": "fp32"})
 
 
 _OF_A_CPU = {"pico": PICO, "micro": MICRO, "demo": DEMO, "nano": NANO}
-"""Those in bf16 on a CPU, which is asked to emulate it where it has none."""
+"""Presets that train in bf16 on a CPU, emulated if it lacks native bf16."""
 
 PRESETS = {
     "seconds": SECONDS,
@@ -233,12 +233,11 @@ PRESETS = {
     "100m": HUNDRED,
     **{f"{name}-fp32": in_fp32(preset) for name, preset in _OF_A_CPU.items()},
 }
-"""A preset is data alone: a larger one is a line here."""
+"""Presets by name: a larger one is a line here."""
 
 
 def shape(layers: int, parameters: float) -> dict[str, Any]:
-    """Return the Qwen3 of so many layers whose layers have about so many parameters, with three times its width in the
-    MLP.
+    """Return a Qwen3 with `layers` layers that have about `parameters` parameters, and an MLP of three times its width.
 
     A layer has 3 d^2 in its attention with half as many key-value heads, and 9 d^2 in its MLP; d is a multiple of 8.
     """

@@ -1,4 +1,4 @@
-"""Runs as jobs of a Slurm cluster, through submitit; its local executor stands for the cluster in tests."""
+"""Run jobs on a Slurm cluster through submitit, whose local executor replaces the cluster in tests."""
 
 import dataclasses
 import math
@@ -13,16 +13,17 @@ from attnres.training.interrupt import caught_signals
 
 POLL_S = 1.0
 MOST = 64
-"""Jobs that wait or run at once."""
+"""Most jobs that wait or run at once."""
 
 
 class Slurm:
     """Runs children as jobs, at most `MOST` at once.
 
     Args:
-        settings: of submitit's executor, e.g. slurm_partition, timeout_min, gpus_per_node; submitit's own names.
-        cluster: none is Slurm where there is one; "local" runs jobs as processes here.
-        folder: where jobs leave their logs, on a disk that all nodes have.
+        settings: settings of submitit's executor under submitit's names, e.g. slurm_partition, timeout_min,
+            gpus_per_node.
+        cluster: None is Slurm if available; "local" runs jobs as processes on this machine.
+        folder: folder for the jobs' logs, on a disk that all nodes share.
 
     Raises:
         UserError: submitit is not installed, or does not know a setting.
@@ -31,7 +32,7 @@ class Slurm:
     def __init__(self, folder: Path, settings: Mapping[str, Any], cluster: str | None = "slurm") -> None:
         submitit = require("submitit", "--executor slurm needs submitit: pip install submitit")
         self._command = submitit.helpers.CommandFunction
-        self._cores = settings.get("cpus_per_task", settings.get("slurm_cpus_per_task", 1))  # 1: what Slurm gives
+        self._cores = settings.get("cpus_per_task", settings.get("slurm_cpus_per_task", 1))  # 1 is Slurm's default
         try:
             self.executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
             self.executor.update_parameters(**{"name": "attnres", "timeout_min": 24 * 60, **settings})
@@ -39,16 +40,18 @@ class Slurm:
             raise UserError(f"Slurm cannot be used: {error}") from error
 
     def _job(self, child: Child) -> Any:
-        """Return the child's command with its variables; all others are the job's own, its GPU among them."""
-        there = dataclasses.replace(child, threads=self._cores)  # not this machine's share of them
+        """Return a function that runs the child's command with its variables; all others, with its GPU, are the
+        job's."""
+        there = dataclasses.replace(child, threads=self._cores)  # the node's cores, not this machine's
         words = [f"{name}={value}" for name, value in there.variables().items()]
         return self._command(["env", *words, *child.command(quiet=True)], verbose=False)
 
     def __call__(self, children: list[Child], watch: Watch, *, jobs: int, until: float = math.inf) -> None:
-        """Submit all of them and wait, as `run_children` of attnres.comparison does; `jobs` is left to the cluster.
+        """Submit all children and wait, as `run_children` of attnres.comparison does; the cluster replaces `jobs`.
 
         Raises:
-            UserError: one failed; the others were cancelled, which has them save, but where it is alone.
+            UserError: a run failed. The others were cancelled, which makes them save, unless the failed run has
+                `is_alone`.
             Interrupted: Ctrl-C or SIGTERM; likewise.
         """
         waiting, running = list(children), list[tuple[Child, Any]]()

@@ -1,14 +1,14 @@
-"""The store of runs: where they lie, which of them a study may take instead of training again, and runs.jsonl.
+"""The store of runs: where they are, which of them a study may reuse, and runs.jsonl.
 
-A run is known by its key, a hash of the configuration as far as it decides what is computed (of a computed run the
-function and its arguments) and of the version class of the code, and by the digest of its data. Wherever a run of the
-same key and digest lies, in another arm, study or folder, it is the same run.
+A run is identified by its key and by the digest of its data. The key is a hash of the configuration fields that affect
+the result (for a computed run the function and its arguments) and of the version class of the code. Runs with equal key
+and digest are the same run, in whatever arm, study or folder.
 
-runs.jsonl has the finished runs of a study without their weights: what a repository keeps and `--adopt` takes. A line
-is a run. Of a trained one it holds config.json, data.json, environment.json and summary.json, or diverged.json, the
-held-out losses (of each window at the end) and the last measurements by depth; of a computed one its function, its
-arguments and what that returned. Where text and images lay is left out. A line without a run holds the step times of an
-arm, speed.json.
+runs.jsonl has the finished runs of a study without their weights, to be stored in a repository and read by `--adopt`. A
+line is a run. For a trained run it holds config.json, data.json, environment.json and summary.json, or diverged.json,
+the held-out losses (of each window at the end) and the last measurements by depth; for a computed run its function,
+arguments and result. Paths of text and images are left out. A line without a run holds the step times of an arm,
+speed.json.
 """
 
 import hashlib
@@ -52,10 +52,9 @@ from lab.measures import MEASURES, Measures, measures_of
 
 ARCHIVE, RECORD, VERSION = "runs.jsonl", "study.json", 1
 CHANGED_AT = ((0, 1),)
-"""Versions of attnres from which on a run of the same configuration and data computes something else: runs of versions
-between two of these are of one class."""
+"""Versions of attnres that changed the result of some configuration: versions between two of these form one class."""
 PLACES = ("images",)
-"""Arguments of a computed run that say where something lies: the last part of the path counts."""
+"""Arguments of a computed run that are paths: only the last part of the path counts."""
 
 
 def _digest(value: Any) -> str:
@@ -63,14 +62,14 @@ def _digest(value: Any) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a value as any other that is equal to it: 1 as 1.0, a tuple as a list."""
+    """Return a value in a form that is equal for equal values: 1 as 1.0, a tuple as a list."""
     if isinstance(value, list | tuple):
         return [_hashable(part) for part in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def version_class(version: str) -> int:
-    """Return how many of `CHANGED_AT` a version of attnres is not older than."""
+    """Return the number of versions in `CHANGED_AT` up to a version of attnres."""
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     return sum(numbers >= first for first in CHANGED_AT)
 
@@ -79,12 +78,12 @@ def run_key(config: Mapping[str, Any], version: str | None = None) -> str:
     """Return the key of a trained run.
 
     Args:
-        config: as `to_dict` gives it or an earlier version stored it.
-        version: of attnres; None is today's.
+        config: a `to_dict` form, of this or an earlier version.
+        version: version of attnres; None is the present one.
     """
     fields = deciding(config)
-    left_out = {"data.source", *unused(fields)}  # of the text its digest tells
-    if fields["finetune.init_from"]:  # the model's own; an earlier version wrote them down
+    left_out = {"data.source", *unused(fields)}  # the digest identifies the text
+    if fields["finetune.init_from"]:  # these belong to the start model; an earlier version stored them
         left_out |= {"data.tokenizer", *(name for name in fields if name.split(".")[:2] == ["model", "size"])}
     named = {name: _hashable(value) for name, value in fields.items() if name not in left_out and value is not None}
     return _digest([named, version_class(version or attnres.__version__)])
@@ -98,10 +97,11 @@ def call_key(function: str, arguments: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run on disk.
+    """A run on the disk.
 
     Attributes:
-        key: `run_key` or `call_key`. config: of a trained one. data: the digest of its data.json, "" without one.
+        key: `run_key` or `call_key`. config: configuration of a trained run. data: the digest of its data.json, ""
+            without one.
     """
 
     folder: Path
@@ -114,8 +114,8 @@ class StoredRun:
         return self.config is None or ended(self.folder)
 
     def serves(self, arm: Arm) -> bool:
-        """Return whether an arm may take it: with weights where other arms start from these runs, and where the arm
-        still has to measure a finished one."""
+        """Return whether an arm may reuse the run: it needs weights if other arms start from it, or if the arm still
+        has to measure it."""
         if (self.folder / "model").is_dir():
             return True
         return not arm.started_from and (not arm.measure or not self.ended or (self.folder / MEASURES).is_file())
@@ -125,10 +125,10 @@ def find_runs(folders: Iterable[Path], *, unfinished: bool = False) -> list[Stor
     """Return the finished runs in these folders, up to four levels down (a study, or OUT of studies).
 
     Args:
-        unfinished: those with a checkpoint too, after the finished ones.
+        unfinished: also return unfinished runs with a checkpoint, after the finished ones.
 
     Raises:
-        UserError: a folder that is not there, or a damaged file.
+        UserError: a missing folder, or a damaged file.
     """
     found = dict[Path, StoredRun]()
     for folder in folders:
@@ -144,7 +144,7 @@ def find_runs(folders: Iterable[Path], *, unfinished: bool = False) -> list[Stor
 
 
 def attnres_version(folder: Path) -> str | None:
-    """Return the version of attnres that a run was begun with; None where it does not say."""
+    """Return the version of attnres with which a run was begun; None if it is not recorded."""
     path = folder / "environment.json"
     return read_json(path).get("attnres") if path.is_file() else None
 
@@ -163,19 +163,19 @@ def _stored(folder: Path) -> StoredRun | None:
 
 
 def same_runs(stored: Iterable[StoredRun], run: TrainConfig, arm: Arm) -> list[StoredRun]:
-    """Return the stored trained runs that are the same run as one of this arm, if their data is the same: those that
-    kept its checkpoints first, among them the finished ones."""
+    """Return the stored trained runs that are the same as a run of this arm, if their data are the same; those with the
+    kept checkpoints first, and among them the finished ones."""
     key, folder = run_key(to_dict(run)), Path(run.out or ".").resolve()
     same = [one for one in stored if one.key == key and one.folder.resolve() != folder and one.serves(arm)]
     return sorted(same, key=lambda one: (not all(kept(one.folder, at).is_dir() for at in run.keep_at), not one.ended))
 
 
 def adopt(plan: ComparisonPlan, data: dict[str, Any], stored: Sequence[StoredRun], arm: Arm) -> list[str]:
-    """Copy the stored runs that have an arm's keys and data into its folders. Of finished runs the checkpoint is left
-    out, which only a continued run needs, but not the checkpoints to be kept.
+    """Copy stored runs with an arm's keys and data into its folders. The checkpoint of a finished run is not copied,
+    because only a continued run needs it; kept checkpoints are.
 
     Returns:
-        The names of the runs that were copied.
+        The names of the copied runs.
 
     Raises:
         UserError: a process is training such a run.
@@ -197,8 +197,8 @@ def adopt(plan: ComparisonPlan, data: dict[str, Any], stored: Sequence[StoredRun
 
 
 def refuse_other_text(plan: ComparisonPlan, data: dict[str, Any], own: Iterable[StoredRun]) -> None:
-    """Refuse `data` where a study's own runs with the plan's settings, of a text of that name, had other data: runs of
-    a study are compared whatever arm they are of. Raises UserError."""
+    """Refuse `data` if a study's own runs with the plan's settings and a text of that name had other data: all arms of
+    a study must have the same text. Raises UserError."""
 
     def named(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {**settings, "source": Path(settings.get("source") or "").name}
@@ -207,14 +207,14 @@ def refuse_other_text(plan: ComparisonPlan, data: dict[str, Any], own: Iterable[
     for one in own:
         if one.config is not None and one.data not in ("", digest) and named(one.config["data"]) == named(ours):
             raise UserError(
-                f"{one.folder} was trained on another text than {ours['source']} has now: give the same --source, or "
+                f"{one.folder} was trained on another text than {ours['source']} now has: give the same --source, or "
                 "choose another --out"
             )
 
 
 def texts_of(study: Path) -> set[str]:
-    """Return the digests of the texts of a study's trained runs, those in its runs.jsonl included. Raises UserError: a
-    file that is damaged."""
+    """Return the digests of the texts of a study's trained runs, with those in its runs.jsonl. Raises UserError for a
+    damaged file."""
     files = [read_json(path) for path in study.glob("*/*/data.json")]
     if is_alone(study):
         files += [line["files"]["data.json"] for line in archived_in(study / ARCHIVE) if "data.json" in line["files"]]
@@ -223,8 +223,8 @@ def texts_of(study: Path) -> set[str]:
 
 @contextmanager
 def takeable(folder: Path, adopted: Sequence[Path], archived: Sequence[tuple[str, str]]) -> Generator[list[StoredRun]]:
-    """Give the runs that a study in `folder` may copy instead of making them: those in `adopted`, those that only its
-    own runs.jsonl has (`archived`), and finished runs of the studies beside it."""
+    """Give the runs that a study in `folder` may copy: those in `adopted`, those that only its runs.jsonl has
+    (`archived`), and finished runs of the neighbouring studies."""
     siblings = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / RECORD).is_file()]
     alone = [path / ARCHIVE for path in siblings if archived_alone(path)]
     with unpacked([folder / ARCHIVE] if archived else []) as own, unpacked(alone) as theirs:
@@ -235,7 +235,7 @@ def takeable(folder: Path, adopted: Sequence[Path], archived: Sequence[tuple[str
 
 
 class StudyRequest(TypedDict):
-    """study.json: what was asked for."""
+    """study.json: the study, its preset, seeds and texts."""
 
     version: int
     study: str
@@ -247,7 +247,7 @@ class StudyRequest(TypedDict):
 
 
 def asked(design: Design, setting: Setting) -> StudyRequest:
-    """Return what study.json has of a study at this setting."""
+    """Return the content of study.json for a study at this setting."""
     return {
         "version": VERSION,
         "study": design.name,
@@ -260,7 +260,7 @@ def asked(design: Design, setting: Setting) -> StudyRequest:
 
 
 def asked_in(path: Path) -> StudyRequest:
-    """Read a study.json. Raises UserError, also for one of another version."""
+    """Read a study.json. Raises UserError, also for another version."""
     record = checked(read_json(path), StudyRequest, path, "carry the study out again")
     if record["version"] != VERSION:
         raise UserError(f"{path} is of version {record['version']}, expected {VERSION}: carry the study out again")
@@ -268,8 +268,8 @@ def asked_in(path: Path) -> StudyRequest:
 
 
 def refuse_other_material(folder: Path, design: Design, setting: Setting) -> None:
-    """Refuse to go on with text or images of another name than runs of a study were finished with, where the study uses
-    them; of one name the store compares the text itself. Raises UserError."""
+    """Refuse to continue with a text or images of another name than those of finished runs, if the study uses them; for
+    equal names the store compares the text itself. Raises UserError."""
     path = folder / RECORD
     if not path.is_file() or not (is_alone(folder) or any(map(has_ended, folder.glob("*/*")))):
         return
@@ -281,29 +281,29 @@ def refuse_other_material(folder: Path, design: Design, setting: Setting) -> Non
         there, here = before.get(name), getattr(setting, name)
         if Path(there or "").name != Path(here or "").name:
             raise UserError(
-                f"the study in {folder} was carried out with --{name} {there or 'of the preset'}, not "
+                f"the study in {folder} was run with --{name} {there or 'of the preset'}, not "
                 f"{here or 'of the preset'}: give the same, or choose another --out"
             )
 
 
 @dataclass
 class Record:
-    """study.json of a study that is carried out."""
+    """study.json of a running study."""
 
     path: Path
     content: StudyRequest
     written: bool = False
 
     def write(self) -> None:
-        """Write it: nothing can be refused any more."""
+        """Write the file, once all checks have passed."""
         write_json(self.path, self.content)
         self.written = True
 
 
 @contextmanager
 def recorded(folder: Path, content: StudyRequest) -> Generator[Record]:
-    """Give the record of a study, of which a new folder has the file at once, to be known by; leave the folder as it
-    was where something is refused before the record is written."""
+    """Give the record of a study. A new folder gets the file at once, to be recognised by; if a check fails before the
+    record is written, the folder is restored."""
     before = {path.name for path in folder.iterdir()}
     record = Record(folder / RECORD, content)
     if not record.path.is_file():
@@ -337,14 +337,14 @@ _ADVICE = "take it from where it was written again"
 
 
 class Losses(TypedDict):
-    """Those of the held-out windows after a step, nats per token."""
+    """Losses of the held-out windows after a step, nats per token."""
 
     step: int
     values: list[float]
 
 
 class Archived(TypedDict):
-    """A line of the file; `files` are JSON files of a run, or of its arm where there is no `run`, by name."""
+    """A line of the file; `files` are JSON files of a run by name, or of its arm if there is no `run`."""
 
     arm: str
     run: NotRequired[str]
@@ -354,7 +354,7 @@ class Archived(TypedDict):
 
 
 def archive(folder: Path, names: Mapping[str, Iterable[str]]) -> str:
-    """Return these runs of a study as lines of JSON, and the lines of its runs.jsonl for other runs; `names` are the
+    """Return these runs of a study as lines of JSON, with the lines of its runs.jsonl for other runs; `names` are the
     finished runs by arm."""
     lines = [_archived(folder / arm / name, arm) for arm in names for name in names[arm]]
     times = {arm: folder / arm / TIMES for arm in names if (folder / arm / TIMES).is_file()}
@@ -367,12 +367,12 @@ def archive(folder: Path, names: Mapping[str, Iterable[str]]) -> str:
 
 
 def is_alone(study: Path) -> bool:
-    """Return whether a study's folder has its runs.jsonl and no folder of a run, as in a repository."""
+    """Return whether a study's folder has its runs.jsonl and no run folder, as in a repository."""
     return (study / ARCHIVE).is_file() and not any(path.is_dir() for path in study.iterdir())
 
 
 def archived_alone(study: Path) -> list[tuple[str, str]]:
-    """Return arm and name of the runs that a study's runs.jsonl alone has."""
+    """Return arm and name of the runs that only a study's runs.jsonl has."""
     lines = archived_in(study / ARCHIVE) if (study / ARCHIVE).is_file() else []
     names = [(line["arm"], line["run"]) for line in lines if "run" in line]
     return [(arm, run) for arm, run in names if not (study / arm / run).exists()]
@@ -395,11 +395,11 @@ def _archived(folder: Path, arm: str) -> Archived:
 
 @contextmanager
 def unpacked(paths: Iterable[Path]) -> Generator[list[Path]]:
-    """Give folders with run folders: of folders those themselves, of files that `archive` wrote, and of studies that
-    have such a file alone, temporary ones, which are removed afterwards.
+    """Give folders with run folders: given folders themselves, and temporary folders, removed afterwards, for files
+    written by `archive` and for studies that have only such a file.
 
     Raises:
-        UserError: a file that is none, a folder without any run.
+        UserError: another kind of file, or a folder without any run.
     """
     with ExitStack() as stack:
         folders = []
@@ -417,8 +417,8 @@ def unpacked(paths: Iterable[Path]) -> Generator[list[Path]]:
 
 @contextmanager
 def run_folders(study: Path) -> Generator[Path]:
-    """Give the folder with the arms of a study: its own, or where its runs.jsonl is alone one made of that, which is
-    removed afterwards. Raises UserError: a runs.jsonl that is none."""
+    """Give the folder with the arms of a study: its own, or if it has only a runs.jsonl a temporary one made from it.
+    Raises UserError for an invalid runs.jsonl."""
     if not is_alone(study):
         yield study
         return
@@ -428,7 +428,7 @@ def run_folders(study: Path) -> Generator[Path]:
 
 
 def archived_in(path: Path) -> list[Archived]:
-    """Return the lines of such a file, checked. Raises UserError."""
+    """Return the checked lines of a runs.jsonl. Raises UserError."""
     lines = []
     for number, text in enumerate(read_text(path).splitlines(), 1):
         where = f"line {number} of {path}"

@@ -1,4 +1,5 @@
-"""Several mechanisms at the recipe's rates, and then each at its own best: all seeds, one, and all again."""
+"""Tune several mechanisms: all seeds at the recipe's learning rates, one seed at others, all seeds at the best of
+each."""
 
 import dataclasses
 import math
@@ -17,16 +18,16 @@ from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 RECIPE, COARSE, BEST = "recipe", "coarse", "best"
 WAYS = ("recipe's", "half", "twice", "own parameters at the other rate")
-"""What `candidates` tries, as a table has it."""
+"""Names, in tables, of the ways that `candidates` tries."""
 FLATTERED = 1.0
-"""Standard deviations by which the best of three or four level draws is better than their mean: 0.85 and 1.03."""
+"""Standard deviations by which the best of three (0.85) or four (1.03) equal draws is better than their mean."""
 
 
 def candidates(setting: Setting, variant: str) -> list[str]:
-    """Return the ways to train a mechanism: at 1x, 0.5x and 2x the recipe's rates and, if it has parameters of its own,
-    with these at the other of AdamW's rate and 0.1x AdamW's rate."""
+    """Return the ways to train a mechanism: at 1x, 0.5x and 2x the recipe's learning rates and, if it has parameters,
+    with those at 1x or 0.1x AdamW's learning rate, whichever is not its default."""
     lr, parsed = setting.config().optim.lr, parse_variant(variant)
-    # In four sublayers of width 16: whether there are parameters does not depend on the settings that do not fit them.
+    # In four sublayers of width 16: whether there are parameters does not depend on settings that need more.
     sizes = ("num_blocks", "block_size", "heads", "window")
     settings = {name: value for name, value in parsed.settings.items() if name not in sizes}
     residual = make_residual(parsed.residual, 4, 16, **settings)
@@ -38,12 +39,12 @@ def candidates(setting: Setting, variant: str) -> list[str]:
 def tuned_study(
     name: str, question: str, about: str, source: str, published: Mapping[str, str], title: str, best_title: str
 ) -> Design:
-    """Return a study of variants: all at the recipe's rates with all seeds, then their other rates at one seed, then
-    each at the best of its rates with all seeds. A run that two of these ask for is made once.
+    """Return a study of variants: all at the recipe's learning rates with all seeds, then at other rates with one seed,
+    then each at its best rates with all seeds. Runs requested twice are made once.
 
     Args:
-        published: variant -> what others have for it, "" for nothing.
-        title, best_title: of the tables at the recipe's rates and at their best.
+        published: variant -> published result, "" for none.
+        title, best_title: titles of the tables at the recipe's learning rates and at the best ones.
     """
 
     def arms(setting: Setting, measured: Measured) -> list[Arm]:
@@ -51,7 +52,8 @@ def tuned_study(
         recipe = setting.arm(RECIPE, variants, of=config, timed=True)
         if not measured.complete(RECIPE) and COARSE not in measured.begun:
             return [recipe]
-        # All of a mechanism's ways before another's, the one that leads first: what is stopped can still be compared.
+        # All ways of one mechanism before the next mechanism's, best first, so that an interrupted study can be
+        # compared.
         ways = [way for variant in _by_loss(measured, variants) for way in candidates(setting, variant)]
         coarse = setting.arm(COARSE, ways, [0], of=config)
         best = chosen_rates(setting, measured, variants)
@@ -101,10 +103,11 @@ def tuned_study(
 
 @dataclass(frozen=True)
 class _Beside:
-    """All variants of an arm beside the standard model, and those with settings beside their mechanism without.
+    """All variants of an arm compared with the standard model, and those with settings compared with the same mechanism
+    without.
 
     Attributes:
-        comparisons: how many were to be made in all.
+        comparisons: planned number of comparisons.
     """
 
     contrasts: list[Contrast]
@@ -132,7 +135,7 @@ def _held_beside(
 
     Args:
         ways: how each variant was trained in this arm.
-        comparisons: how many are to be made in all; 0 where all variants are among `ways`.
+        comparisons: planned number of comparisons; 0 if all variants are among `ways`.
     """
     groups = {"standard": [variant for variant in ways if variant != "standard"]}
     for variant in ways:
@@ -153,7 +156,7 @@ def _held_beside(
 
 
 def _published_gap(one: str, base: str) -> float | None:
-    """Return the difference of two published losses, of texts that begin with them; None where one does not."""
+    """Return the difference of two published losses, parsed from the beginnings of texts; None if one has none."""
     if both := re.match(r"(\d+\.\d+) where standard has (\d+\.\d+)", one):
         return round(float(both[1]) - float(both[2]), 6)
     losses = [re.match(r"\d+\.\d+", text) for text in (one, base)]
@@ -161,15 +164,15 @@ def _published_gap(one: str, base: str) -> float | None:
 
 
 def _by_loss(measured: Measured, variants: Sequence[str]) -> list[str]:
-    """Return the standard model, then the others by their loss at the recipe's rates, lowest first, unknown ones
+    """Return the standard model, then the others by loss at the recipe's learning rates, lowest first, unknown ones
     last."""
     losses = {variant: measured.mean(RECIPE, label_of(variant)) for variant in variants}
     return sorted(variants, key=lambda one: (one != "standard", math.isnan(losses[one]), losses[one]))
 
 
 def timed_at_best(measured: Measured, best: Mapping[str, str]) -> Measured:
-    """Return the measurements with the step times at the recipe's rates used for the best rates too: a rate changes no
-    time."""
+    """Return the measurements with the step times at the recipe's learning rates used for the best ones too, since a
+    learning rate does not change step times."""
     times = {
         (BEST, label_of(way)): measured.step_times[RECIPE, label_of(variant)]
         for variant, way in best.items()
@@ -179,14 +182,14 @@ def timed_at_best(measured: Measured, best: Mapping[str, str]) -> Measured:
 
 
 def _search_table(setting: Setting, measured: Measured, variants: Sequence[str]) -> ResultTable:
-    """Return the loss of each way to train mechanisms of which all ways have finished at the coarse seed."""
+    """Return the losses of each way to train, for mechanisms of which all ways have finished at the coarse seed."""
     rows = []
     for variant in _by_loss(measured, variants):
         ways = candidates(setting, variant)
         losses = [measured.mean(COARSE, label_of(way)) for way in ways]
         cells = ["diverged" if math.isnan(loss) else number(loss, 4) for loss in losses]
         lowest = min((loss for loss in losses if not math.isnan(loss)), default=math.nan)
-        gain = number(lowest - losses[0], 4, signed=True)  # unknown where the recipe's diverged
+        gain = number(lowest - losses[0], 4, signed=True)  # unknown if the run at the recipe's rates diverged
         rows.append([label_of(variant), *cells, *[""] * (len(WAYS) - len(ways)), gain])
     notes = [
         f"One seed each. {WAYS[-1].capitalize()}: at 1x or 0.1x AdamW's learning rate, whichever is not the recipe's."
@@ -200,8 +203,8 @@ def _search_table(setting: Setting, measured: Measured, variants: Sequence[str])
 
 
 def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) -> dict[str, str]:
-    """Return variant -> its candidate with the lowest loss at the coarse seed; one with a candidate that has not
-    finished is left out."""
+    """Return variant -> its candidate with the lowest loss at the coarse seed; variants with an unfinished candidate
+    are left out."""
     ways = {variant: candidates(setting, variant) for variant in variants}
     mechanism = {one: v for v, those in ways.items() if _all_finished(measured, those) for one in those}
     losses = {one: measured.mean(COARSE, label_of(one)) for one in mechanism}
@@ -209,8 +212,8 @@ def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) 
 
 
 def _is_judged(setting: Setting, measured: Measured, way: str) -> bool:
-    """Return whether more than the seed that chose a rate has been trained at it, diverged or not, if more are asked
-    for."""
+    """Return whether runs other than that of the selecting seed have been trained at the chosen rate, diverged or not,
+    if any are requested."""
     label = label_of(way)
     return len({*measured.finals(BEST, label), *measured.diverged(BEST, label)}) >= min(2, setting.seeds)
 

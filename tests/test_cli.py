@@ -87,7 +87,7 @@ def compared(monkeypatch):
         (["train", "--config", "absent.yaml"], "cannot read absent.yaml: No such file"),
         (["compare", "--variants", "standard", "blokc"], "unknown residual 'blokc': did you mean 'block'?"),
         (["compare", "--residual", "block"], "unknown option '--residual': did you mean '--variants'?"),
-        (["compare", "--seeds", "a", "b"], "--seeds: 'a', 'b' is not what it takes"),
+        (["compare", "--seeds", "a", "b"], "--seeds: 'a', 'b' is not a valid value"),
         (["compare", "--resume"], "unknown option '--resume': the same command continues by itself"),
         (["compare", "--seed", "1"], "unknown option '--seed': did you mean '--seeds'?"),
         (["compare", "--seeds", "1", "1"], "seeds are [1, 1]: expected different whole numbers"),
@@ -253,8 +253,8 @@ def test_compare_takes_lists_and_a_file(capsys, tmp_path, compared):
         ("model: {residual_sha256: '12'}\n", "model.residual_sha256 in a comparison belongs to a variant"),
         ("name: mine\n", "name 'mine' in a comparison: each run has that of its variant and seed"),
         ("resume: true\n", "resume in a comparison: the same command continues what was stopped"),
-        ("optim: {decay: 0.1}\n", "optim.decay is 0.1 and would change nothing: give schedule wsd"),
-        ("optim: {optimizer: adamw, muon_lr: 0.1}\n", "optim.muon_lr is 0.1 and would change nothing: give optimizer"),
+        ("optim: {decay: 0.1}\n", "optim.decay is 0.1 and would have no effect: give schedule wsd"),
+        ("optim: {optimizer: adamw, muon_lr: 0.1}\n", "optim.muon_lr is 0.1 and would have no effect: give optimizer"),
     ],
 )
 def test_a_file_for_one_run_is_not_taken_for_a_comparison(capsys, tmp_path, compared, text, message):
@@ -407,7 +407,7 @@ def test_a_panic_of_a_library_is_a_sentence_too(capsys, monkeypatch):
     with pytest.raises(UserError, match=r"it is no tokenizer \(range end index 7 out of range\): give another"):  # noqa: SIM117
         with foreign("it is no tokenizer", "give another"):
             panic()
-    monkeypatch.setitem(CALLS, "families", (Families, panic))
+    monkeypatch.setitem(CALLS, "families", (Families, "", panic))
     code, _, err = run(capsys, "families")
     assert code == 1 and err.startswith("attnres: error: unforeseen PanicException") and err.count("\n") == 1
     with pytest.raises(SystemExit), foreign("it is no tokenizer", "give another"):

@@ -13,7 +13,7 @@ def test_devices():
     assert pick_device("auto").type in ("cpu", "cuda")
     with pytest.raises(UserError, match=r"device nonsense does not exist"):
         pick_device("nonsense")
-    with pytest.raises(UserError, match=r"device meta is none that depth reads run on: expected auto, cpu or cuda"):
+    with pytest.raises(UserError, match=r"device meta is not supported by depth reads: expected auto, cpu or cuda"):
         pick_device("meta")
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match=r"device cuda .* CUDA.*: use --device cpu"):

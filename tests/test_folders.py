@@ -62,7 +62,7 @@ def test_a_file_is_replaced_by_its_own_command_alone(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     assert refuse_other_file(path, {"tasks"}, "a.items.jsonl") == path
     (tmp_path / "a.items.jsonl").touch()
-    with pytest.raises(UserError, match=r"a\.items\.jsonl is there and would be replaced"):
+    with pytest.raises(UserError, match=r"a\.items\.jsonl exists and would be replaced"):
         refuse_other_file(path, {"tasks"}, "a.items.jsonl")
     path.write_text('{"tasks": {}}')
     assert refuse_other_file(path, {"tasks"}, "a.items.jsonl") == path

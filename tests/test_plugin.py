@@ -283,7 +283,7 @@ def test_a_file_that_changed_is_not_taken_for_the_old_one(place, tmp_path, capsy
     file.write_text(file.read_text().replace("x + self.weight", "x - self.weight"))
     with pytest.raises(SystemExit) as left:
         cli.main([*command, "--resume"])
-    assert left.value.code == 2 and "is of another content of" in capsys.readouterr().err
+    assert left.value.code == 2 and "was made with another content of" in capsys.readouterr().err
     monkeypatch.setenv(PLUGINS, f"{file}:Anchored")
     with pytest.warns(UserWarning, match=r"own\.py:Anchored has changed since this model was made"):
         load(out / "model")

@@ -142,7 +142,7 @@ def test_a_name_that_no_file_can_have_is_refused(name: str, message: str) -> Non
 def test_a_home_that_cannot_be_told_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
-    with pytest.raises(UserError, match=re.escape("'~/.cache' begins with a home folder that cannot be told")):
+    with pytest.raises(UserError, match=re.escape("'~/.cache' begins with an unknown home folder")):
         user_path("~/.cache")
 
 

@@ -1,1 +1,1 @@
-"""The subcommands of `attnres`, a file each (a dataclass of its flags and `run(arguments)`), or a row of `short`."""
+"""The subcommands of `attnres`: each has a file (a dataclass of its flags and `run(arguments)`) or a row in `short`."""

@@ -23,7 +23,7 @@ class SharedModel(Model):
 
 @dataclass
 class ComparisonOptions:
-    """Options of a comparison that a single run has not; a base class, so that the help begins with them."""
+    """Options that a comparison has and a single run does not; a base class, so that --help lists them first."""
 
     variants: tuple[str, ...] = ("standard", "block", "full", "rescaled")
     """RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard block:num_blocks=6 full@lr=0.003; the names after @
@@ -74,9 +74,9 @@ def run(arguments: list[str]) -> None:
     _refuse_variant(base, demo)
     comparison = fields_of(overlay(ComparisonOptions(), of_comparison))
     defaults = fields_of(base, model=SharedModel(**fields_of(base.model)), **comparison)
-    options = parse("compare", Compare, arguments, Compare(**defaults))
+    options = parse("compare", Compare, arguments, Compare(**defaults), doing="preparing data and variants")
     config = plain_config(options)
-    refuse_idle(dataclasses.replace(config, finetune=demo.finetune), demo)  # variants may use what is fine-tuning's
+    refuse_idle(dataclasses.replace(config, finetune=demo.finetune), demo)  # variants may set options of fine-tuning
 
     from attnres.comparison.compare import compare
     from attnres.comparison.plan import CompareConfig
@@ -96,7 +96,8 @@ def run(arguments: list[str]) -> None:
 
 
 def _refuse_variant(base: TrainConfig, demo: TrainConfig) -> None:
-    """Refuse a file that gives to the whole comparison what is a run's: residual, seed, name and going on."""
+    """Refuse a configuration that sets for the whole comparison what each run sets: residual, seed, name and
+    resuming."""
     model, default = base.model, demo.model
     for name in ("residual", "residual_file", "residual_sha256", "block_size", "num_blocks", "settings"):
         if getattr(model, name) != getattr(default, name):

@@ -14,7 +14,7 @@ class Convert:
     """Give a pretrained model depth reads without changing its logits, and write it.
 
     A checkpoint of another project's depth reads (open-attention-residuals, FLA, Kimi K3's names, the nanoGPT study's)
-    is recognised and becomes one of attnres as it is; --to writes a model of attnres in the format of the first two.
+    is recognised and converted to the layout of attnres; --to writes a model of attnres in the format of the first two.
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -36,14 +36,14 @@ class Convert:
     dtype: str | None = None
     """Weights in bf16, fp16, fp32 or fp64; none keeps the model's own."""
     to: str | None = None
-    """Write a model of attnres in the format of another project: open-attnres or fla."""
+    """Write a model of attnres in the format of another project: open-attnres, fla or kimi."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
 
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("convert", Convert, arguments)
+    options = parse("convert", Convert, arguments, doing="loading the model, to compare its logits before and after")
 
     from attnres.models import convert, export_model, open_checkpoint
 
@@ -70,8 +70,6 @@ def run(arguments: list[str]) -> None:
 
 
 def _refuse_changes(what: str, flags: list[str]) -> None:
-    """Refuse flags that would change a model which is written as it is."""
+    """Refuse flags that would change a model which `convert` writes unchanged."""
     if flags:
-        raise UserError(
-            f"{what} is written with the depth reads and the weights that it has: leave out {', '.join(flags)}"
-        )
+        raise UserError(f"{what} is written unchanged: leave out {', '.join(flags)}")

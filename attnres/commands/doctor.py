@@ -1,4 +1,4 @@
-"""`attnres doctor`: faults of a model with depth reads that no error tells."""
+"""`attnres doctor`: find faults of a model with depth reads that raise no error."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ class Doctor:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("doctor", Doctor, arguments)
+    options = parse("doctor", Doctor, arguments, doing="loading the model and looking for faults")
 
     from attnres.inspect.doctor import examine
 
@@ -53,7 +53,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _subject(options: Doctor) -> "tuple[nn.Module, Any, Any]":
-    """Return the model, its optimizers or None, and an example or None."""
+    """Return the model, its optimizer or None, and an example batch or None."""
     if ".py:" in options.model:
         return _from_file(options.model)
     import torch
@@ -79,8 +79,8 @@ def _subject(options: Doctor) -> "tuple[nn.Module, Any, Any]":
 
 
 def _from_file(entry: str) -> "tuple[nn.Module, Any, Any]":
-    """Call the function of FILE.py:FUNCTION and return its model, optimizer and example, None for those it leaves
-    out."""
+    """Call the function of FILE.py:FUNCTION and return its model, optimizer and example; None for those that it does
+    not return."""
     from torch import nn
 
     function, entry, _ = from_file(entry, "function")
@@ -89,7 +89,7 @@ def _from_file(entry: str) -> "tuple[nn.Module, Any, Any]":
     except (UserError, KeyboardInterrupt):
         raise
     except Exception as error:
-        raise UserError(f"{entry} fails ({type(error).__name__}: {error}): mend it first") from error
+        raise UserError(f"{entry} fails ({type(error).__name__}: {error}): fix it first") from error
     parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in parts)

@@ -1,4 +1,4 @@
-"""`attnres env`: versions, devices, and which backend a read takes."""
+"""`attnres env`: print versions, devices, and which backend a read takes."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ EXTRAS = {
     "uvicorn": "app",
     "trackio": "track",
 }
-"""Package -> the extra of attnres that brings it."""
+"""Package -> the extra of attnres that installs it."""
 
 
 @dataclass
@@ -33,17 +33,17 @@ class Env:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("env", Env, arguments)
+    options = parse("env", Env, arguments, doing="looking at devices and kernels")
     facts = collect()
     print(json.dumps(facts, indent=2) if options.json else as_text(facts))
 
 
 def collect() -> dict[str, Any]:
-    """Return versions, devices and backends of this machine, fit for JSON.
+    """Return versions, devices and backends of this machine as JSON values.
 
-    `reads` has a row for each device and dtype: the backend that a read of vectors of a usual width takes (cpu, gpu or
-    eager, which is plain torch) and the reason. `cuda_graphs` says of each device why `attnres train --cuda-graphs`
-    would take eager steps there; None where it would not. Without a CUDA device `no_cuda` says what is missing.
+    `reads` has a row for each device and dtype: the backend of a read at a common width (cpu, gpu or eager, which is
+    plain torch) and the reason. `cuda_graphs` gives for each device the reason why `attnres train --cuda-graphs` would
+    take eager steps there, or None if it would not. Without a CUDA device `no_cuda` says what is missing.
     """
     import torch
 
@@ -85,7 +85,7 @@ def collect() -> dict[str, Any]:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """Return the facts of `collect` as lines for people."""
+    """Return the facts of `collect` as text for the terminal."""
     lines = [f"attnres {facts['attnres']}, Python {facts['python']}, {facts['platform']}", ""]
     for name, version in facts["packages"].items():
         lines.append(f"  {name:<13} {version or f'not installed (extra {EXTRAS.get(name)})'}")

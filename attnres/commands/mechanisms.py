@@ -1,4 +1,4 @@
-"""`attnres mechanisms`: what residual mechanisms there are."""
+"""`attnres mechanisms`: list the residual mechanisms."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -21,7 +21,7 @@ class Mechanisms:
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("mechanisms", Mechanisms, arguments)
+    options = parse("mechanisms", Mechanisms, arguments, doing="importing PyTorch")
 
     import inspect
     import json

@@ -1,4 +1,4 @@
-"""`attnres plan`: what layouts of GPUs cost, before anything is started."""
+"""`attnres plan`: estimate what layouts of GPUs cost, before anything is started."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from attnres.scale.plan import Planned
 
 MOST = 10**9
-"""GPUs, tokens, sequences, words that are counted with."""
+"""Largest number of GPUs, tokens, sequences or words that is accepted."""
 MICROBATCHES = 16
-"""Of a step on each copy, where nothing else is asked for."""
+"""Micro-batches of a step on each replica by default."""
 
 
 @dataclass
@@ -44,6 +44,8 @@ class PlanOptions:
     """Pipeline stages; none tries all."""
     tp: int | None = None
     """Tensor parallel size; none tries all within a node."""
+    ep: int | None = None
+    """Expert parallel size, a part of shard; none tries all."""
     schedule: str | None = None
     """Pipeline schedule; none tries 1f1b and interleaved."""
     microbatches: int | None = None
@@ -65,7 +67,7 @@ class PlanOptions:
 
 
 def _model(options: PlanOptions, device: str) -> Any:
-    """Return the model with drawn weights, or on the meta device with shapes alone. Raises UserError."""
+    """Return the model with randomly drawn weights, or with shapes alone on the meta device. Raises UserError."""
     import torch
 
     from attnres.models import build
@@ -74,7 +76,7 @@ def _model(options: PlanOptions, device: str) -> Any:
     size = options.model or "nano"
     if isinstance(size, str) and size not in SIZES:
         if options.vocab_size is not None:
-            raise UserError(f"vocab_size is given and {size} is a model, which has its own: leave it out")
+            raise UserError(f"vocab_size is given and {size} is a model, which has a vocabulary already: leave it out")
         return build_shapes(size, options.residual, options.settings, device)
     vocabulary = options.vocab_size or 65536
     positions, settings = options.context, options.settings
@@ -85,7 +87,7 @@ def _model(options: PlanOptions, device: str) -> Any:
 
 
 def _measured(options: PlanOptions) -> tuple[list[float], float]:
-    """Return seconds of each layer and of the head on this machine's device."""
+    """Measure the seconds of each layer and of the head on this machine's device, and return them."""
     from attnres.ops.devices import pick_device
     from attnres.scale.cut import layer_times
     from attnres.training.environment import has_bf16, tune
@@ -94,14 +96,14 @@ def _measured(options: PlanOptions) -> tuple[list[float], float]:
     device = pick_device("auto")
     model = _model(options, str(device))
     tune(model, device, options.context)
-    with precision("bf16" if has_bf16(device) else "fp32", device):  # as training chooses
+    with precision("bf16" if has_bf16(device) else "fp32", device):  # the precision that training chooses
         return layer_times(model, batch=options.batch, tokens=options.context)
 
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    options = parse("plan", PlanOptions, arguments)
-    numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "tp", "microbatches", "batch", "context")
+    options = parse("plan", PlanOptions, arguments, doing="counting layouts")
+    numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "tp", "ep", "microbatches", "batch", "context")
     for name in numbers:
         value = getattr(options, name)
         if value is not None and not 1 <= value <= MOST:
@@ -119,7 +121,7 @@ def run(arguments: list[str]) -> None:
     load = Load(
         options.gpus, options.gpu, options.context, options.batch, _microbatches(options), checkpointing=checkpointing
     )
-    held = {"dp": options.dp, "shard": options.shard, "pp": options.pp, "tp": options.tp, "schedule": options.schedule}
+    held = {name: getattr(options, name) for name in ("dp", "shard", "pp", "tp", "ep", "schedule")}
     rows = plan(model, load, **held, costs=costs)
     shown = rows[: options.rows or None]
     standard = None if model.config.residual == "standard" else beside_standard(model, load, rows[0], costs)
@@ -158,7 +160,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _microbatches(options: PlanOptions) -> int:
-    """Return the micro-batches that were given; else 16, or with `pp` the next number that its schedule takes."""
+    """Return --microbatches; by default 16, or with --pp the next number that the schedule accepts."""
     from attnres.scale.pipeline import fitting_microbatches, stages_each
 
     if options.microbatches is not None:
@@ -170,29 +172,30 @@ def _microbatches(options: PlanOptions) -> int:
 
 
 def _print_table(rows: "list[Planned]", residual: str, standard: "Planned | None", title: str) -> None:
-    """Print a line a layout, and the first with the standard residual; then their memory and traffic by part."""
+    """Print a line for each layout and one for the first layout with the standard residual, then memory and traffic by
+    part."""
     from rich.table import Table
 
     from attnres.progress import wide
     from attnres.text import duration, memory
 
     answers = Table(
-        "residual", "dp x shard x pp x tp", "schedule", "memory", "fits", "bubble", "step", "tokens/s", title=title
+        "residual", "dp x shard x pp x tp, ep", "schedule", "memory", "fits", "bubble", "step", "tokens/s", title=title
     )
     parts = Table("residual", "sharded states", "gathered", "activations", "stage buffers", "vectors sent (uncached)")
-    for head in ("pp bytes", "dp, shard bytes", "tp bytes", "read bytes"):
+    for head in ("pp bytes", "dp, shard bytes", "tp bytes", "ep bytes", "read bytes"):
         parts.add_column(head)
     for name, row in [*((residual, row) for row in rows), *([("standard", standard)] if standard else [])]:
         stages = f"{row.schedule}{f' V={row.virtual}' if row.virtual > 1 else ''}" if row.pp > 1 else "-"
         answers.add_row(
-            *(name, f"{row.dp} x {row.shard} x {row.pp} x {row.tp}", stages, memory(row.memory)),
+            *(name, f"{row.dp} x {row.shard} x {row.pp} x {row.tp}, {row.ep}", stages, memory(row.memory)),
             *("yes" if row.fits else "no", f"{row.bubble:.0%}", duration(row.seconds), f"{row.tokens_per_s:,.0f}"),
         )
         parts.add_row(
             name,
             *map(memory, (row.states, row.whole, row.activations, row.sources + row.buffers)),
             f"{row.vectors} ({row.vectors_naive})" if row.pp > 1 else "-",
-            *map(memory, (row.stage_bytes, row.share_bytes, row.slice_bytes)),
+            *map(memory, (row.stage_bytes, row.share_bytes, row.slice_bytes, row.expert_bytes)),
             "not counted" if row.read_bytes is None else memory(row.read_bytes),
         )
     wide().print(answers)

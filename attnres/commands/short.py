@@ -1,6 +1,6 @@
-"""Commands whose work is one call: the flags of each, and the call. Longer ones have files of their own.
+"""Commands that need one function call: the flags of each, and the call. Longer commands have files of their own.
 
-What a command needs besides its flags is imported when they are understood.
+Heavy libraries are imported after the flags are parsed.
 """
 
 import importlib
@@ -236,26 +236,27 @@ def _check(options: Check) -> None:
         sys.exit(1)
 
 
-CALLS: dict[str, tuple[type, Callable[[Any], None] | str]] = {
-    "inspect": (InspectConfig, "attnres.inspect.look:look"),
-    "search": (SearchConfig, "attnres.inspect.corpus:find_tokens"),
-    "figures": (Figures, _figures),
-    "generate": (GenerateConfig, "attnres.evals.generate:speak"),
-    "eval": (Eval, _eval),
-    "app": (App, _app),
-    "report": (Report, _report),
-    "prepare": (Prepare, _prepare),
-    "export": (Export, _export),
-    "families": (Families, _families),
-    "check": (Check, _check),
+CALLS: dict[str, tuple[type, str, Callable[[Any], None] | str]] = {
+    "inspect": (InspectConfig, "loading the model and reading text", "attnres.inspect.look:look"),
+    "search": (SearchConfig, "loading the model and reading text", "attnres.inspect.corpus:find_tokens"),
+    "figures": (Figures, "inspecting models, then drawing", _figures),
+    "generate": (GenerateConfig, "loading the model", "attnres.evals.generate:speak"),
+    "eval": (Eval, "reading tasks, then loading the models", _eval),
+    "app": (App, "loading the models, then serving the page", _app),
+    "report": (Report, "reading runs", _report),
+    "prepare": (Prepare, "reading and tokenising text", _prepare),
+    "export": (Export, "loading the model, to compare the graph's logits with its own", _export),
+    "families": (Families, "importing Transformers", _families),
+    "check": (Check, "checking in a small model", _check),
 }
-"""The flags of each command, and the function that takes them, or MODULE:FUNCTION, which is imported after them."""
+"""Command -> the dataclass of its flags, what it does first (see `parse`), and the function that takes the flags;
+MODULE:FUNCTION is imported after parsing."""
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Parse the arguments after the command's name and carry it out."""
-    kind, call = CALLS[command]
-    options = parse(command, kind, arguments)
+    """Parse the arguments after the command's name and run the command."""
+    kind, doing, call = CALLS[command]
+    options = parse(command, kind, arguments, doing=doing)
     if isinstance(call, str):
         module, _, name = call.partition(":")
         call = getattr(importlib.import_module(module), name)

@@ -40,13 +40,14 @@ class Train(TrainConfig):
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
-    end_with_parent()  # first of all: a process whose torchrun is lost while it imports torch would not know
+    end_with_parent()  # before anything else: a process whose torchrun dies during the import of torch would not notice
     values, arguments = config_file(arguments)
     base = from_dict(values)
     model = Model(**fields_of(base.model))
     if "residual" not in values.get("model", {}):
         model.residual = None
-    options = parse("train", Train, arguments, Train(**fields_of(base, model=model)))
+    default = Train(**fields_of(base, model=model))
+    options = parse("train", Train, arguments, default, doing="preparing data and model")
     if options.model.residual is None:
         options.model.residual = _residual_of(options.finetune.init_from)
     config = plain_config(options)
@@ -56,7 +57,7 @@ def run(arguments: list[str]) -> None:
     going_on = "stopped: --resume goes on from the run's last checkpoint, or from the start where there is none"
     with left_when_stopped(lambda: going_on):
         summary = train(config, progress=options.progress)
-    if options.progress and os.environ.get("RANK", "0") == "0":  # torchrun's; one process says it
+    if options.progress and os.environ.get("RANK", "0") == "0":  # under torchrun one process prints it
         print(
             f"held-out loss {summary['val_loss']:.3f} nats per token (perplexity {summary['perplexity']:.2f}) after "
             f"{summary['step']:,} steps, {summary['tokens']:,} tokens"
@@ -64,7 +65,8 @@ def run(arguments: list[str]) -> None:
 
 
 def _residual_of(init_from: str | None) -> str:
-    """Return the residual of a run that names none: that of the model it goes on from, said on stderr, or block."""
+    """Return the residual of a run that names none: block, or that of the model in --init-from, which is printed on
+    stderr."""
     usual = ModelConfig().residual
     if init_from is None:
         return usual
@@ -80,6 +82,6 @@ def _residual_of(init_from: str | None) -> str:
 
 
 def plain_config(options: TrainConfig) -> TrainConfig:
-    """Return the configuration of a run in the options of a command that extends it."""
+    """Return the `TrainConfig` fields of the options of a command that extends it."""
     model = ModelConfig(**fields_of(options.model, only=ModelConfig))
     return TrainConfig(**fields_of(options, only=TrainConfig, model=model))

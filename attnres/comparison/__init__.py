@@ -1,1 +1,1 @@
-"""Variants trained side by side: what `attnres compare` does, and step times taken in turn."""
+"""Train variants side by side, as `attnres compare` does, and time their steps, interleaved."""

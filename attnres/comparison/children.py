@@ -1,4 +1,4 @@
-"""Runs in processes of their own, so that the peak memory of each is its own: started, watched, stopped together."""
+"""Start, watch and stop training runs, each in a child process, so that each has a peak memory of its own."""
 
 import contextlib
 import math
@@ -23,50 +23,52 @@ from attnres.training.run_folder import DIVERGED
 
 POLL_S = 0.2
 STOPPED = (130, 143)
-"""Exit statuses of a run that was told to stop and saved."""
+"""Exit statuses of a run that was told to stop and saved a checkpoint."""
 FAILURES = 3
-"""Of runs that are alone: with so many the others end too."""
+"""Independent runs (`Child.is_alone`) that may fail before all others are stopped."""
 PATIENCE_S = 10.0
-"""How long a child that was told to end may take when its parent fails, before it is killed."""
+"""Seconds that a child has to end, when its parent fails, before it is killed."""
 
 
 @dataclass
 class Child:
-    """A run, and its process once it is started."""
+    """A training run, and its process once it is started."""
 
     name: str
     folder: Path
     config: Path
     steps: int
-    size: float = 1.0  # how much it computes, in any unit, beside the others
+    size: float = 1.0  # amount of computation relative to the other runs, in any unit
     threads: int = 1
-    kernels: bool | None = None  # whether C kernels read on a CPU; None leaves it to the environment
+    kernels: bool | None = None  # whether the C kernels are used on a CPU; None leaves it to the environment
     process: subprocess.Popen | None = None
     log: Path | None = None
     began: float = 0.0
-    names_gpu: bool = False  # its configuration does, so that it has to see all of them
-    is_alone: bool = False  # where it diverges or fails the others go on
-    saves: bool = True  # what it has when it is stopped
-    has_failed: bool = False  # where it is alone
-    first: int = 0  # the step it begins at, which others trained for it
+    names_gpu: bool = False  # its configuration names a GPU by index, so its process has to see all of them
+    is_alone: bool = False  # the other runs continue if this one diverges or fails
+    saves: bool = True  # it saves a checkpoint when it is stopped
+    has_failed: bool = False  # failed, while `is_alone` lets the others continue
+    first: int = 0  # first step that it trains itself; other runs trained the steps before
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that its process has besides those of this one."""
+        """Return the environment variables that the child's process has in addition to this process's."""
         variables = {ERROR_FILE: str(self._error_file.resolve()), "OMP_NUM_THREADS": str(self.threads)}
-        # The same package as this process's, wherever it was imported from.
-        theirs = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # of which an empty one is the current folder
+        # The child imports the package that this process imports, wherever it lies.
+        # an empty entry of PYTHONPATH would mean the current folder
+        theirs = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         variables["PYTHONPATH"] = os.pathsep.join([str(Path(attnres.__file__).parent.parent), *filter(None, theirs)])
         variables["PYTHONSAFEPATH"] = "1"  # `python -m` would import from the current folder first
-        if self.threads == 1:  # others have the other cores: a run that was begun with more threads must not spin there
+        # Other runs use the other cores: a run that began with more threads must not spin-wait there.
+        if self.threads == 1:
             variables["OMP_WAIT_POLICY"] = "passive"
         if self.kernels is not None:
             variables[SWITCH] = "1" if self.kernels else "0"
-        variables[PLUGINS] = plugins()  # a configuration names a file and runs none
+        variables[PLUGINS] = plugins()  # with these the child knows the mechanisms of files that this process ran
         return variables
 
     def start(self, *, log: Path | None, gpu: str | None = None) -> None:
-        """Start it, its output in `log` (None: shown as it comes), seeing one GPU alone if one is named. Raises
-        UserError."""
+        """Start the process, with its output in `log` (None: shown as it comes) and, if `gpu` is given, with only that
+        GPU visible. Raises UserError."""
         environment = {**os.environ, **self.variables(), PARENT: str(os.getpid())}
         if gpu is not None and (row := accelerator()) is not None:
             environment[row.visible] = gpu
@@ -80,9 +82,10 @@ class Child:
                     output = stack.enter_context(log.open("ab"))
                 except OSError as error:
                     raise UserError(
-                        f"cannot write {log}: {error.strerror}; every run keeps its last checkpoint, make room"
+                        f"cannot write {log}: {error.strerror}; every run still has its last checkpoint, make room"
                     ) from error
-            # In a session of its own: a Ctrl-C reaches it through this process, once, and not also from the terminal.
+            # In a session of its own, so that a Ctrl-C reaches it once, through this process, and not also from the
+            # terminal.
             self.process = subprocess.Popen(
                 self.command(quiet=log is not None),
                 env=environment,
@@ -93,19 +96,19 @@ class Child:
             )
 
     def command(self, *, quiet: bool) -> list[str]:
-        """Return the words of the command that does the run; `quiet` for one whose output nobody watches."""
+        """Return the command line of the run; `quiet` if nobody watches its output."""
         command = [sys.executable, "-m", "attnres", "train", "--config", str(self.config), "--resume"]
         return [*command, "--no-progress"] if quiet else command
 
     @property
     def left(self) -> float:
-        """Return how much of its `size` is still to be computed."""
+        """Return how much of `size` is still to be computed."""
         done = max(0, self.latest()[0] - self.first) / max(1, self.steps - self.first)
         return self.size * max(0.0, 1 - done)
 
     @property
     def has_diverged(self) -> bool:
-        """Return whether it diverged and is a run whose divergence stops no other."""
+        """Return whether the run diverged and the others may continue."""
         return self.is_alone and (self.folder / DIVERGED).is_file()
 
     @property
@@ -129,7 +132,7 @@ class Child:
         return 0, None
 
     def failure(self, how: str = "", log: Path | None = None) -> UserError:
-        """Return why it failed, in its own words where it had any, else `how` and where to look."""
+        """Return the error of a failed run: the sentence it wrote itself, else `how` and which log to look into."""
         with contextlib.suppress(OSError):
             message = self._error_file.read_text(encoding="utf-8").strip()
             self._error_file.unlink()
@@ -150,35 +153,36 @@ class Child:
 
 
 class Watch:
-    """Listens to runs while they go on. This one does nothing, and lets their output be shown."""
+    """Receives events of the runs. This base class ignores them and lets the runs' output be shown."""
 
     def start(self, child: Child) -> None:
-        """One begins."""
+        """Handle the start of a run."""
 
     def end(self, child: Child) -> None:
-        """One has ended, or failed where it is alone."""
+        """Handle the end of a run, or the failure of one whose failure stops no other."""
 
     def poll(self, running: list[Child]) -> None:
-        """Time goes by: several times a second."""
+        """Update the display; called several times a second."""
 
     def log_of(self, child: Child) -> Path | None:
-        """Return the file for the output of one; None shows it as it comes."""
+        """Return the file for a run's output; None shows the output as it comes."""
         return None
 
 
 class Runner(Protocol):
-    """What runs children: in processes here, or as jobs of a cluster."""
+    """A function that runs children: as processes on this machine, or as jobs of a cluster."""
 
     def __call__(self, children: list[Child], watch: Watch, *, jobs: int, until: float = math.inf) -> None: ...
 
 
 def run_children(children: list[Child], watch: Watch, *, jobs: int, until: float = math.inf) -> None:
-    """Run all children, `jobs` at once; none begins after the moment `until`. On several GPUs each child has one.
+    """Run all children, `jobs` at once; start none after the moment `until` (`time.monotonic`). With several GPUs each
+    child gets one.
 
     Raises:
-        UserError: one failed or could not be started; the others were told to save and stop, but where it is alone,
-            up to `FAILURES`.
-        Interrupted: Ctrl-C or SIGTERM; the running ones saved and stopped.
+        UserError: a run failed or could not be started. The others were told to save and stop, except that up to
+            `FAILURES` runs with `is_alone` may fail first.
+        Interrupted: Ctrl-C or SIGTERM; the running children saved and stopped.
     """
     waiting, running, failures = list(children), list[Child](), list[UserError]()
     ended, stopped = False, None
@@ -227,20 +231,20 @@ def run_children(children: list[Child], watch: Watch, *, jobs: int, until: float
 
 
 def others_go_on(child: Child, failure: UserError, failures: list[UserError]) -> bool:
-    """Add to `failures` that this run failed; whether it is alone and few enough have."""
+    """Append the failure to `failures`, and return whether the other runs may continue."""
     failures.append(failure)
     child.has_failed = child.is_alone and len(failures) < FAILURES
     return child.has_failed
 
 
 def several(failures: Sequence[UserError]) -> UserError:
-    """Return the first failure, which says how many more there are."""
+    """Return the first failure, with the number of further ones in its message."""
     more = f" ({len(failures) - 1} more failed)" * (len(failures) > 1)
     return UserError(f"{failures[0]}{more}")
 
 
 def _gpus() -> list[str]:
-    """Return the GPUs that runs may have, where there are several."""
+    """Return the GPUs to distribute the runs over; none if the machine has fewer than two."""
     row = accelerator()
     count = 0 if row is None else len(row.devices())
     if row is None or count < 2:
@@ -250,14 +254,14 @@ def _gpus() -> list[str]:
 
 
 def _wanted(signals: Signals, ended: bool) -> int:
-    """Return the signal to pass on to the running children, 0 for none."""
+    """Return the signal to send to the running children, 0 for none."""
     if signals.terminations:
         return signal.SIGTERM
     return signal.SIGINT if signals.interrupts or ended else 0
 
 
 def _end(running: list[Child]) -> None:
-    """Leave no child behind: only a second Ctrl-C or a bug comes here with some still running."""
+    """End the children that are still running, which happens only after a second Ctrl-C or a bug."""
     for child in running:
         child.tell(signal.SIGTERM)
     for child in running:

@@ -1,7 +1,8 @@
-"""Variants side by side under equal conditions: the same data, initial shared weights, batches and held-out windows.
+"""Train variants under equal conditions: the same data, initial shared weights, batches and held-out windows.
 
-Every variant and seed is a run folder in one folder, trained in a process of its own. What is finished is skipped, what
-was interrupted is resumed. At the end the variants are timed in turn, and the table and the report are made.
+Every variant and seed has a run folder in the comparison's folder and is trained in a child process. Finished runs are
+skipped and interrupted ones resumed. At the end the variants are timed, interleaved, and the table and the report are
+written.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ from attnres.typed import checked
 
 VERSION = 1
 EARLY_S = 20.0
-"""Seconds of training after which the report is written before any run has ended."""
+"""Seconds of training after which the report is first written, even if no run has ended."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class OpenComparison:
     """A comparison whose folder this process has locked: its unfinished runs, and the time of the finished ones.
 
     Attributes:
-        children: runs that are not finished, in order.
-        walls: seconds that the finished ones took, by name.
-        jobs: runs to train at once.
+        children: unfinished runs, in order.
+        walls: wall-clock seconds of the finished runs, by name.
+        jobs: number of runs to train at once.
     """
 
     out: Path
@@ -70,16 +71,16 @@ def opened(
     here: bool = True,
     runs: int | None = None,
 ) -> Generator[OpenComparison]:
-    """Claim a comparison's folder, prepare its data and write its plan; other processes are kept out meanwhile.
+    """Lock a comparison's folder, prepare its data and write its plan; other processes cannot use the folder meanwhile.
 
-    How many runs train at once, and on how many threads each, is settled the first time and kept in compare.json until
-    `config.jobs` says otherwise: with other threads a sum is rounded differently.
+    The number of parallel runs and the threads of each are stored in compare.json and reused until `config.jobs`
+    changes them, because sums round differently with another number of threads.
 
     Args:
-        fill: may put run folders into it that were trained elsewhere on the same data (which it is told, as data.json
-            has it), before it is looked at which are finished.
-        here: runs are of this machine; else of others, whose devices this one need not have.
-        runs: how many there are, where others than the comparison's are trained beside them.
+        fill: called with the plan and the content of data.json before the finished runs are listed; it may copy run
+            folders trained on the same data into the folder.
+        here: whether the runs are trained on this machine; otherwise their devices are not checked.
+        runs: total number of runs that share the machine, if more than the comparison's are trained.
 
     Raises:
         UserError: something cannot run, or the folder holds something else.
@@ -95,7 +96,7 @@ def opened(
         before: Compared = checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
         jobs, threads = _share(before, config.jobs, plan, vocabulary, runs or len(plan.runs))
         kernels = _kernels(before, plan)
-        # First of all, so that the folder is known as a comparison however early it is stopped.
+        # Before anything else, so that the folder is recognised as a comparison however early it is stopped.
         write_json(
             path,
             {
@@ -136,13 +137,13 @@ def opened(
 
 
 def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
-    """Train what is not trained yet, time it, and make table and report from what is then on disk.
+    """Train the missing runs, time the variants, and write the table and the report from the run folders.
 
     >>> compare(CompareConfig(["standard", "block"], seeds=[0, 1], base=TrainConfig(steps=200)))  # doctest: +SKIP
 
     Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv, OUT/explorer.html (the
-    explorer's page of two finished models) and OUT/report.html, this as soon as a held-out loss can be compared with
-    the baseline's. Progress goes to stderr, the table to stdout.
+    explorer's page of two finished models) and OUT/report.html. The report is written as soon as a held-out loss can be
+    compared with the baseline's. Progress goes to stderr, the table to stdout.
 
     Raises:
         UserError: something cannot run, or a folder holds something else; what is finished stays.
@@ -167,7 +168,8 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
 
         def ended(child: Child) -> None:
             finished = len(status.finished())
-            others_begin = finished + work.jobs <= len(work.plan.runs)  # else the last report is soon written anyway
+            # otherwise the last report is written soon anyway
+            others_begin = finished + work.jobs <= len(work.plan.runs)
             if others_begin and status.comparable():
                 report(f"the {finished} runs that are finished")
 
@@ -182,8 +184,8 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
 
 
 def _save_explorer(out: Path, say: Console) -> None:
-    """Write the explorer's page of the finished models on the held-out text that their inspections show; where none
-    can be made, say why."""
+    """Write the explorer's page of the finished models, with the held-out text of their inspections; if that is
+    impossible, print the reason."""
     from attnres.app.page import save_page
 
     runs = explored(load_study(out))
@@ -197,14 +199,14 @@ def _save_explorer(out: Path, say: Console) -> None:
 
 
 def _claim(out: Path, plan: ComparisonPlan) -> dict[str, dict[str, Any]]:
-    """Return the summaries of the finished runs. Raises UserError for other configurations."""
+    """Return the summaries of the finished runs. Raises UserError if a run folder has another configuration."""
     summaries = {name: claim(out / name, to_dict(run), resume=True) for name, run in plan.runs.items()}
     return {name: summary for name, summary in summaries.items() if summary is not None}
 
 
 def _prepare(out: Path, plan: ComparisonPlan, say: Console) -> tuple[int, dict[str, Any]]:
-    """Tokenise once, before the runs: they find the result in the cache. Returns the size of the vocabulary and
-    the content of data.json.
+    """Tokenise the source once, so that the runs find it in the cache; return the vocabulary size and the content of
+    data.json.
 
     Raises UserError where a run in `out` was trained on other data.
     """
@@ -223,11 +225,11 @@ def _prepare(out: Path, plan: ComparisonPlan, say: Console) -> tuple[int, dict[s
 
 
 def _kernels(before: Compared, plan: ComparisonPlan) -> str | None:
-    """Return which build of the C kernels all runs read with, None for plain torch: as before if this continues a
-    comparison.
+    """Return the build of the C kernels that all runs use, None for plain torch; a continued comparison keeps its
+    build.
 
     Raises:
-        UserError: that build is not to be had, and different ones are not allowed.
+        UserError: that build is not available, and the configuration does not allow another one.
     """
     if "kernels" not in before:
         return cpu.version()
@@ -245,8 +247,8 @@ def _kernels(before: Compared, plan: ComparisonPlan) -> str | None:
 def _share(
     before: Compared, jobs_option: int | None, plan: ComparisonPlan, vocabulary: int, runs: int
 ) -> tuple[int, int]:
-    """Return how many runs train at once, and the threads of each. A continued comparison keeps both. With another
-    number of jobs, new runs divide the threads anew and begun runs keep theirs: more threads than cores would wait for
+    """Return how many runs train at once, and the threads of each. A continued comparison keeps both. If the number of
+    jobs changed, new runs divide the threads anew and begun runs keep theirs: more threads than cores would wait for
     one another."""
     jobs = jobs_option or before.get("jobs") or _jobs(plan, vocabulary, runs)
     threads = before.get("threads") if jobs == before.get("jobs") else None
@@ -254,9 +256,9 @@ def _share(
 
 
 def _jobs(plan: ComparisonPlan, vocabulary: int, runs: int) -> int:
-    """Return how many of so many runs go at once where nothing is asked for: on a CPU one a core (two small models on a
-    thread each train faster than one on two threads), as many as fit in memory and at most four; on GPUs one each, on a
-    GPU that is named one."""
+    """Return the default number of parallel runs. On a CPU: one a core (two small models on a thread each train faster
+    than one on two threads), as many as fit in memory, at most four. On GPUs: one each; one if the device names a
+    GPU."""
     device = torch.device(plan.first.device)
     if not is_host(device):
         return max(1, len(KERNELS[device.type].devices())) if device.index is None else 1
@@ -270,11 +272,12 @@ def _jobs(plan: ComparisonPlan, vocabulary: int, runs: int) -> int:
 
 
 PLAIN = "plain"
-"""In a timing: the family's own model in Transformers, without depth reads."""
+"""Label, in timings, of the family's unmodified Transformers model."""
 
 
 def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
-    """Write OUT/speed.json unless it is there for the same variants, shape and machine settings."""
+    """Time the variants and write OUT/speed.json, unless it exists for the same variants, shape and machine
+    settings."""
     out, plan, vocabulary = work.out, work.plan, work.vocabulary
     run = plan.first
     models = {label: (variant.residual, variant.settings) for label, variant in plan.variants.items()}
@@ -294,7 +297,7 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
             "compile": run.compile,
             "loss": run.loss,
             "gradient_checkpointing": run.gradient_checkpointing,
-            **({"cuda_graphs": True} if run.cuda_graphs else {}),  # of which earlier versions' timings know nothing
+            **({"cuda_graphs": True} if run.cuda_graphs else {}),  # timings of earlier versions lack this key
         },
     }
     path = out / TIMES
@@ -325,7 +328,7 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         gradient_checkpointing=run.gradient_checkpointing,
     )
     timed = {PLAIN: (None, {}), **{label: models[label] for label in labels}}
-    # Fewer rounds than ROUNDS are not shown.
+    # A ratio from fewer than ROUNDS rounds is not shown.
     speed = step_times(timed, options, baseline=PLAIN, seconds=seconds, least=ROUNDS)
     times = speed.pop("variants")
     speed["variants"] = {label: times[kinds[label]] for label in plan.variants}
@@ -333,8 +336,8 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
 
 
 def _fits(models: int, plan: ComparisonPlan, vocabulary: int) -> bool:
-    """Return whether so many models with gradients and AdamW's state (16 bytes a parameter) take half the free
-    memory."""
+    """Return whether so many models, with gradients and AdamW's state (16 bytes a parameter), take at most half the
+    free memory."""
     from attnres.models import build
 
     run = plan.first

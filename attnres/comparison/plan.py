@@ -1,4 +1,4 @@
-"""The runs that a comparison asks for: every variant with every seed, each a whole configuration."""
+"""Make the runs of a comparison: every variant with every seed, each with its whole configuration."""
 
 import dataclasses
 import math
@@ -35,13 +35,13 @@ TRAINING = {
     "distill_weight": "finetune",
     "distill_temperature": "finetune",
 }
-"""What may follow '@' besides lr, and the part of the configuration that it belongs to."""
+"""Names allowed after '@' besides lr, and the part of the configuration that each belongs to."""
 
 
 @dataclass(frozen=True)
 class VariantSpec:
-    """One column of a comparison. `lr` None: that of the base configuration; `training` holds names in `TRAINING`,
-    `file` the FILE.py:CLASS of a mechanism of a user's own."""
+    """One column of a comparison. `lr` None takes that of the base configuration; `training` holds names in `TRAINING`,
+    `file` the FILE.py:CLASS of a mechanism outside the package."""
 
     residual: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -51,25 +51,25 @@ class VariantSpec:
 
     @property
     def label(self) -> str:
-        """Its name in tables and folders: `block`, `block-num_blocks6`, `block-train_onlylora`, `block-lr0.003`."""
+        """Return the name in tables and folders: `block`, `block-num_blocks6`, `block-train_onlylora`,
+        `block-lr0.003`."""
         parts = [self.residual, *(f"{name}{value}" for name, value in {**self.settings, **self.training}.items())]
         parts = [re.sub("[:=]", "_", part) for part in parts]
         return "-".join([*parts, f"lr{self.lr:g}"] if self.lr is not None else parts)
 
 
 def label_of(variant: str) -> str:
-    """Return the label of a variant."""
     return parse_variant(variant).label
 
 
 def parse_variant(text: str) -> VariantSpec:
-    """Read one variant.
+    """Parse the text of one variant.
 
     >>> parse_variant("block:num_blocks=6@lr=0.003").label
     'block-num_blocks6-lr0.003'
 
     Raises:
-        UserError: another syntax; an unknown residual, setting or name after '@', with the nearest valid one.
+        UserError: wrong syntax; an unknown residual, setting or name after '@', with the nearest valid one.
     """
     match = re.fullmatch(
         r"(?P<residual>[^@]*\.py:[^:@]*|[^:@]*)(:(?P<settings>[^@]*))?(@(?P<training>.*))?", text.strip()
@@ -86,7 +86,7 @@ def parse_variant(text: str) -> VariantSpec:
 
 
 def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterable[str]) -> dict[str, Any]:
-    """Return the values in `NAME=VALUE,...` by name; none where nothing was given."""
+    """Return the values of `NAME=VALUE,...` by name; empty for an empty text."""
     values: dict[str, Any] = {}
     for part in [] if settings is None else settings.split(","):
         name, equals, value = part.partition("=")
@@ -103,10 +103,10 @@ def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterabl
 
 
 def parse_variants(texts: Sequence[str], lrs: Sequence[float] = ()) -> list[VariantSpec]:
-    """Read several; those without a learning rate of their own are taken at each of `lrs`, if there are any.
+    """Parse several variants; those without a learning rate are taken at each of `lrs`, if any are given.
 
     Raises:
-        UserError: none, or the same one twice.
+        UserError: no variant, or the same one twice.
     """
     if not texts:
         raise UserError(f"no variant given: expected at least one of {', '.join(RESIDUALS)}")
@@ -134,7 +134,7 @@ def _rate(value: str | float, where: str) -> float:
 
 
 def setting_value(text: str) -> int | float | bool | str:
-    """Return a setting as the plainest type that its text has: 6, 0.5, true, mean."""
+    """Return a setting as the first type that its text fits: 6, 0.5, true, mean."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -149,7 +149,7 @@ def setting_value(text: str) -> int | float | bool | str:
 
 @dataclass
 class CompareConfig:
-    """What is compared: every variant with every seed, everything else as in `base`."""
+    """Configuration of a comparison: variants, seeds, and everything else as in `base`."""
 
     variants: list[str] = field(default_factory=lambda: ["standard", "block", "full", "rescaled"])
     seeds: list[int] = field(default_factory=lambda: [0])
@@ -162,25 +162,25 @@ class CompareConfig:
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """The runs that a configuration asks for, by name (`LABEL-seedK`), and the label the others are held against."""
+    """The runs of a comparison by name (`LABEL-seedK`), and the label of the baseline."""
 
     variants: dict[str, VariantSpec]
     runs: dict[str, TrainConfig]
     baseline: str
     notes: tuple[str, ...] = ()
-    """A sentence for each default that gave way to what was given."""
+    """A sentence for each default that was changed to suit the given options."""
     start: Checkpoint | None = None
-    """The model that all runs start from, opened; None for new models."""
+    """The opened model that all runs start from; None for newly initialised models."""
 
     @property
     def first(self) -> TrainConfig:
-        """Return one of the runs, for what all of them share: data, batch, device, precision."""
+        """Return one of the runs, for the settings that all share: data, batch, device, precision."""
         return next(iter(self.runs.values()))
 
 
 def make_plan(config: CompareConfig, here: bool = True) -> ComparisonPlan:
-    """Return every run's full configuration, checked: a mistake in the last variant shows before the first is trained.
-    Runs of other machines, not `here`, keep the device that was asked for; where it is "auto" each finds its own."""
+    """Return every run's full configuration, all checked, so that a mistake in the last variant shows before the first
+    is trained."""
     base = config.base
     if not config.seeds or len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0:
         raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
@@ -215,20 +215,20 @@ def make_plan(config: CompareConfig, here: bool = True) -> ComparisonPlan:
             base,
             model=model,
             optim=_at_rate(base.optim, variant.lr),
-            seed=max(config.seeds),  # the one that may be too large
+            seed=max(config.seeds),  # the largest seed, which is the one that may be out of range
             name=label,
             device=device,
             dtype=dtype,
             resume=True,
         )
-        # What the base configuration has for other variants is no setting of this one.
+        # What the base configuration sets for other variants is no setting of this one.
         training_fields = [f"{TRAINING[setting]}.{setting}" for setting in variant.training]
         run = without_idle(from_dict(_training(variant), run), kept=training_fields)
         prepared[label] = prepare_run(run, start=start)
     used_by_none = set(idle(base)).intersection(*(idle(from_dict(_training(one), base)) for one in variants.values()))
     refuse_idle(without_idle(base, kept={name for name in used_by_none if name.startswith("finetune.")}))
     runs = {}
-    for seed in config.seeds:  # seed by seed: so the first runs that are finished are one whole comparison
+    for seed in config.seeds:  # seed by seed, so that the first runs to finish make one whole comparison
         for label, one in prepared.items():
             name = run_name(label, seed)
             runs[name] = dataclasses.replace(one.config, seed=seed, name=name, out=str(Path(config.out) / name))
@@ -240,7 +240,7 @@ def make_plan(config: CompareConfig, here: bool = True) -> ComparisonPlan:
 
 
 def _training(variant: VariantSpec) -> dict[str, dict[str, Any]]:
-    """Return a variant's own training settings, as values to lay over the base configuration."""
+    """Return the training settings of a variant, by section of the configuration, to override those of the base."""
     values: dict[str, dict[str, Any]] = {}
     for name, value in variant.training.items():
         values.setdefault(TRAINING[name], {})[name] = value
@@ -248,9 +248,9 @@ def _training(variant: VariantSpec) -> dict[str, dict[str, Any]]:
 
 
 def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
-    """Return `optim` at another peak learning rate. Muon's rate, and the residual's where one is given, change by the
-    same factor."""
-    if lr is None or optim.lr <= 0:  # no rate to scale: the check of the run refuses it
+    """Return `optim` at another peak learning rate. Muon's rate, and the residual's if set, change by the same
+    factor."""
+    if lr is None or optim.lr <= 0:  # no rate to scale: checking the run refuses it
         return optim
     factor = lr / optim.lr
     muon_lr = optim.muon_lr * factor if optim.optimizer == "muon" else optim.muon_lr

@@ -1,4 +1,4 @@
-"""What a training step costs, variant against variant: timed in turn in one process."""
+"""Time the training steps of several variants, interleaved, in one process."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -22,13 +22,13 @@ from attnres.training.step import Update
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The shape of a training step, whose tokens are random ids, and how it is taken.
+    """Shape and options of a timed training step; its tokens are random ids.
 
     Attributes:
-        dtype: "fp32", "bf16" for autocast over fp32 parameters, or "bf16-parameters" for a model all in bf16 but for
-            the residual's own parameters.
-        compile, cuda_graphs, loss, gradient_checkpointing: as in `TrainConfig`; the family's own model knows
-            checkpointing by layer alone, and keeps everything for backward in the other two.
+        dtype: "fp32", "bf16" for autocast over fp32 parameters, or "bf16-parameters" for a model in bf16 whose residual
+            parameters stay fp32.
+        compile, cuda_graphs, loss, gradient_checkpointing: as in `TrainConfig`. The unmodified Transformers model
+            supports checkpointing by layer only; with the other modes it stores all activations.
     """
 
     size: str | Mapping[str, Any] = "nano"
@@ -46,7 +46,7 @@ class StepOptions:
 
 
 Variants = Mapping[str, tuple[str | None, Mapping[str, Any]]]
-"""Label -> (residual, its settings); without a residual it is the family's own model."""
+"""Label -> (residual, its settings); residual None is the unmodified Transformers model."""
 
 
 def step_times(
@@ -59,11 +59,11 @@ def step_times(
     least: int = 3,
     on_round: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Time whole training steps (forward, backward, clipping, optimizer) of each variant in turn, in rounds.
+    """Time whole training steps (forward, backward, clipping, optimizer) of the variants, interleaved, in rounds.
 
     Args:
-        baseline: the label that ratios are taken to; by default the first.
-        rounds, seconds, least: at most so many rounds, none begun after so many seconds, but at least so many.
+        baseline: the label in the denominator of ratios; by default the first.
+        rounds, seconds, least: at most `rounds` rounds, none begun after `seconds`, but at least `least`.
         on_round: called with the number of each finished round.
 
     Returns:
@@ -96,7 +96,7 @@ def step_times(
 
 
 def training_steps(variants: Variants, options: StepOptions) -> dict[str, "TrainingStep"]:
-    """Return a training step of each variant by label. Each has a model of its own, all have the same random tokens."""
+    """Return a training step of each variant by label. Each has a separate model; all have the same random tokens."""
     from attnres.models import build, build_plain
 
     on, seq_len = torch.device(options.device), options.seq_len
@@ -129,8 +129,8 @@ def training_steps(variants: Variants, options: StepOptions) -> dict[str, "Train
 
 
 class TrainingStep:
-    """An update of a model from the same tokens, (B, T + 1), as training makes it. `base_width` is left out: it changes
-    no time, and the family's own model has no place for it."""
+    """An update of a model from fixed tokens, (B, T + 1), as training makes it. `base_width` is left out: it changes no
+    time, and the unmodified Transformers model has no place for it."""
 
     def __init__(self, placed: PlacedModel, optim: OptimConfig, tokens: Tensor, *, capture: bool) -> None:
         optimizers = build_optimizers(placed.model, dataclasses.replace(optim, base_width=None))
@@ -138,12 +138,12 @@ class TrainingStep:
         self.update = Update(placed, optimizers, optim.clip, lambda: None, capture=capture)
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Take the step; return the sums and the norm of `Update.gradients`."""
+        """Take the step; return the loss sums and the gradient norm of `Update.gradients`."""
         numbers = self.update.gradients(self.x, self.y)
         self.update.apply()
         return numbers
 
     @property
     def path(self) -> str:
-        """Return how the step is taken: `Update.path`."""
+        """Return how the step is executed: `Update.path`."""
         return self.update.path

@@ -1,4 +1,4 @@
-"""Runs with what their user sees of them: the time left, how far each is, how they stand."""
+"""Show the progress of runs: time left, steps done, and a table of held-out losses."""
 
 import math
 import time
@@ -18,7 +18,7 @@ from attnres.training.records import growing
 
 
 class Ended(NamedTuple):
-    """A finished run: its name, its size (`Child.size`), and the seconds that it took."""
+    """A finished run: its name, its size (`Child.size`), and its wall-clock seconds."""
 
     name: str
     size: float
@@ -27,20 +27,20 @@ class Ended(NamedTuple):
 
 @dataclass
 class ProgressRate:
-    """Estimates the time left from the finished runs. A run is estimated by finished runs that differ from it only in
-    their seed, if there are any, else by all."""
+    """Estimates the time left from the finished runs: from those that differ only in their seed, if there are any, else
+    from all."""
 
     left: dict[str, float]
-    """What is to be computed, by the name of a run that has not ended."""
+    """Work left of each unfinished run, by name, in units of `Child.size`."""
     done: list[Ended] = field(default_factory=list)
 
     def ended(self, name: str, seconds: float) -> None:
-        """Count a run that has ended."""
+        """Record a run that has ended."""
         self.done.append(Ended(name, self.left.pop(name), seconds))
 
     @property
     def seconds_left(self) -> float:
-        """Return the seconds left if the runs go one after the other. At least one run must have ended."""
+        """Return the seconds left if the runs follow one another. At least one run must have ended."""
         groups = dict[str, list[Ended]]()
         for run in self.done:
             groups.setdefault(_without_seed(run.name), []).append(run)
@@ -53,16 +53,16 @@ def _without_seed(name: str) -> str:
 
 
 def _rate(runs: Sequence[Ended]) -> float:
-    """Return the seconds for a unit of size; 0 where all steps had been made before."""
+    """Return the seconds per unit of size; 0 if all steps had been made before."""
     size = math.fsum(run.size for run in runs)
     return math.fsum(run.seconds for run in runs) / size if size else 0.0
 
 
 class RunStatus:
-    """Held-out losses of a comparison's runs, read from their folders as they grow.
+    """Reads the held-out losses of a comparison's runs from their folders while they are written.
 
     Args:
-        folder: of the comparison. plan: its variants and runs.
+        folder: the comparison's folder. plan: its variants and runs.
     """
 
     def __init__(self, folder: Path, plan: ComparisonPlan) -> None:
@@ -70,7 +70,7 @@ class RunStatus:
         self._losses: dict[str, tuple[int, dict[int, float]]] = {}
 
     def losses(self, name: str) -> dict[int, float]:
-        """Return the held-out loss of a run by step, as far as it came."""
+        """Return the held-out losses of a run so far, by step."""
         path = self.folder / name / "metrics.jsonl"
         try:
             size = path.stat().st_size
@@ -90,19 +90,20 @@ class RunStatus:
         return self.baseline in labels and len(labels) > 1
 
     def measured(self) -> bool:
-        """Return whether the baseline and another variant have held-out losses at the same step of the same seed."""
+        """Return whether the baseline and another variant have held-out losses at the same step and seed."""
         return any(self._gap(name) is not None for name in self.names)
 
     def _gap(self, name: str) -> tuple[int, float] | None:
-        """Return the last step that a run and the baseline of its seed were both measured at, and the difference."""
+        """Return the last step at which both the run and the baseline of its seed were evaluated, and the loss
+        difference there."""
         label, seed = label_and_seed(name) or ("", 0)
         losses, base = self.losses(name), {} if label == self.baseline else self.losses(run_name(self.baseline, seed))
         step = max(losses.keys() & base.keys(), default=None)
         return None if step is None else (step, losses[step] - base[step])
 
     def table(self) -> Table | None:
-        """Return a row for each run that was measured: step, loss, the difference to the baseline of its seed at the
-        last step that both have. None before the first measurement."""
+        """Return a row for each evaluated run: step, loss, and the difference to the baseline of its seed at their last
+        common step. None before the first evaluation."""
         table = grid("run", right=("step", "held-out loss", f"minus {self.baseline}", "at step"))
         for name in self.names:
             losses = self.losses(name)
@@ -116,13 +117,13 @@ class RunStatus:
 
 @dataclass
 class ProgressWatch(Watch):
-    """Shows runs to the user: a line before each with the time left in all, bars where several run at once, and the
+    """Shows runs in the terminal: before each a line with the total time left, bars if several run at once, and the
     table of losses."""
 
     bars: Bars
     rate: ProgressRate
     jobs: int
-    number: int  # of the last one that began
+    number: int  # number of the last run that was started
     total: int
     status: Callable[[], Table | None]
     on_end: Callable[[Child], None]
@@ -174,14 +175,15 @@ def train_all(
     on_end: Callable[[Child], None] = lambda child: None,
     on_poll: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run all children, with a line before each that has the time left in all, and bars where several run at once.
+    """Run all children and show their progress: a line with the total time left before each, and bars if several run at
+    once.
 
     Args:
-        done: finished runs like these.
-        run: what runs them; none is `run_children`.
-        until: none begins after this moment (`time.monotonic`).
-        status: gives a table of how the runs stand: above the bars, or printed whenever one has ended.
-        on_end: called with one that has ended. on_poll: called several times a second.
+        done: earlier finished runs, to estimate times from.
+        run: the function that runs the children; None is `run_children`.
+        until: no run begins after this moment (`time.monotonic`).
+        status: returns the table of losses, which stands above the bars, or is printed whenever a run has ended.
+        on_end: called with each run that has ended. on_poll: called several times a second.
 
     Raises:
         UserError, Interrupted: as `run_children`.

@@ -1,4 +1,4 @@
-"""Tokens -> batches: which window a step reads is arithmetic on (seed, step), and nothing is shuffled in memory."""
+"""Tokens -> batches. The windows of a step are computed from (seed, step); nothing is shuffled in memory."""
 
 from pathlib import Path
 from typing import Protocol, cast
@@ -12,7 +12,7 @@ _ROUNDS = 6
 
 
 class Ids(Protocol):
-    """Token ids in order: a split of a prepared folder (`Tokens`), or what has been read of a stream."""
+    """Token ids in order: a split of a prepared folder (`Tokens`), or the tokens read so far from a stream."""
 
     @property
     def folder(self) -> Path: ...
@@ -28,15 +28,15 @@ class Ids(Protocol):
 class Batches:
     """Training batches: windows of `seq_len` + 1 tokens, every one once an epoch, in a seeded order.
 
-    Epoch e starts at an offset o_e < seq_len and takes the windows [o_e + i T, o_e + (i + 1) T], i < `windows`, in
-    an order that is a permutation of them; steps run on from one epoch into the next. Nothing depends on what was
-    read before, so every variant sees the same batches and a resumed run goes on where it stopped.
+    Epoch e starts at an offset o_e < seq_len and takes the windows [o_e + i T, o_e + (i + 1) T], i < `windows`, in a
+    permuted order. Steps continue from one epoch into the next. A batch depends on nothing read before, so all variants
+    see the same batches and a resumed run continues exactly.
 
     Args:
-        tokens: a split.
-        seq_len: T, the tokens a window predicts.
-        batch_size: sequences a step, over all ranks.
-        seed: of the offsets and orders.
+        tokens: the ids of a split.
+        seq_len: T, predicted tokens of a window.
+        batch_size: sequences of a step, over all ranks.
+        seed: seed of the offsets and permutations.
 
     Raises:
         UserError: fewer tokens than one window, or sizes below 1.
@@ -49,20 +49,21 @@ class Batches:
             raise UserError(f"seed is {seed}, expected 0 or more")
         _check_length(tokens, seq_len)
         self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
-        self.windows = max(1, len(tokens) // seq_len - 1)  # one less than fit, so that the offset is free
+        # one less than fit, so that the offset can be anything below seq_len
+        self.windows = max(1, len(tokens) // seq_len - 1)
         self._offsets = min(seq_len - 1, len(tokens) - 1 - self.windows * seq_len) + 1
 
     def at(self, step: int, *, rank: int = 0, world_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs and targets of a step, both int64 (batch_size / world_size, seq_len); targets are one
-        further.
+        """Return the inputs and targets of a step, both int64 (batch_size / world_size, seq_len); targets are shifted
+        by one token.
 
-        The ranks' parts joined in order are the batch of `world_size` 1.
+        The batches of all ranks, concatenated in order, are the batch of `world_size` 1.
 
         Raises:
-            UserError: `batch_size` does not divide among the ranks, or an id is outside the vocabulary.
+            UserError: `batch_size` is no multiple of `world_size`, or an id is outside the vocabulary.
         """
         if self.batch_size % world_size:
-            raise UserError(f"batch_size {self.batch_size} does not divide among {world_size} processes")
+            raise UserError(f"batch_size {self.batch_size} is no multiple of {world_size} processes")
         assert 0 <= rank < world_size and step >= 0
         share = self.batch_size // world_size
         starts = self.starts(step)[rank * share : (rank + 1) * share]
@@ -70,7 +71,7 @@ class Batches:
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def starts(self, step: int) -> np.ndarray:
-        """Return (batch_size,) int64: where the windows of a step begin."""
+        """Return the first token of each window of a step, (batch_size,) int64."""
         position = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.uint64)
         epoch, index = position // np.uint64(self.windows), position % np.uint64(self.windows)
         key = _mix(_mix(np.full_like(epoch, self.seed)) + epoch)
@@ -79,12 +80,12 @@ class Batches:
 
 
 def held_out_windows(tokens: Ids, seq_len: int, count: int) -> torch.Tensor:
-    """Return the windows that do not overlap, evenly spread: int64 (n, seq_len + 1), n = min(count, those that fit).
+    """Return non-overlapping windows, evenly spread: int64 (n, seq_len + 1), n = min(count, number that fit).
 
     >>> held_out_windows(np.arange(100), seq_len=4, count=3).shape
     torch.Size([3, 5])
 
-    Inputs are `[:, :-1]`, targets `[:, 1:]`. The same for every variant, seed and step.
+    Inputs are `[:, :-1]`, targets `[:, 1:]`. The windows are the same for every variant, seed and step.
 
     Raises:
         UserError: fewer tokens than one window, or sizes below 1.
@@ -94,7 +95,7 @@ def held_out_windows(tokens: Ids, seq_len: int, count: int) -> torch.Tensor:
 
 
 def held_out_starts(tokens: Ids, seq_len: int, count: int) -> list[int]:
-    """Return where the windows of `held_out_windows` begin; raises what it raises."""
+    """Return the first token of each window of `held_out_windows`; raises the same errors."""
     if count < 1:
         raise UserError(f"{count} held-out windows asked for, expected at least 1")
     _check_length(tokens, seq_len)
@@ -104,8 +105,7 @@ def held_out_starts(tokens: Ids, seq_len: int, count: int) -> list[int]:
 
 
 def permuted(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Return where each index in [0, size) goes under the permutation named by its key; uint64, in O(1) memory an
-    index.
+    """Return the image of each index in [0, size) under the permutation of a key; uint64, O(1) memory an index.
 
     A Feistel network on the even number of bits that holds `size`, walked along its cycle until it falls inside
     (Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains).

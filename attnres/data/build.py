@@ -1,4 +1,4 @@
-"""Text -> token shards: tokenizer, held-out documents, packing. One folder, whole or not there at all."""
+"""Text -> token shards: tokenizer, held-out documents, packing. The folder appears only when it is complete."""
 
 import glob
 import hashlib
@@ -31,7 +31,7 @@ from attnres.progress import Bars, say
 from attnres.text import memory
 
 MOST_WORKERS = 1024
-_BATCH_CHARACTERS = 1 << 20  # text encoded at a time: what bounds the memory
+_BATCH_CHARACTERS = 1 << 20  # text encoded at a time, which bounds the memory
 _HASHES = 1 << 64
 
 
@@ -44,16 +44,16 @@ class Prepared:
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it; for a small text less than the vocabulary asked for."""
+        """Return the vocabulary size, above every id; a small text may give fewer ids than asked for."""
         return self.header["vocab_size"]
 
     @property
     def eos_id(self) -> int:
-        """The id that closes each document."""
+        """Return the id that ends each document."""
         return self.header["eos_id"]
 
     def tokens(self, split: str = "train", *, verify: bool | None = None) -> Tokens:
-        """Return `open_tokens` of this folder."""
+        """Open a split of this folder; see `open_tokens`."""
         return open_tokens(self.path, split, verify=verify)
 
 
@@ -68,33 +68,33 @@ def prepare(
     workers: int = 1,
     progress: bool = True,
 ) -> Prepared:
-    """Tokenise a source once; the same call again returns what is there.
+    """Tokenise a source, or return the result of an earlier call with the same arguments.
 
     >>> prepare("my_text/", "bpe:4096").tokens("train")  # doctest: +SKIP
 
-    A document is held out when the hash of its text falls below `held_out`, so a document is on the same side in
-    every corpus and copies of it never stand on both; in a corpus so small that none falls below, the one with the
-    lowest hash is. Several processes may call this at once: one works, the others wait.
+    A document is held out if the hash of its text, as a fraction, is below `held_out`. So a document is in the same
+    split in every corpus, and its copies are never in both. If no hash is below, the document with the lowest one is
+    held out. Several processes may call this at once: one works, the others wait.
 
     Args:
-        source: as for `open_source`; or a folder that was prepared before, which is returned as it is (settings
-            other than the defaults must then be those it was prepared with).
+        source: as for `open_source`; or a prepared folder, which is returned unchanged (settings other than the
+            defaults must then be those it was prepared with).
         tokenizer: `bpe:VOCABULARY`, trained on the training documents; or as for `load_tokenizer`.
-        out: the folder to make. None: one under `cache_dir()`, named by a hash of the settings and the source.
-        held_out: the share of documents for the `val` split, in [0, 1).
+        out: the folder to write. None: one under `cache_dir()`, named by a hash of the settings and the source.
+        held_out: fraction of the documents for the `val` split, in [0, 1).
         limit: at most this many characters of text.
         column: the JSON field or the column with the text.
-        workers: processes that tokenise; the data are the same. With several a call that was cut short leaves what it
-            had beside `out`, and the next one goes on from that. What was read of the hub, where a limit is given, is
-            left there whatever their number.
-        progress: show a bar on stderr, and which files of a folder are read (`Source.files`, also in the header).
+        workers: processes that tokenise; the result does not depend on their number. With several, an interrupted call
+            leaves its finished parts beside `out` and the next call continues from them. Text downloaded from the hub
+            under a `limit` is stored there with any number of workers.
+        progress: show a bar on stderr, and which files of a folder are read (`TextSource.files`, also in the header).
 
     Raises:
-        UserError: wrong settings, unreadable text, `out` holding something else, or no room on the disk. What was
-            there before is left as it was.
+        UserError: wrong settings, unreadable text, `out` holding something else, or a full disk. `out` is then
+            unchanged.
     """
     if not 0 <= held_out < 1:
-        raise UserError(f"held_out is {held_out}, expected a share of the documents from 0 up to, not including, 1")
+        raise UserError(f"held_out is {held_out}, expected a fraction of the documents, at least 0 and below 1")
     if not 1 <= workers <= MOST_WORKERS:
         raise UserError(f"workers is {workers}, expected a number of processes from 1 to {MOST_WORKERS}")
     settings = {"tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
@@ -116,7 +116,7 @@ def prepare(
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with lock(lock_file, wait=True):
-            if _existing(target, key) is None:  # not made by another process in the meantime
+            if _existing(target, key) is None:  # another process may have made it in the meantime
                 loaded = load_with_end(tokenizer) if size is None else None
                 parts = target.with_name(f".{target.name}.{key[:16]}.parts")
                 with left_when_stopped(lambda: _left(parts)), replaced_folder(target) as folder:
@@ -125,22 +125,22 @@ def prepare(
                     files = {"files": text.files} if text.files else {}
                     write_json(folder / "header.json", {**about, **files, **header})
             ours = f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.parts"
-            for left in target.parent.glob(ours):  # of a killed one too
+            for left in target.parent.glob(ours):  # also those of a killed process
                 shutil.rmtree(left, ignore_errors=True)
     return Prepared(target, read_header(target))
 
 
 def _left(parts: Path) -> str:
-    """Return the sentence for a call that was stopped: what stays on the disk, and how to go on."""
+    """Return the sentence for an interrupted call: what stays on the disk, and how to continue."""
     left = f"what was read or tokenised so far stays in {parts}" if parts.exists() else "nothing of it is left"
     return f"stopped while preparing the text, {left}: give the same command again"
 
 
 def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | None) -> Prepared:
-    """Return a prepared folder given as the source.
+    """Return a prepared folder that was given as the source.
 
     Raises:
-        UserError: it is not sound, or a setting that is not the default is not the one it was prepared with.
+        UserError: the folder is damaged, or a setting differs from both the default and the one it was prepared with.
     """
     header = read_header(folder)
     if out is not None and user_path(out).absolute() != folder.absolute():
@@ -154,7 +154,8 @@ def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | N
         if value in (defaults[name].default, made_with.get(name)):
             continue
         if name == "tokenizer" and user_path(value).exists():
-            open_tokens(folder, tokenizer=value, verify=False)  # which refuses another than the tokens were made with
+            # refuses a tokenizer other than the one that made the tokens
+            open_tokens(folder, tokenizer=value, verify=False)
             continue
         raise UserError(
             f"{folder} was prepared with {name} {made_with.get(name)!r}, and {value!r} was asked for: "
@@ -164,10 +165,10 @@ def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | N
 
 
 def _existing(target: Path, key: str) -> Prepared | None:
-    """Return the prepared data at `target`, None where there is nothing.
+    """Return the prepared data at `target`, None if nothing is there.
 
     Raises:
-        UserError: something else is there.
+        UserError: `target` holds something else.
     """
     if kind_of(refuse_other(target, "prepared data")) is None:
         return None
@@ -189,11 +190,11 @@ def _build(
     workers: int,
     parts: Path,
 ) -> dict[str, Any]:
-    """Write every file but the header, and return the header.
+    """Write every file except the header, and return the header.
 
     Args:
-        tokenizer: with its end-of-text id, or the vocabulary of one to be trained.
-        parts: where several workers keep theirs, and what was read of a slow source is.
+        tokenizer: a tokenizer with its end-of-text id, or the vocabulary size of one to be trained.
+        parts: folder for the parts of several workers and for the text of a slow source.
     """
     bars = Bars(DownloadColumn(), rate=lambda rate: f"{memory(rate)}/s", shown=progress)
     with bars:
@@ -235,11 +236,11 @@ def _build(
 
 
 def held_below(source: TextSource, held_out: float) -> int:
-    """Return the hash below which documents are held out: such a share of all there are, raised for a corpus so small
-    that there would be none.
+    """Return the threshold of the hash below which documents are held out: the fraction `held_out` of all hashes,
+    raised for a corpus so small that no document would be held out.
 
     Raises:
-        UserError: no text, or none left on one of the two sides.
+        UserError: no text, or one of the two splits would be empty.
     """
     threshold = int(held_out * _HASHES)
     held: set[int] = set()
@@ -251,7 +252,7 @@ def held_below(source: TextSource, held_out: float) -> int:
             return threshold
     if not held and not kept:
         raise UserError(f"source '{source.name}' holds no text: every document in it is empty")
-    if held and not kept:  # a handful of documents, all below: keep the highest to train on
+    if held and not kept:  # a handful of documents, all below: train on the one with the highest hash
         if len(held) > 1:
             return max(held)
     elif len(kept) > 1:
@@ -263,8 +264,8 @@ def held_below(source: TextSource, held_out: float) -> int:
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, eos: int) -> None:
-    """tokenizer.json, without the tokens that a tokenizer may put around a text, for none are in the data; and the
-    config that lets `AutoTokenizer.from_pretrained` open the folder."""
+    """Write tokenizer.json without the special tokens that the tokenizer may put around a text, because the data hold
+    none; and a tokenizer_config.json with which `AutoTokenizer.from_pretrained` opens the folder."""
     content, end = json.loads(tokenizer.to_str()), tokenizer.id_to_token(eos)
     bare = _without_special(content["post_processor"])
     if bare != content["post_processor"]:
@@ -275,7 +276,7 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer, eos: int) -> None:
 
 
 def _without_special(processor: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a tokenizer's post-processor, as its file has it, without the part that adds special tokens; None if none
+    """Return a tokenizer's post-processor (as in its file) without the part that adds special tokens; None if nothing
     is left."""
     if processor is None or processor["type"] == "ByteLevel":
         return processor

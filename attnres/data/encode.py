@@ -1,13 +1,13 @@
-"""Documents to ids: which are held out, slow text read once to the disk, and parts tokenised by several processes.
+"""Documents to ids: split off held-out ones, spool slow sources to disk, and tokenise parts in several processes.
 
-What lies in the folder beside the data that are prepared, for a call that was cut short to go on from:
+An interrupted call continues from these files, in a folder beside the prepared data:
 
     documents.jsonl  the documents that were read of a slow source, a JSON string a line
     read.json        how many bytes of it count, and where in the source to go on
     tokenizer.json   what the processes tokenise with
     NNNNNN.npz       a part of about `PART` characters with a hash of its text and tokenizer
 
-Documents are dealt out in parts in order, whatever the number of processes; read in order the parts are what one
+Parts are cut in the order of the documents, whatever the number of processes. Concatenated in order they are what one
 process would have made.
 """
 
@@ -38,12 +38,12 @@ from attnres.typed import Count, checked
 
 
 class EncodedDocuments(NamedTuple):
-    """Some documents.
+    """The ids of some documents.
 
     Attributes:
-        ids: of each, its end-of-text id included, uint32.
-        held: whether each is held out.
-        size: bytes of their text.
+        ids: uint32 ids of each document, with its end-of-text id.
+        held: whether each document is held out.
+        size: bytes of text of all of them.
     """
 
     ids: list[np.ndarray]
@@ -52,10 +52,10 @@ class EncodedDocuments(NamedTuple):
 
 
 class DocumentEncoder:
-    """Encodes documents and says which are held out: those whose hash is below `threshold`."""
+    """Encodes documents and decides which are held out: those whose hash is below `threshold`."""
 
     def __init__(self, tokenizer: Tokenizer, eos: int, threshold: int) -> None:
-        tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, and ends no document
+        tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a text is ordinary text, and ends no document
         self.tokenizer, self.eos, self.threshold = tokenizer, eos, threshold
 
     @property
@@ -64,10 +64,10 @@ class DocumentEncoder:
         return hashlib.sha256(f"{self.eos} {self.threshold} {self.tokenizer.to_str()}".encode()).hexdigest()
 
     def encode(self, texts: list[str]) -> EncodedDocuments:
-        """Return the documents of some texts. Raises UserError."""
+        """Encode some texts as documents. Raises UserError."""
         data = [text.encode() for text in texts]
         with foreign(
-            "the tokenizer cannot read the text", "give one that knows every character, or has an unknown token"
+            "the tokenizer cannot read the text", "give one that encodes every character, or has an unknown token"
         ):
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         ids = [np.array([*encoding.ids, self.eos], dtype=np.uint32) for encoding in encodings]
@@ -75,7 +75,7 @@ class DocumentEncoder:
 
     @staticmethod
     def batches(documents: Iterable[str], size: int) -> Iterator[list[str]]:
-        """Give the documents in order, so many that they have `size` characters."""
+        """Yield the documents in order, in lists of about `size` characters."""
         batch: list[str] = []
         total = 0
         for text in documents:
@@ -94,15 +94,15 @@ def hash_of(data: bytes) -> int:
 
 
 AHEAD = 1 << 20
-"""Characters that are read between two notes of how far."""
+"""Characters that are read between two updates of read.json."""
 
 
 class ReadDocuments(TypedDict):
     """How far a source has been read.
 
     Attributes:
-        size: bytes of documents.jsonl. text: of the documents in it. ended: there are no more.
-        place: where to go on, for sources that can go on from there; None for those that are read from the start.
+        size: bytes of documents.jsonl. text: bytes of text in it. ended: the source has no more.
+        place: where to continue, for sources that can; None for those that are read from the start.
     """
 
     size: Count
@@ -112,13 +112,13 @@ class ReadDocuments(TypedDict):
 
 
 def spooled(source: TextSource, folder: Path, advance: Callable[[float], None] = lambda size: None) -> TextSource:
-    """Return a source that reads from the disk, where `source.spool` asks for it: it is first read into a folder. Any
-    other source is returned as it is.
+    """Return a source that reads from disk: if `source.spool` is set, the source is first read into a folder; any other
+    source is returned unchanged.
 
-    The folder is left as it is, for who was killed or lost the connection to go on from.
+    The folder stays on the disk, so that a call that was killed or lost its connection can be continued.
 
     Args:
-        advance: called with how many more bytes of text there are.
+        advance: called with the number of bytes of text that were added.
 
     Raises:
         UserError: the source cannot be read, or the disk is full.
@@ -143,7 +143,7 @@ def spooled(source: TextSource, folder: Path, advance: Callable[[float], None] =
 
 
 def _read_on(source: TextSource, file: Path, note: Path, past: ReadDocuments, advance: Callable[[float], None]) -> None:
-    """Read a source to its end, from where it was left."""
+    """Read a source from the recorded position to its end."""
     if source.read_from is None:
         past, documents, where = ReadDocuments(size=0, text=0, ended=False, place=None), source.read(), None
     else:
@@ -153,7 +153,7 @@ def _read_on(source: TextSource, file: Path, note: Path, past: ReadDocuments, ad
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
         with open(file, "r+b") as lines:
-            lines.truncate(size)  # what a killed process left behind
+            lines.truncate(size)  # written by a killed process after the last update of read.json
             lines.seek(size)
             for document in documents:
                 line = json.dumps(document).encode() + b"\n"
@@ -169,7 +169,7 @@ def _read_on(source: TextSource, file: Path, note: Path, past: ReadDocuments, ad
 
 
 def _note(lines: Any, note: Path, read: ReadDocuments) -> None:
-    """Write how far the source was read, once that is on the disk."""
+    """Record how far the source was read, once the text itself is on the disk."""
     lines.flush()
     os.fsync(lines.fileno())
     write_json(note, read)
@@ -182,7 +182,7 @@ class EncodePart(NamedTuple):
     """A part to be tokenised.
 
     Attributes:
-        file: where it goes; `sign` is a hash of its text and of what it is tokenised with.
+        file: the file to write; `sign` is a hash of the part's text and of the tokenizer.
     """
 
     file: Path
@@ -193,9 +193,9 @@ class EncodePart(NamedTuple):
 def encoded_in_parts(
     documents: Iterable[str], encoder: DocumentEncoder, folder: Path, workers: int
 ) -> Iterator[EncodedDocuments]:
-    """Give the documents encoded, in order, by so many processes; parts that are in `folder` are not made again.
+    """Yield the encoded documents, in order, using `workers` processes; parts that `folder` already holds are reused.
 
-    The folder is left as it is, for who was killed or had no more room to go on from.
+    The folder stays on the disk, so that a call that was killed or ran out of space can be continued.
 
     Raises:
         UserError: a part cannot be written, the tokenizer cannot read a text, or a process was killed.
@@ -217,8 +217,8 @@ def encoded_in_parts(
                 yield _result(*ahead.popleft())
         except BrokenProcessPool:
             raise UserError(
-                f"a process that tokenises was killed, maybe for want of memory: give the same command again, which "
-                f"goes on from the parts in {folder}, with fewer workers"
+                "a process that tokenises was killed, maybe because memory ran out: give the same command again, "
+                f"which continues from the parts in {folder}, with fewer workers"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
@@ -244,7 +244,7 @@ def _result(work: EncodePart, making: Future[None] | None) -> EncodedDocuments:
 
 
 def _read(work: EncodePart) -> EncodedDocuments | None:
-    """Return a part that is there and of this text; None for none, or a damaged one."""
+    """Read a part from its file if it is there and made from this text; None if it is missing or damaged."""
     with suppress(OSError, ValueError, KeyError, zipfile.BadZipFile), work.file.open("rb") as file:
         part = np.load(file, allow_pickle=False)
         if str(part["sign"]) == work.sign:
@@ -259,7 +259,7 @@ _encoder: DocumentEncoder | None = None
 
 
 def _begin(tokenizer: Path, eos: int, threshold: int) -> None:
-    """Make ready to tokenise with one thread, and end when the parent does, however that ends."""
+    """Prepare the worker process: one thread, and an end with its parent, however the parent ends."""
     global _encoder
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()

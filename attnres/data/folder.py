@@ -1,4 +1,4 @@
-"""Which files of a folder, or of a pattern of paths, are documents, and which are left out and why."""
+"""Choose the documents among the files of a folder or of a path pattern, and say which files are left out and why."""
 
 import csv
 import glob
@@ -18,13 +18,14 @@ from attnres.text import counted, first_of
 from attnres.typed import checked
 
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
-"""Files of the folders that the library datasets saves: of one data set, of its splits in folders of their names."""
+"""Files by which the folders of the library datasets are known: one data set, or its splits in folders of their
+names."""
 _ABOUT = re.compile(
     r"(readme|licen[cs]e|copying|citation|changelog|requirements)([-_.].*)?|"
     r"(notice|authors|contributing|code_of_conduct|security|changes|cmakelists|urls|manifest|checksums|md5sums?|"
     r"sha\d*sums?|vocab|merges)(\.[a-z]+)*"
 )
-"""Names of plain text about data or code."""
+"""Names of plain-text files about data or code."""
 _DESCRIPTION = re.compile(
     r"(dataset_infos?|dataset_dict|state|header|info|.*config|.*\.index|tokenizer.*|special_tokens_map|added_tokens|"
     r"vocab|package(-lock)?|croissant)\.json"
@@ -33,7 +34,7 @@ _DESCRIPTION = re.compile(
 _TRAIN = {"train", "training"}
 _HELD_OUT = {"validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation", "heldout", "holdout"}
 _FIRST = 1 << 16
-"""Characters of a JSON file in which its first row is looked for first."""
+"""Characters at the start of a JSON file in which its first row is searched first."""
 
 
 class _SavedFile(TypedDict):
@@ -41,7 +42,7 @@ class _SavedFile(TypedDict):
 
 
 class _Saved(TypedDict):
-    """What is looked at in a data set's `state.json`."""
+    """The fields of a data set's `state.json` that are used here."""
 
     _data_files: list[_SavedFile]
 
@@ -52,13 +53,13 @@ class _Splits(TypedDict):
 
 @dataclass
 class Choice:
-    """The files that are read, in order, and the names of those that are left out, by the reason."""
+    """The files to read, in order, and the names of the files left out, by reason."""
 
     read: list[Path]
     left: dict[str, list[str]] = field(default_factory=dict)
 
     def leave(self, reason: str, paths: list[Path], root: Path | None = None) -> None:
-        """Take some paths out of those that are read, and note them, as they are under `root`, with the reason."""
+        """Remove paths from the files to read, and record them, relative to `root`, under the reason."""
         if paths:
             self.left[reason] = [str(path if root is None else path.relative_to(root)) for path in paths]
             without = set(paths)
@@ -74,8 +75,8 @@ class Choice:
 
 
 def walk(root: Path, skipped: Callable[[str], bool], left: list[Path] | None = None) -> Iterator[Path]:
-    """Yield files under `root`, folders and names in order, without hidden ones, links to folders, and folders whose
-    name is `skipped`; `left` is given what is left out."""
+    """Yield files under `root`, sorted by name, without hidden files, links to folders, and folders whose name is in
+    `skipped`; append what is left out to `left`."""
     for folder, folders, names in os.walk(root):
         out = {name for name in folders if skipped(name) or os.path.islink(os.path.join(folder, name))}
         out |= {name for name in (*folders, *names) if name.startswith(".")}
@@ -89,7 +90,7 @@ def matching(pattern: Path) -> Choice:
     """Choose the files of a known kind that match a pattern of paths, whatever they are called.
 
     Raises:
-        UserError: there are none.
+        UserError: no file matches.
     """
     matches = [Path(path) for path in sorted(glob.glob(str(pattern), recursive=True)) if not os.path.isdir(path)]
     choice = Choice(matches)
@@ -100,15 +101,15 @@ def matching(pattern: Path) -> Choice:
 
 
 def choose(folder: Path, column: str) -> Choice:
-    """Choose the documents in a folder: those of the split `train` where files or folders are called so, without what
-    only describes the others.
+    """Choose the documents in a folder: those of the split `train` if files or folders have such a name, without files
+    that only describe the others.
 
     Args:
-        folder: of files, that `datasets.save_to_disk` made, or in which the hub's cache keeps a data set.
+        folder: a folder of files, of `datasets.save_to_disk`, or of a data set in the hub's cache.
         column: the field or column that holds the text.
 
     Raises:
-        UserError: no file of text, or only ones that are called a test or validation split.
+        UserError: no file of text, or only files named as a test or validation split.
     """
     if (folder / "snapshots").is_dir() and (folder / "refs").is_dir():
         folder = _snapshot(folder)
@@ -128,7 +129,7 @@ def choose(folder: Path, column: str) -> Choice:
 
 
 def _snapshot(folder: Path) -> Path:
-    """Return the revision of a data set in the hub's cache: that of `main`, or the only one."""
+    """Return the folder of a revision of a data set in the hub's cache: that of `main`, or the only one."""
     revisions = sorted(path.name for path in (folder / "snapshots").iterdir())
     with suppress(OSError):
         main = (folder / "refs" / "main").read_text(encoding="utf-8", errors="replace").strip()
@@ -153,7 +154,7 @@ def _saved(folder: Path) -> list[Path]:
 
 
 def _leave_descriptions(choice: Choice, folder: Path, column: str) -> None:
-    """Leave out what only describes other files, unless there are no others."""
+    """Leave out files that only describe other files, unless nothing else is there."""
     every = choice.read
     about = [path for path in every if suffix_of(path) in PROSE and _ABOUT.fullmatch(path.name.lower())]
     described = [path for path in every if _DESCRIPTION.fullmatch(path.name.lower())]
@@ -162,8 +163,9 @@ def _leave_descriptions(choice: Choice, folder: Path, column: str) -> None:
         return
     choice.leave("about other files", [*about, *described], folder)
 
-    # Few files without the column may belong to a program or describe others; many are a data set with another column,
-    # which reading them says.
+    # A few files without the column may belong to a program or describe others. Many are a data set with another
+    # column:
+    # reading them raises the error for that.
     code = [path for path in others if suffix_of(path) in CODE]
     code_folders = {path.parent for path in code}
     objects, fixtures = [], []
@@ -187,7 +189,7 @@ def _first_row(path: Path) -> tuple[object, bool]:
     """Return the first row of a .json or .csv as its values by column, and whether it is a JSON object that stands
     alone.
 
-    None where there is none that can be read: reading the file says why.
+    The row is None if it cannot be read; reading the file raises the error.
     """
     with suppress(UserError, OSError, ValueError, RecursionError, csv.Error), opened(path) as file:
         if path.suffix.lower() == ".csv":
@@ -208,10 +210,10 @@ def _first_row(path: Path) -> tuple[object, bool]:
 
 
 def _leave_splits(choice: Choice, folder: Path) -> None:
-    """Leave out files that are called a test or validation split."""
+    """Leave out files named as a test or validation split."""
     splits = {path: _split_of(path.relative_to(folder)) for path in choice.read}
     held_out = [path for path, split in splits.items() if split == "held out"]
-    if "train" not in splits.values():  # a program's own folders are called test too
+    if "train" not in splits.values():  # program folders are called test, too
         held_out = [path for path in held_out if suffix_of(path) not in CODE]
     if len(held_out) == len(choice.read):
         raise UserError(
@@ -221,7 +223,7 @@ def _leave_splits(choice: Choice, folder: Path) -> None:
 
 
 def _split_of(path: Path) -> str | None:
-    """Return `train`, `held out` or None, as the words in a file's name or else in the nearest folder's say.
+    """Return `train`, `held out` or None, judged by the words in a file's name or else in its nearest folder's.
 
     >>> _split_of(Path("data/train-00000-of-00001.parquet")), _split_of(Path("test/a.txt"))
     ('train', 'held out')
@@ -230,7 +232,7 @@ def _split_of(path: Path) -> str | None:
     """
     parts = [(path.name, suffix_of(path)), *((part, "") for part in reversed(path.parent.parts))]
     for name, suffix in parts:
-        if suffix in CODE:  # train.py and test.py are no data
+        if suffix in CODE:  # train.py and test.py are programs, not splits
             continue
         words = set(re.split(r"[-._\d]+" if suffix in PROSE else r"[^a-z]+", name.lower()))  # a title has spaces
         if words & _HELD_OUT:

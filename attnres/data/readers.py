@@ -1,4 +1,4 @@
-"""One file of text -> its documents, each a string, read in bounded memory.
+"""Read the documents of one file, each a string, in bounded memory.
 
 .txt      and other plain text (`PROSE`, `CODE`): one document; or, where it is a collection or all there is, pieces cut
           at blank lines (`pieces`). Python is decoded as its own coding line says
@@ -35,14 +35,14 @@ SUFFIXES = (*PROSE, *CODE, *_ROWS_OF)
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 """How a text file is compressed, by its last suffix."""
 KINDS = f"text ({', '.join(PROSE)}), code (.py, .c, ...) or rows ({', '.join(_ROWS_OF)}), also with .gz or .zst"
-"""What is read, in a sentence."""
+"""The kinds of files that are read, as part of a sentence."""
 _TEXTUAL = (*PROSE, ".jsonl", ".json", ".csv")
 _UNPACKED = 4
-"""How much longer a text is than its compressed file, about."""
-PIECE_CHARACTERS = 16 * 1024  # what a piece of a plain text file aims at
-COLLECTION_BYTES = 8 * 1024 * 1024  # a text file larger than this is not one document
-_ROWS = 16  # rows of a table decoded at once: documents may be whole books
-_ARROW_FILE = b"ARROW1"  # a file of Arrow's begins with it, a stream does not
+"""Approximate length of a text relative to its compressed file."""
+PIECE_CHARACTERS = 16 * 1024  # target length of a piece of a plain-text file
+COLLECTION_BYTES = 8 * 1024 * 1024  # a text file larger than this is split into pieces
+_ROWS = 16  # rows decoded at once: a document may be a whole book
+_ARROW_FILE = b"ARROW1"  # first bytes of an Arrow file; an Arrow stream lacks them
 
 
 def read_documents(path: Path, column: str, *, alone: bool) -> Iterator[str]:
@@ -51,7 +51,7 @@ def read_documents(path: Path, column: str, *, alone: bool) -> Iterator[str]:
     Args:
         path: a file whose `suffix_of` is one of `SUFFIXES`.
         column: the JSON field or the column that holds the text.
-        alone: the file is all there is, so that a plain text must be cut for a part of it to be held out.
+        alone: the file is the whole source, so that a plain text is cut into pieces, some of which can be held out.
 
     Raises:
         UserError: missing, unreadable, not UTF-8, truncated, or without that column.
@@ -73,7 +73,7 @@ def read_documents(path: Path, column: str, *, alone: bool) -> Iterator[str]:
             f"{path} is not UTF-8 text ({reason}): convert it first, for example with iconv -f LATIN1 -t UTF-8"
         ) from error
     except OSError as error:
-        if error.errno is None:  # pyarrow's own
+        if error.errno is None:  # an error of pyarrow, not of the system
             raise UserError(
                 f"{path} is not whole, or not compressed as its name says ({first_line(error)}): write or fetch it "
                 "again"
@@ -82,7 +82,7 @@ def read_documents(path: Path, column: str, *, alone: bool) -> Iterator[str]:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix that says how a file is read: that before the one of a compression.
+    """Return the suffix that decides how a file is read: the one before a compression suffix.
 
     >>> suffix_of(Path("a.jsonl.zst")), suffix_of(Path("a.parquet.gz")), suffix_of(Path("a.txt"))
     ('.jsonl', '.gz', '.txt')
@@ -93,10 +93,10 @@ def suffix_of(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path) -> Generator[io.TextIOBase]:
-    """A file of text, decompressed where its name says that it is compressed; line ends stay as they are, but Python's.
+    """Open a text file, decompressed if its suffix says so. Line ends are unchanged, except in Python source.
 
     Raises:
-        UserError: its first bytes are those of UTF-16 or of no text.
+        UserError: the first bytes are those of UTF-16 or of a binary file.
     """
     compression = PACKED.get(path.suffix.lower())
     if compression is None:
@@ -113,7 +113,7 @@ def opened(path: Path) -> Generator[io.TextIOBase]:
                 encoding, newline = tokenize.detect_encoding(raw.readline)[0], None
                 raw.seek(0)
             file = io.TextIOWrapper(raw, encoding=encoding, newline=newline)
-        except (SyntaxError, LookupError) as error:  # coding lines can name what is no coding of text
+        except (SyntaxError, LookupError) as error:  # a coding line may name a codec that is not for text
             raise UserError(
                 f"{path} is not Python source ({first_line(error)}): remove it or save it as UTF-8"
             ) from error
@@ -121,7 +121,7 @@ def opened(path: Path) -> Generator[io.TextIOBase]:
 
 
 def text_bytes(path: Path, column: str) -> int:
-    """About how many bytes of text the file holds, without reading it; for progress only."""
+    """Estimate the bytes of text in a file without reading it; for progress bars only."""
     if suffix_of(path) == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -134,16 +134,16 @@ def text_bytes(path: Path, column: str) -> int:
                 ]
                 return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
         except (pa.ArrowException, OSError):
-            pass  # reading it says what is wrong
+            pass  # reading the file raises the error
     size = path.stat().st_size
     return size * _UNPACKED if path.suffix.lower() in PACKED else size
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """Yield a plain text file cut at blank lines into pieces of about `PIECE_CHARACTERS` characters, fewer for a small
-    file.
+    """Yield a plain text file cut at blank lines into pieces of about `PIECE_CHARACTERS` characters, shorter for a
+    small file.
 
-    Joined, the pieces are the file. Text without blank lines is cut at line ends, lines without end anywhere.
+    Joined, the pieces are the file. Text without blank lines is cut at line ends, and very long lines anywhere.
     """
     target = min(PIECE_CHARACTERS, max(256, path.stat().st_size // 64))
     with opened(path) as file:
@@ -198,8 +198,7 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
 
 
 def field_of(row: Any, where: str, column: str) -> Iterator[str]:
-    """Yield the text in one field of a row, or nothing where it is null. Raises UserError where there is no such
-    field."""
+    """Yield the text in one field of a row, or nothing if it is null. Raises UserError if the field is missing."""
     if not isinstance(row, dict):
         raise UserError(f"{where} holds {type(row).__name__}, expected an object with '{column}'")
     text = row.get(column)
@@ -210,7 +209,7 @@ def field_of(row: Any, where: str, column: str) -> Iterator[str]:
 
 
 def _csv(path: Path, column: str) -> Iterator[str]:
-    csv.field_size_limit(sys.maxsize)  # a field may be a book
+    csv.field_size_limit(sys.maxsize)  # a field may hold a whole book
     with opened(path) as file:
         rows = csv.reader(file, strict=True)
         try:
@@ -222,8 +221,8 @@ def _csv(path: Path, column: str) -> Iterator[str]:
             for row in rows:
                 if row and len(row) != len(header):
                     raise UserError(
-                        f"{path} line {rows.line_num} has {len(row)} fields and its header {len(header)}: is it whole, "
-                        "with commas and quotes in the usual places?"
+                        f"{path} line {rows.line_num} has {len(row)} fields and its header {len(header)}: is it "
+                        "complete, with commas and quotes in the usual places?"
                     )
                 if row:
                     yield row[header.index(column)]
@@ -234,7 +233,7 @@ def _csv(path: Path, column: str) -> Iterator[str]:
 
 
 def _check_column(path: Path, column: str, schema: "pa.Schema") -> None:
-    """Raise UserError where a table has no column of that name with text, or several."""
+    """Raise UserError if a table has no text column of that name, or several."""
     import pyarrow as pa
     from pyarrow import types
 
@@ -284,7 +283,7 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
 
 @contextmanager
 def _complete(path: Path, kind: str) -> Generator[None]:
-    """Raise a UserError where Arrow cannot read what is in a file; what the system says of it stays an OSError."""
+    """Raise a UserError if Arrow cannot read the content of a file; an OSError of the system passes."""
     import pyarrow as pa
 
     try:
@@ -298,7 +297,7 @@ def _complete(path: Path, kind: str) -> Generator[None]:
 
 
 def wrong_column(where: str, column: str, textual: list[str]) -> UserError:
-    """Return the error for a column or field that is not there, or holds no text."""
+    """Return the error for a column or field that is missing or holds no text."""
     have = f"the ones with text are {', '.join(textual)}" if textual else "none has text"
     return UserError(
         f"{where} has no text column '{column}': {have}; choose one with --column NAME, or name the files that have it"

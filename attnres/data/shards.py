@@ -1,10 +1,9 @@
-"""Token shards: flat little-endian files of ids, and a JSON header that says what must be in them.
+"""Token shards: flat little-endian files of ids, and a JSON header that describes them.
 
-    FOLDER/header.json            what is in the others; written last
-    FOLDER/train-00000.bin ...    ids, uint16 where the vocabulary allows it, otherwise uint32
-    FOLDER/train-documents.bin    uint64 offset of each document's first token in its split
-    FOLDER/val-*.bin              the held-out documents, the same way
-    FOLDER/tokenizer.json         the tokenizer that made the ids
+    FOLDER/header.json describes the other files; written last FOLDER/train-00000.bin ... ids, uint16 where the
+    vocabulary allows it, otherwise uint32 FOLDER/train-documents.bin uint64 offset of each document's first token in
+    its split FOLDER/val-*.bin the held-out documents, the same way FOLDER/tokenizer.json the tokenizer that made the
+    ids
 
 Documents follow each other, each closed by the end-of-text id.
 """
@@ -32,7 +31,7 @@ VERIFY_BYTES = 256 * 1024 * 1024  # splits up to this size are checksummed whene
 
 
 class ShardFile(TypedDict):
-    """Of a header: a file of ids."""
+    """Entry of a header: a file of ids."""
 
     name: str
     tokens: Annotated[int, Least(1)]
@@ -41,7 +40,7 @@ class ShardFile(TypedDict):
 
 
 class Split(TypedDict):
-    """Of a header: a split."""
+    """Entry of a header: a split."""
 
     files: list[ShardFile]
     tokens: Count
@@ -50,7 +49,7 @@ class Split(TypedDict):
 
 
 class Header(TypedDict):
-    """header.json, as far as it is relied on."""
+    """The entries of header.json that are used."""
 
     version: int
     dtype: Literal["uint16", "uint32"]
@@ -74,7 +73,7 @@ class SplitWriter:
         self._starts = open(folder / f"{split}-documents.bin", "wb")  # noqa: SIM115 (closed in `close`)
 
     def add(self, ids: np.ndarray) -> None:
-        """Appends one document, its end-of-text id included."""
+        """Append the ids of one document, its end-of-text id included."""
         self._starts.write(np.array([self.tokens], dtype="<u8").tobytes())
         self.documents += 1
         self.tokens += len(ids)
@@ -97,7 +96,7 @@ class SplitWriter:
             self._room -= len(part)
 
     def close(self) -> dict[str, Any]:
-        """Return {files, tokens, documents, documents_file}."""
+        """Close the files; return {files, tokens, documents, documents_file}."""
         for file in (self._bin, self._starts):
             if file is not None:
                 file.close()
@@ -109,22 +108,22 @@ class SplitWriter:
         }
 
     def abandon(self) -> None:
-        """Closes the files without a word, after a failure."""
+        """Close the files after a failure, without raising."""
         for file in (self._bin, self._starts):
-            with suppress(OSError):  # the disk is full: nothing here is kept
+            with suppress(OSError):  # the disk is full: these files are deleted anyway
                 if file is not None:
                     file.close()
 
 
 class Tokens:
-    """One split of a prepared folder as a sequence of token ids, memory-mapped. Made by `open_tokens`.
+    """One split of a prepared folder as a sequence of token ids, memory-mapped. `open_tokens` makes it.
 
     `len(tokens)` is the number of ids; `tokens[a:b]` is an int64 array of them, checked against the vocabulary.
 
     Attributes:
-        folder, split: what it is.
-        vocab_size: every id is below it.
-        eos_id: the id that closes each document.
+        folder, split: where the ids come from.
+        vocab_size: larger than every id.
+        eos_id: the id that ends each document.
         documents: how many documents there are.
     """
 
@@ -158,7 +157,7 @@ class Tokens:
         return out
 
     def document_starts(self) -> np.ndarray:
-        """Return (documents,) uint64: where each document's first token stands, in order."""
+        """Return the position of each document's first token, in order: (documents,) uint64."""
         if not self.documents:
             return np.empty(0, dtype="<u8")
         return np.memmap(self._documents_file, dtype="<u8", mode="r")
@@ -178,15 +177,15 @@ class Tokens:
 def open_tokens(
     folder: str | Path, split: str = "train", *, tokenizer: str | Path | None = None, verify: bool | None = None
 ) -> Tokens:
-    """Open a split, after checking that the files are what the header says.
+    """Open a split, after checking the files against the header.
 
     Args:
-        folder: what `prepare` wrote.
+        folder: a folder that `prepare` wrote.
         split: `train` or `val`.
-        tokenizer: the file or folder of a tokenizer.json that must be the one that made the tokens, for example
-            a trained model's.
-        verify: read every token to compare checksums and the largest id. None: where there are less than
-            `VERIFY_BYTES`; sizes and the tokenizer are always compared.
+        tokenizer: file or folder of a tokenizer.json, for example a trained model's, which must be the one that made
+            the tokens.
+        verify: read every token to compare checksums and the largest id. None does so for splits below `VERIFY_BYTES`.
+            Sizes and the tokenizer are always compared.
 
     Raises:
         UserError: no such folder or split, files missing, truncated, changed, or of another tokenizer.
@@ -228,10 +227,10 @@ def open_tokens(
 
 
 def prepared_folder(source: str) -> Path | None:
-    """Return the folder of token shards that a source is, as `prepare` writes it; None of any other source.
+    """Return the folder of token shards, written by `prepare`, that `source` names; None for any other source.
 
     Raises:
-        UserError: a name that no file can have.
+        UserError: `source` cannot be a file's name.
     """
     if source.startswith(NO_PATHS):
         return None
@@ -243,7 +242,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     """Return the header of a prepared folder.
 
     Raises:
-        UserError: no header, or not one of this version and form.
+        UserError: no header, or one of another version or form.
     """
     path = folder / "header.json"
     if not path.is_file():
@@ -261,7 +260,7 @@ def read_header(folder: Path) -> dict[str, Any]:
 
 
 def _plain_name(name: Any) -> bool:
-    """Return whether it names a file in the folder itself, and nothing outside."""
+    """Return whether `name` names a file in the folder itself, not outside it."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
@@ -288,7 +287,7 @@ def _too_large(folder: Path, what: str, id: int, vocab_size: int) -> UserError:
 
 
 def decoded(folder: Path) -> Iterator[str]:
-    """Yield the documents of a prepared folder, the held-out ones first; without the ids that close them.
+    """Yield the documents of a prepared folder as text, held-out ones first, without end-of-text tokens.
 
     Raises:
         UserError: its files are missing, truncated, changed, or of another tokenizer.

@@ -1,5 +1,5 @@
-"""Where text comes from: the standard library of the running Python, local files, the Hugging Face hub, two synthetic
-tasks, data sets in memory, and mixtures of these."""
+"""Sources of text: the standard library of the running Python, local files, the Hugging Face hub, two synthetic tasks,
+data sets in memory, and mixtures of these."""
 
 import glob
 import hashlib
@@ -29,17 +29,17 @@ from attnres.text import whole_characters
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "__pycache__"}
 _BUILD = ("_sysconfigdata", "config-")
 NO_PATHS = ("mix:", "hub:", "task:")
-"""What sources that name no file or folder begin with."""
+"""Prefixes of sources that name no file or folder."""
 _SAMPLE = 100
-"""Documents of a task by which it is known which version made them."""
+"""Documents of a task that are hashed to tell one version of its generator from another."""
 Rows = Iterable[Mapping[str, Any]]
 """A data set in memory: rows by column, such as a `datasets.Dataset`."""
 Pass = tuple[Iterator[str], Callable[[], dict[str, Any]]]
-"""Documents, and a function that says where in the source one is."""
+"""An iterator over documents, and a function that returns the current place in the source."""
 
 
 def title_of(source: str) -> str:
-    """Return a source without the folders that it lies in.
+    """Return the name of a source without its folders.
 
     >>> title_of("books/a.jsonl"), title_of("mix:books/a.jsonl=3,stdlib=1"), title_of("hub:team/corpus")
     ('a.jsonl', 'mix:a.jsonl=3,stdlib=1', 'hub:team/corpus')
@@ -50,7 +50,7 @@ def title_of(source: str) -> str:
 
 
 class Document(str):
-    """A text that knows its `name`: the file that it is from."""
+    """A text that carries the `name` of its file."""
 
     name: str
 
@@ -60,7 +60,7 @@ class Document(str):
         return document
 
     def __reduce__(self) -> tuple[type["Document"], tuple[str, str]]:
-        return Document, (str(self), self.name)  # for processes that tokenise
+        return Document, (str(self), self.name)  # for processes that tokenise, which receive it pickled
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class TextSource:
     """Documents that can be read several times, always in the same order.
 
     Attributes:
-        name: as the user gave it.
-        fingerprint: differs where the text may differ; made without reading it.
-        size: about how many bytes of text there are, or None.
+        name: the source as the user gave it.
+        fingerprint: changes whenever the text may have changed; computed without reading the text.
+        size: approximate bytes of text, or None.
         read: starts a pass over the documents.
-        read_from: starts one at a place in the source (None is its start), and gives with it a function that says the
-            place after the last document; None where a pass always begins at the first.
-        spool: a pass is slow (a download) and short enough to be kept on the disk meanwhile: see `data.spool`.
-        files: a line for each folder or pattern that was named: which of its files are read, and which are not and why.
+        read_from: starts a pass at a place in the source (None is its start), and returns with it a function that gives
+            the place after the last document; None for sources that are read from the start.
+        spool: a pass is slow (a download) and short enough to be stored on the disk: see `data.encode.spooled`.
+        files: a line for each folder or pattern: which of its files are read, and which are not and why.
     """
 
     name: str
@@ -91,18 +91,18 @@ def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | N
     """Return the source that `spec` names.
 
     Args:
-        spec: `stdlib`; the path of a file of text (`readers.SUFFIXES`), of a folder, of which `folder.choose` takes
-            files, or a pattern of paths (`data/**/*.txt`); `hub:NAME[:CONFIG[:SPLIT]]`; `task:NAME[:COUNT]` of
-            `TASKS`; `mix:SOURCE,SOURCE,...`, all of each in turn, or `mix:SOURCE=WEIGHT,...`, documents of each so that
-            their texts are as long as the weights say, until one is used up. Or a `datasets.Dataset`, or other rows
-            that can be gone through several times; they are gone through once here.
+        spec: `stdlib`; the path of a text file (`readers.SUFFIXES`) or of a folder, whose files `folder.choose`
+            selects; a pattern of paths (`data/**/*.txt`); `hub:NAME[:CONFIG[:SPLIT]]`; `task:NAME[:COUNT]` of `TASKS`;
+            `mix:SOURCE,SOURCE,...`, all of each, one after the other; or `mix:SOURCE=WEIGHT,...`, documents of each so
+            that their lengths of text have the ratio of the weights, until one source is used up. Or a
+            `datasets.Dataset`, or other rows that can be iterated several times; this call iterates them once.
         column: the JSON field or the column that holds the text.
-        limit: at most this many characters, the last document cut short.
+        limit: at most this many characters; the last document is truncated.
 
     Raises:
         UserError: nothing there, or nothing of a known kind.
     """
-    if limit is not None and not 1 <= limit < 1 << 63:  # what a header can hold
+    if limit is not None and not 1 <= limit < 1 << 63:  # the largest number that a header can hold
         raise UserError(f"limit is {limit} characters, expected 1 to 2**63 - 1 (or none)")
     source = _unlimited(str(spec), column) if isinstance(spec, str | Path) else _in_memory(spec, column, limit)
     size = min((size for size in (source.size, limit) if size is not None), default=None)
@@ -118,7 +118,7 @@ def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | N
 def _read_from(
     read_from: Callable[[dict[str, Any] | None], Pass], limit: int | None, place: dict[str, Any] | None
 ) -> Pass:
-    """Return a pass over the documents of a source from a place on. With a limit its place also holds how many
+    """Return a pass over the documents of a source, beginning at `place`. With a limit, the place also holds how many
     characters are left."""
     if limit is None:
         texts, where = read_from(place)
@@ -129,7 +129,7 @@ def _read_from(
 
 
 def _unlimited(spec: str, column: str) -> TextSource:
-    """Return the source of that name, whole; `spool` says that a pass is slow."""
+    """Return the source named by `spec`, without a limit; `spool` says that a pass is slow."""
     if spec.startswith("mix:"):
         return _mixture(spec, column)
     if spec.startswith("hub:"):
@@ -152,7 +152,7 @@ def _unlimited(spec: str, column: str) -> TextSource:
 
 
 def _in_memory(rows: Rows, column: str, limit: int | None) -> TextSource:
-    """Return the source of rows that a program has, known by what they hold up to the limit."""
+    """Return a source of rows in memory; its fingerprint is a hash of their text up to the limit."""
     kind = type(rows).__name__
     if isinstance(rows, Mapping):
         raise UserError(
@@ -172,7 +172,7 @@ def _in_memory(rows: Rows, column: str, limit: int | None) -> TextSource:
 
 
 def _digest(texts: Iterable[str]) -> tuple[str, int]:
-    """Return SHA-256 of documents and where they end, and their bytes."""
+    """Return the SHA-256 of documents and their boundaries, and their number of bytes."""
     state, size = hashlib.sha256(), 0
     for text in texts:
         data = text.encode()
@@ -182,7 +182,7 @@ def _digest(texts: Iterable[str]) -> tuple[str, int]:
 
 
 def _mixture(spec: str, column: str) -> TextSource:
-    """Return several sources, in turn or by their weights."""
+    """Return a mixture: several sources one after the other, or by weight."""
     parts = [_weighted(part.strip()) for part in spec.removeprefix("mix:").split(",")]
     sources, weights = [], [weight for _, weight in parts if weight is not None]
     for name, _ in parts:
@@ -218,8 +218,8 @@ def _weighted(part: str) -> tuple[str, float | None]:
 
 
 def _interleaved(sources: Sequence[TextSource], weights: Sequence[float]) -> Iterator[str]:
-    """Yield all documents of each source in turn; with weights always one of the source that lags most behind its
-    weight, until that one has no more."""
+    """Yield all documents of each source, one after the other; with weights, always a document of the source that lags
+    most behind its weight, until that source has no more."""
     passes = [iter(_Documents(source.read(), None)) for source in sources]
     if not weights:
         for texts in passes:
@@ -236,7 +236,8 @@ def _interleaved(sources: Sequence[TextSource], weights: Sequence[float]) -> Ite
 
 
 def stdlib_files() -> list[Path]:
-    """Return the running Python's own library: every *.py file without site-packages, tests and idlelib, in order."""
+    """Return the files of the running Python's standard library: every *.py without site-packages, tests and idlelib,
+    sorted."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {folder for folder in _NOT_STDLIB if folder not in root.parts}
     every = walk(root, lambda name: name in skip or name.startswith("config-"))
@@ -286,10 +287,10 @@ def _files(name: str, files: list[Path], column: str, salt: str) -> TextSource:
 
 
 class _Documents:
-    """The texts that are not blank, `limit` characters of them at most.
+    """Iterates over the texts that are not blank, at most `limit` characters of them.
 
     Attributes:
-        left: characters that the limit leaves, None without one.
+        left: characters left under the limit, None without a limit.
     """
 
     def __init__(self, texts: Iterator[str], limit: int | None) -> None:
@@ -312,7 +313,8 @@ HUB = {
     "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
 }
 """Short name -> repository and configuration."""
-_CONFIGURATION = dict(HUB.values())  # of a repository given by its full name: not all of FineWeb-Edu, unasked
+# configurations of repositories given by full name: not all of FineWeb-Edu unless asked for
+_CONFIGURATION = dict(HUB.values())
 _TITLE = re.compile(r"^ = [^=].*[^=] = \n?$")
 
 
@@ -337,14 +339,13 @@ def resolve_hub(spec: str) -> tuple[str, str | None, str]:
 
 
 def revision_of(repository: str) -> str | None:
-    """Return the commit that a data set is at on the hub; without a connection the one that the hub told last, or
-    None."""
+    """Return the current commit of a data set on the hub; without a connection the last one known, or None."""
     from huggingface_hub import dataset_info
 
     note = cache_dir() / "hub" / f"{repository.replace('/', '--')}.txt"
     try:
         sha = dataset_info(repository, timeout=10).sha
-    except Exception:  # whatever it is, reading the data set says it
+    except Exception:  # reading the data set raises the error
         return note.read_text(encoding="utf-8") if note.is_file() else None
     with suppress(UserError):
         write_text(note, sha or "")
@@ -352,24 +353,24 @@ def revision_of(repository: str) -> str | None:
 
 
 def read_hub(spec: str, column: str, revision: str | None = None) -> Iterator[str]:
-    """Return the rows of a hub data set in its own order; WikiText's rows are lines, and are joined to articles.
+    """Return the texts of a hub data set in its order; WikiText's rows are lines, and are joined into articles.
 
     Raises:
-        UserError: see `streamed_rows`; or there is no such column.
+        UserError: see `streamed_rows`; or the column is missing.
     """
     texts, _ = read_hub_from(spec, column, revision, None)
     return articles(texts) if _joins(resolve_hub(spec)[0]) else texts
 
 
 def _joins(repository: str) -> bool:
-    """Return whether the rows of a data set are lines, to be joined."""
+    """Return whether the rows of a data set are lines that have to be joined."""
     return repository == HUB["wikitext"][0]
 
 
 def read_hub_from(
     spec: str, column: str, revision: str | None, place: dict[str, Any] | None
 ) -> tuple[Iterator[str], Callable[[], dict[str, Any]]]:
-    """Return the rows of a hub data set, as they are, from a place on; and a function that says the place after the
+    """Return the texts of a hub data set from a place on, unjoined, and a function that returns the place after the
     last one.
 
     Raises:
@@ -397,7 +398,7 @@ MODULUS = 5
 STEPS = 6
 """The longest composition, and the deepest nesting."""
 LENGTH = 24
-"""Steps of a document in all, about."""
+"""Approximate number of steps of a document."""
 
 
 _DRAW = random.Random("permutations")
@@ -405,7 +406,7 @@ PERMUTATIONS = {name: dict(zip(LETTERS, _DRAW.sample(LETTERS, len(LETTERS)), str
 
 
 def composition(draw: random.Random, steps: int, count: int) -> str:
-    """Return a letter, and so many times names of permutations with the letter to which they lead from the last."""
+    """Return a letter, then `count` times `steps` names of permutations with the letter that they lead to."""
     text = letter = draw.choice(LETTERS)
     for _ in range(count):
         names = draw.choices(NAMES, k=steps)
@@ -416,7 +417,7 @@ def composition(draw: random.Random, steps: int, count: int) -> str:
 
 
 def arithmetic(draw: random.Random, steps: int, count: int) -> str:
-    """Return so many expressions of this depth, each with its value modulo five."""
+    """Return `count` expressions of depth `steps`, each with its value modulo five."""
     return "".join(_expression(draw, steps) for _ in range(count))
 
 
@@ -430,14 +431,15 @@ def _expression(draw: random.Random, depth: int) -> str:
 
 
 TASKS: dict[str, Callable[[random.Random, int, int], str]] = {"composition": composition, "arithmetic": arithmetic}
-"""Name -> text with a number of answers, each of a number of steps. Answers are known and take several steps in a row:
+"""Name -> function that returns a text with `count` answers of `steps` steps each. Answers are known and take several
+steps in a row:
 
     task:composition    letters, and where named permutations lead from one to the next, two at a time:   2bPPePQdRPa
     task:arithmetic     nested sums and products modulo five with their values:   2((3+4)*2)4(1+(3*1))4
 
-A character is a token with the tokenizer bpe:257. A document begins with the number of steps of each of its answers
-(the length of a composition, the depth of nesting). The permutations are the same in all documents, and half of what
-a document of one step holds are answers: with less a small model learns nothing in four million tokens.
+With the tokenizer bpe:257 a character is a token. A document begins with the number of steps of its answers (the length
+of a composition, the depth of nesting). The permutations are the same in all documents. Half of a document of one step
+are answers: with fewer a small model learns nothing in four million tokens.
 
 Source: synthetic tasks for depth are from Physics of Language Models 4.1 (Depo, Mano), compositions of permutations
 from work on state tracking (Merrill et al., The Illusion of State); these two are ours.
@@ -445,7 +447,8 @@ from work on state tracking (Merrill et al., The Illusion of State); these two a
 
 
 def task_documents(spec: str) -> Callable[[], Iterator[str]]:
-    """Return a function that yields the documents of `task:NAME[:COUNT]`, always the same. Raises UserError."""
+    """Return a function that yields the documents of `task:NAME[:COUNT]`, the same ones every time. Raises
+    UserError."""
     _, name, *rest = spec.split(":")
     make = _task(name)
     if len(rest) > 1 or not all(part.isdecimal() and int(part) > 1 for part in rest):
@@ -455,15 +458,16 @@ def task_documents(spec: str) -> Callable[[], Iterator[str]]:
     def read() -> Iterator[str]:
         for index in range(count):
             draw = random.Random(f"{name} {index}")
-            steps = min(draw.randint(1, STEPS), draw.randint(1, STEPS))  # few first: many are learned on top of them
+            # documents with few steps are more frequent: longer answers are learned on top of them
+            steps = min(draw.randint(1, STEPS), draw.randint(1, STEPS))
             yield f"{steps}{make(draw, steps, LENGTH // steps)}"
 
     return read
 
 
 def task_problems(name: str, steps: int, count: int) -> list[tuple[str, str]]:
-    """Return the beginnings of documents of so many steps up to an answer, one of the first four, with it; drawn apart
-    from the documents. Raises UserError."""
+    """Return beginnings of documents of `steps` steps up to one of the first four answers, each with that answer; none
+    is in the documents. Raises UserError."""
     make = _task(name)
     draw = random.Random(f"{name} held out {steps}")
     texts = (f"{steps}{make(draw, steps, draw.randint(1, 4))}" for _ in range(count))

@@ -1,8 +1,8 @@
-"""Text that is read while a model trains on it: a source is read as far as steps ask for its tokens, and no further.
+"""Read a source while a model trains on it, only as far as the steps need its tokens.
 
-The first part of it, the head, is prepared as any text is: from it are the tokenizer and the held-out windows. What
-comes after it is tokenised when a step asks for it and kept, so that a resumed run, and other runs on the same source,
-read it from the disk:
+The first part of the source, the head, is prepared as any text is; the tokenizer and the held-out windows come from it.
+The rest is tokenised when a step needs it and stored, so that a resumed run, and other runs on the same source, read it
+from the disk:
 
     STREAM/train.bin      ids, as a prepared folder has them, documents in the source's order
     STREAM/position.json  how many ids of train.bin count, and where in the source to go on
@@ -28,7 +28,7 @@ from attnres.reading import read_json
 from attnres.typed import Count, checked
 
 HEAD = 1 << 24
-"""Characters of a source that are prepared before the first step, where no limit is given."""
+"""Characters of a source that are prepared before the first step, if no limit is given."""
 AHEAD = 1 << 20
 """Characters that are tokenised at a time."""
 
@@ -37,8 +37,9 @@ class Position(TypedDict):
     """How far a source has been read.
 
     Attributes:
-        tokens: ids in train.bin. documents: of the source, held-out ones and the head's too. ended: there are no more.
-        place: where that is, for sources that can go on from there; None for those that are read from the start.
+        tokens: number of ids in train.bin. documents: number read, with held-out ones and the head's. ended: the source
+            has no more.
+        place: where to continue, for sources that can; None for those that are read from the start.
     """
 
     tokens: Count
@@ -48,20 +49,20 @@ class Position(TypedDict):
 
 
 def refuse_prepared(spec: str) -> None:
-    """Raise UserError where a source is a prepared folder, of which there is nothing left to read."""
+    """Raise UserError if a source is a prepared folder, which cannot be streamed."""
     if prepared_folder(spec) is not None:
         raise UserError(f"{spec} is prepared already, so nothing of it can be streamed: leave out data.stream")
 
 
 class StreamedTokens:
-    """The training tokens of a source: those of its head, and those that were read since.
+    """The training tokens of a source: those of its head, then those tokenised so far.
 
-    `tokens[a:b]` is an int64 array of them, for which the source is read on where it has to be. Several processes may
-    do so: one reads, the others wait. A document is held out, and trained on by nobody, by the rule of `prepare`.
+    `tokens[a:b]` is an int64 array; the source is read further if needed. Several processes may do so: one reads, the
+    others wait. Documents that the rule of `prepare` holds out are skipped.
 
     Args:
-        head: what `prepare` made of the source's first `limit` characters.
-        spec, column, held_out, limit: as they were given to `prepare`.
+        head: the result of `prepare` for the source's first `limit` characters.
+        spec, column, held_out, limit: the arguments of `prepare`.
     """
 
     def __init__(self, head: Prepared, spec: str, *, column: str, held_out: float, limit: int) -> None:
@@ -76,7 +77,7 @@ class StreamedTokens:
         self.encoder: DocumentEncoder | None = None
         self.documents: Iterator[str] | None = None
         self.where: Callable[[], dict[str, Any] | None] = lambda: None
-        self.read = -1  # how many documents have been given, the head's too
+        self.read = -1  # number of documents read so far, with the head's
 
     def __len__(self) -> int:
         return len(self.head) + len(self.ids)
@@ -88,7 +89,7 @@ class StreamedTokens:
         return np.concatenate([before, after.astype(np.int64)]) if stop > first else before
 
     def reach(self, stop: int) -> int:
-        """Read on until there are `stop` tokens or no more, and return which comes first.
+        """Read until there are `stop` tokens or the source ends; return the number of tokens, at most `stop`.
 
         Raises:
             UserError: the source cannot be read, or the disk is full.
@@ -103,7 +104,7 @@ class StreamedTokens:
         return min(stop, len(self))
 
     def _look(self) -> Position:
-        """Take over what is on the disk, which another process may have read."""
+        """Load the position from the disk, where another process may have advanced it."""
         file = self.kept / "position.json"
         if file.is_file():
             position = checked(read_json(file), Position, file, f"remove {self.kept}")
@@ -127,7 +128,7 @@ class StreamedTokens:
             self.encoder = DocumentEncoder(
                 load_tokenizer(self.folder), self.prepared.eos_id, held_below(head, self.held_out)
             )
-            # A pass over the documents after that position.
+            # A pass over the documents after the head's position.
             source, place, read = open_source(self.spec, column=self.column), position["place"], position["documents"]
             if source.read_from is None:
                 self.documents, self.where = islice(source.read(), read, None), lambda: None
@@ -144,9 +145,10 @@ class StreamedTokens:
         encoded = self.encoder.encode(texts)
         kept = [ids.astype(self.dtype) for ids, held in zip(encoded.ids, encoded.held, strict=True) if not held]
         data = b"".join(ids.tobytes() for ids in kept)
-        self.ids = np.empty(0, self.dtype)  # the file is about to change
+        self.ids = np.empty(0, self.dtype)  # unmap the file, which is about to change
         with open(self.kept / "train.bin", "ab") as file:
-            file.truncate(position["tokens"] * self.dtype.itemsize)  # what a killed process left behind
+            # written by a killed process after the last update of position.json
+            file.truncate(position["tokens"] * self.dtype.itemsize)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -173,7 +175,7 @@ class StreamedBatches(Batches):
         self.stream = tokens
 
     def starts(self, step: int) -> np.ndarray:
-        """Return (batch_size,) int64: where the windows of a step begin."""
+        """Return the first token of each window of a step, (batch_size,) int64."""
         index = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
         needed = int(index[-1] + 1) * self.seq_len + 1
         there = self.stream.reach(needed)

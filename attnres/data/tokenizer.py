@@ -1,7 +1,7 @@
 """Tokenizers: trained here, from a local folder, or from the Hugging Face hub.
 
-Whatever it comes from, a tokenizer is one `tokenizers.Tokenizer` with an end-of-text token, kept as one
-`tokenizer.json` beside the tokens it made.
+Every tokenizer is a `tokenizers.Tokenizer` with an end-of-text token, stored as `tokenizer.json` beside the tokens that
+it made.
 """
 
 import hashlib
@@ -19,17 +19,18 @@ from attnres.reading import read_json
 from attnres.typed import checked
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
-"""Patterns of files of which a tokenizer has at least one."""
+"""Patterns of files; a tokenizer's folder has at least one of them."""
 TOKENIZER_FILES = (*VOCABULARIES, "merges.txt", "tokenizer*", "vocab*", "special_tokens_map.json", "added_tokens.json")
-"""Patterns of all the files that it may have."""
+"""Patterns of all files that a tokenizer's folder may have."""
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_CHARACTERS = 8_000_000  # of training text, trained in seconds
 SPARSE, MAX_UNUSED = 4, 100_000
-"""How many ids there may be to a token, and how many besides: rows of padding and reserved tokens are usual."""
+"""Ids per token, and ids in addition, that are accepted: padding rows and reserved tokens are usual."""
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _PAIRS = {"140f02bb05c0d82c": "gpt2", "0d35466a430dfef1": "qwen2"}
-"""Whose vocab.json it is, by a hash of its tokens in order: with merges.txt it does not say how text is split."""
+"""Hash of the tokens of a vocab.json, in order -> its family: vocab.json and merges.txt do not say how text is
+split."""
 
 
 class _Token(TypedDict):
@@ -37,18 +38,18 @@ class _Token(TypedDict):
 
 
 class _Described(TypedDict, total=False):
-    """tokenizer_config.json, as far as it is looked at here."""
+    """The fields of tokenizer_config.json that are used here."""
 
     eos_token: str | _Token | None
 
 
 def holds_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has the files of a tokenizer, of whatever kind."""
+    """Return whether a folder has the files of a tokenizer of any kind."""
     return any(file for pattern in VOCABULARIES for file in folder.glob(pattern))
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Return the tokenizer of `load_with_end`.
+    """Load a tokenizer; see `load_with_end`.
 
     >>> load_tokenizer("gpt2").encode("Once upon").tokens  # doctest: +SKIP
     ['Once', 'Ġupon']
@@ -57,7 +58,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 
 def load_with_end(spec: str | Path) -> tuple[Tokenizer, int]:
-    """Return a tokenizer that neither pads nor truncates, and its end-of-text id.
+    """Load a tokenizer that neither pads nor truncates, and return it with its end-of-text id.
 
     The end of text is what `tokenizer_config.json` or the hub calls `eos_token`, otherwise the first of the usual
     names among the special tokens, otherwise `END_OF_TEXT`, added where the vocabulary does not have it.
@@ -85,14 +86,15 @@ def load_with_end(spec: str | Path) -> tuple[Tokenizer, int]:
     tokenizer.no_truncation()
     if end is None or tokenizer.token_to_id(end) is None:
         special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-        end = next((name for name in _ENDS if name in special), END_OF_TEXT)  # "</s>" may be an ordinary token
+        # "</s>" may be an ordinary token of this vocabulary
+        end = next((name for name in _ENDS if name in special), END_OF_TEXT)
     tokenizer.add_special_tokens([end])
     return tokenizer, _id(tokenizer, end)
 
 
 def train_tokenizer(vocab_size: int, documents: Iterable[str]) -> tuple[Tokenizer, int]:
-    """Train a byte-level BPE with GPT-2's split, from the first `SAMPLE_CHARACTERS` of `documents`, and its end-of-text
-    id.
+    """Train a byte-level BPE with GPT-2's split on the first `SAMPLE_CHARACTERS` of `documents`; return it with its
+    end-of-text id.
 
     The vocabulary is smaller than asked where the text does not hold as many pairs that occur twice.
     """
@@ -125,15 +127,15 @@ def bpe_size(spec: str) -> int | None:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """Return one more than the largest id: what a model's embedding must have.
+    """Return the largest id plus one: the rows that a model's embedding needs.
 
     Raises:
-        UserError: ids out of all proportion to the number of tokens: every one takes a row of the embedding.
+        UserError: the ids are far more than the tokens; each would take a row of the embedding.
     """
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     size = max(ids, default=-1) + 1
     if size > SPARSE * len(ids) + MAX_UNUSED:
-        raise UserError(f"the tokenizer has {len(ids):,} tokens and ids up to {size - 1:,}: number them in a row")
+        raise UserError(f"the tokenizer has {len(ids):,} tokens and ids up to {size - 1:,}: number them consecutively")
     return size
 
 
@@ -143,7 +145,8 @@ def file_sha256(path: Path) -> str:
 
 
 def fingerprint(spec: str) -> str:
-    """Return a string that differs where the tokenizer may differ: the hash of the local files, otherwise the name."""
+    """Return a string that changes whenever the tokenizer may have changed: the hash of the local files, otherwise the
+    name."""
     path = user_path(spec)
     if path.is_file():
         return file_sha256(path)
@@ -193,7 +196,7 @@ def _from_folder(folder: Path) -> tuple[Tokenizer, str | None]:
 
 
 def _kind_of_pair(folder: Path) -> str:
-    """Whose vocab.json and merges.txt lie in a folder without a config. Raises UserError."""
+    """Return the family of the vocab.json and merges.txt in a folder without a config. Raises UserError."""
     vocabulary = read_json(folder / "vocab.json", ours=False)
     numbered = isinstance(vocabulary, dict) and all(type(number) is int for number in vocabulary.values())
     ids = sorted(vocabulary.items(), key=lambda pair: pair[1]) if numbered else []

@@ -1,6 +1,6 @@
-"""What a model is worth on text and tasks, and text from it: perplexity, continuations, lm-eval, generation.
+"""Evaluate models on text and tasks, and generate text: perplexity, continuations, lm-eval, generation.
 
-`run.evaluate` scores models on tasks, `generate.generate` writes on from a prompt; both load Transformers.
+`run.evaluate` scores models on tasks, `generate.generate` continues a prompt; both load Transformers.
 """
 
 from attnres.evals.config import EvalConfig, GenerateConfig

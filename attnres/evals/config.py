@@ -1,4 +1,4 @@
-"""What `attnres eval` and `attnres generate` take, as data; importing this loads no heavy library."""
+"""Options of `attnres eval` and `attnres generate`, as dataclasses; importing this loads no heavy library."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""What a model is asked for a task, and the figures its answers make."""
+"""Make the requests of a task for one model, and the measures from their scores."""
 
 import math
 from collections.abc import Sequence
@@ -19,9 +19,10 @@ class TaskQuestions:
     """One task as token ids for one model.
 
     Attributes:
-        requests: everything to be scored.
-        groups: for an item (or, of a text, for a way of cutting windows) its requests; empty where it was left out.
-        notes: what the reader of the figures should know.
+        requests: all requests to score.
+        groups: the requests of each item (for a text: of each way of cutting windows); empty for an item that was left
+            out.
+        notes: remarks for the reader of the figures.
     """
 
     task: Task
@@ -35,10 +36,10 @@ class TaskQuestions:
 
 
 def ask(task: Task, checkpoint: Checkpoint, *, width: int, stride: int, limit: int | None) -> TaskQuestions:
-    """Encode a task; of a text at most `limit` windows side by side.
+    """Encode a task for one model; a text as at most `limit` non-overlapping windows.
 
     Raises:
-        UserError: the tokenizer is not the model's, or a text too short to score.
+        UserError: the tokenizer does not fit the model, or a text is too short to score.
     """
     questions = (
         _ask_text(task, checkpoint, width, stride, limit) if task.kind == "text" else _ask_items(task, checkpoint)
@@ -51,7 +52,8 @@ def ask(task: Task, checkpoint: Checkpoint, *, width: int, stride: int, limit: i
 def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit: int | None) -> TaskQuestions:
     tokenizer = checkpoint.tokenizer
     ids, spans = encode_document(tokenizer, task.text)
-    size = len(task.text[spans[0][0] if spans else 0 :].encode())  # without a token in front that the text brings
+    # bytes of the text after a special token that it brings in front
+    size = len(task.text[spans[0][0] if spans else 0 :].encode())
     before = token_in_front(tokenizer)
     most = len(ids) if limit is None else limit * (width - len(before))
     cut = len(ids) > most
@@ -96,7 +98,7 @@ def _ask_items(task: Task, checkpoint: Checkpoint) -> TaskQuestions:
 
 
 def figures(questions: TaskQuestions, scored: Sequence[Scored]) -> list[TaskMeasure]:
-    """Return the measures of a task from the scores of its requests."""
+    """Return the measures of a task, computed from the scores of its requests."""
     makers = {"text": _text_figures, "word": _word_figures, "choice": _choice_figures}
     return makers[questions.task.kind](questions, scored)
 
@@ -113,7 +115,7 @@ def _text_figures(questions: TaskQuestions, scored: Sequence[Scored]) -> list[Ta
         count = np.array([float(len(scored[i].logprobs)) for i in group])
         measures.append(TaskMeasure(key, label, loss, count, exp=True, unit="nats/token", tokens=digest))
     last = measures[-1]
-    # Each scored token has its share of the text's bytes: a window's first one, with nothing before it, has no score.
+    # Each scored token counts the average bytes of a token: a window's first token has no context and no score.
     share = last.below * questions.bytes
     bits = last.above / math.log(2)
     more: dict[str, Any] = {"tokens": last.tokens, "universal": True, "cut": questions.cut}

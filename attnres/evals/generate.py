@@ -1,4 +1,4 @@
-"""Text from a model, token by token, through Transformers' own `generate` and KV cache."""
+"""Generate text token by token with Transformers' `generate` and KV cache."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -26,10 +26,10 @@ from attnres.residuals import Observer, Source, depths, watched_by
 from attnres.text import number, visible
 
 TOP = 3
-"""Sources of the output read that are named, those of the largest contributions, along the read or against it."""
+"""Sources of the output read that are printed: those of the largest absolute contributions."""
 
 PARTS = 8
-"""Parts into which the depth of a network without blocks is cut for the summary: as many as Block has by default."""
+"""Parts of the depth for the summary of a network without blocks: as many as Block has by default."""
 
 
 LEGEND = """\
@@ -41,14 +41,14 @@ state of it)"""
 
 @dataclass(frozen=True)
 class TokenDepth:
-    """One new token and where its prediction read from.
+    """A new token and the sources that its prediction read.
 
     Attributes:
-        token: its id; `text` what it says.
+        token: its id; `text`: its text.
         output: (source, contribution) of the output read, the largest first; contributions as in
             `attnres.inspect.contribution`, signed and summing to one.
-        blocks: a part of the depth each (a block, where the residual has blocks): name, the source that contributes
-            most to its reads on average, and how much.
+        blocks: for each block (or part of the depth): its name, the source that contributes most to its reads on
+            average, and that contribution.
     """
 
     token: int
@@ -64,7 +64,7 @@ class TokenDepth:
 
 
 class DepthReader(Observer):
-    """Watches the reads of a model while it generates, one sequence at a time; changes no number.
+    """Watches the reads of a model while it generates, one sequence at a time; does not change any value.
 
     Raises:
         UserError: the model's residual has no weights to show, or is being recorded already.
@@ -79,11 +79,11 @@ class DepthReader(Observer):
             ) from error
         if not residual.traits.by_token:
             raise UserError(
-                f"residual '{residual.name}' weighs its sources alike for every token: --show-depth needs one that "
-                "does not, such as block"
+                f"residual '{residual.name}' has the same weights for every token: --show-depth needs one whose "
+                "weights differ, such as block"
             )
         if residual.observer is not None:
-            raise UserError("this model is being recorded already: leave the first recording before a second")
+            raise UserError("this model is being recorded already: end the first recording before a second")
         self.residual, self.tokenizer = residual, tokenizer
         layout = residual.layout()
         self.contributions = Contributions(len(layout), keep=True)
@@ -111,7 +111,7 @@ class DepthReader(Observer):
         self.contributions.write(_last(output))
 
     def read(self, token: int) -> TokenDepth:
-        """Return what the pass that predicted `token` did; call it before the next pass."""
+        """Return the sources of the pass that predicted `token`; call it before the next pass."""
         sublayers = self.residual.num_sublayers
         rows = {index: parts[0].tolist() for index, parts in self.contributions.tokens.items()}
         output = sorted(zip(self.sources[-1], rows[len(self.sources) - 1]), key=lambda pair: -abs(pair[1]))
@@ -135,24 +135,24 @@ class DepthReader(Observer):
 
 
 def _last(values: Tensor) -> Tensor:
-    """Return (1, ...): the last position of the pass, which is the one that predicts."""
+    """Return the last position of the pass, which predicts the next token: (1, ...)."""
     return values.flatten(0, -2)[-1:]
 
 
 LOWEST = 1e-6
-"""A temperature that logits are divided by without becoming infinite."""
+"""Lowest temperature: dividing logits by it gives no infinity."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen. None takes the model's own setting (generation_config.json).
+    """How the next token is chosen. None takes the model's setting (generation_config.json).
 
     Attributes:
-        greedy: always the likeliest, after what the model's own settings take off it (a repetition penalty).
-        temperature: at least `LOWEST`; divides the logits.
-        top_k: only the k likeliest.
-        top_p: only the likeliest whose probabilities sum to p.
-        seed: of the random numbers; the global random state is left as it was.
+        greedy: always the likeliest token, after the model's own penalties (a repetition penalty).
+        temperature: divides the logits; at least `LOWEST`.
+        top_k: sample from the k likeliest tokens.
+        top_p: sample from the likeliest tokens whose probabilities sum to p.
+        seed: seed of the sampling; the global random state does not change.
     """
 
     greedy: bool = False
@@ -162,7 +162,7 @@ class Sampling:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise UserError for values that cannot be."""
+        """Raise UserError for impossible values."""
         if self.greedy and any(value is not None for value in (self.temperature, self.top_k, self.top_p)):
             raise UserError("greedy takes the likeliest token: leave out temperature, top_k and top_p, or greedy")
         if self.temperature is not None and not LOWEST <= self.temperature < float("inf"):
@@ -193,17 +193,17 @@ def generate(
     on_token: Callable[[TokenDepth], None] | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """Return the text with which a model goes on from `prompt`.
+    """Return the text that the model generates after `prompt`.
 
     >>> attnres.generate("runs/mine", "def main():")  # doctest: +SKIP
 
     Args:
         model: a run folder, a model folder, a hub name, a model in memory (then with its `tokenizer`), or a Speaker.
-        max_new_tokens: fewer where the model's context ends before, or where the text does.
-        greedy: as `temperature`, `top_k`, `top_p` and `seed`, a field of `Sampling`.
+        max_new_tokens: upper bound; generation ends earlier at the end of the text or of the model's context.
+        greedy, temperature, top_k, top_p, seed: fields of `Sampling`.
         chat: the prompt is a user's turn in the model's chat template.
-        on_text: called with each piece of the text as soon as it is known.
-        on_token: called after each token with where its prediction read from; needs a residual with weights.
+        on_text: called with each piece of the text as soon as it is decoded.
+        on_token: called after each token with its `TokenDepth`; needs a residual with weights.
 
     Raises:
         UserError: see `Speaker.encode`, `Sampling.check`, `open_checkpoint`.
@@ -230,7 +230,7 @@ def generate(
 
 
 def speak(config: GenerateConfig) -> None:
-    """The command: print the prompt and what follows as it comes, or a line a token; then the speeds."""
+    """Run `attnres generate`: print the prompt and the text as it comes, or a line a token; then the speeds."""
     options: dict[str, Any] = {
         "dtype": config.dtype,
         "device": config.device,
@@ -242,13 +242,13 @@ def speak(config: GenerateConfig) -> None:
     how: dict[str, Any] = {name: getattr(config, name) for name in names}
     first = open_speaker(config.model, **options)
     second = open_speaker(config.beside, **options) if config.beside is not None else None
-    if second is not None:  # what cannot be timed is said before anything is printed
+    if second is not None:  # errors of the timing are raised before anything is printed
         fitting((first, second), config.prompt, config.max_new_tokens)
     if config.show_depth:
         print(LEGEND, file=sys.stderr)
         generate(first, config.prompt, on_token=lambda token: print(token.line(), flush=True), **how)
     else:
-        first.encode(config.prompt, chat=config.chat)  # what is wrong with the prompt is said before it is printed
+        first.encode(config.prompt, chat=config.chat)  # errors of the prompt are raised before it is printed
         print(config.prompt, end="\n\n" if config.chat else "", flush=True)
         try:
             generate(first, config.prompt, on_text=lambda text: print(text, end="", flush=True), **how)
@@ -265,13 +265,13 @@ def _check_length(max_new_tokens: int) -> None:
 
 def _run(speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamer: BaseStreamer, seed: int) -> str:
     model = speaker.model
-    broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and its config.json as it was made?")
+    broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and is its config.json unchanged?")
     more: dict[str, Any] = {}
     with ExitStack() as stack:
         for context in (broken, evaluating(model), forked_generators([model.device]), torch.inference_mode()):
             stack.enter_context(context)
         if why_not_captured(model) is None:
-            settings.disable_compile = True  # which Transformers does for static caches
+            settings.disable_compile = True  # Transformers compiles for static caches by default
             length = ids.shape[1] + int(settings.max_new_tokens or 0)
             more["past_key_values"] = stack.enter_context(speaker.replays.of(model, length))
         torch.manual_seed(seed)
@@ -282,8 +282,7 @@ def _run(speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamer: Ba
 
 
 def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> GenerationConfig:
-    """Return the sampling settings that were asked for, else the model's own; never Transformers' default of 50 for
-    top_k."""
+    """Return the given sampling settings, else the model's own; never Transformers' default top_k of 50."""
     defaults: Any = model.generation_config
     end = defaults.eos_token_id
     pad = defaults.pad_token_id if defaults.pad_token_id is not None else (end[0] if isinstance(end, list) else end)
@@ -291,7 +290,7 @@ def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> Generatio
     def pick(explicit: Any, theirs: Any, otherwise: Any) -> Any:
         return next(value for value in (explicit, theirs, otherwise) if value is not None)
 
-    with foreign("generation_config.json of the model is not valid", "mend or remove it"):
+    with foreign("generation_config.json of the model is not valid", "fix or remove it"):
         return GenerationConfig(
             max_new_tokens=new,
             do_sample=not sampling.greedy,
@@ -305,7 +304,7 @@ def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> Generatio
 
 
 class _Streamer(TextStreamer):
-    """Hands over text as whole words and characters become known, and the id of each new token."""
+    """Passes on whole words and characters as soon as they are decoded, and the id of each new token."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Every task that is not built in: lm-eval's own runner on its `HFLM`, the same weights and tokenizer.
+"""Run tasks that are not built in with lm-eval's runner on its `HFLM`, with the same weights and tokenizer.
 
-lm-eval is an extra. Its figures that are means over documents come with their standard error and are compared document
-by document; of others (a median, a corpus score) only the figure itself is kept.
+lm-eval is an extra. Figures that are means over documents have a standard error and are compared document by document;
+for others (a median, a corpus score) only the figure itself is reported.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from attnres.models.open import Checkpoint
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> Any:
-    """Return lm-eval's task manager that knows these tasks; `folder` holds task files of the user's own, used alone.
+    """Return lm-eval's task manager with these tasks; `folder` has the user's task files, used in place of lm-eval's.
 
     Raises:
         UserError: lm-eval is not installed, the folder is missing, or a name is unknown.
@@ -45,7 +45,7 @@ def run(
     limit: int | None,
     batch_size: int,
 ) -> dict[str, list[TaskMeasure]]:
-    """Return the measures of each task.
+    """Run the tasks and return the measures of each.
 
     Raises:
         UserError: lm-eval could not run (no connection to the hub, a task that needs code run, ...).
@@ -75,7 +75,7 @@ def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list
         name, _, kind = key.partition(",")
         if name.endswith("_stderr") or not kind or not isinstance(value, int | float):
             continue
-        label = name if kind == "none" else f"{name}, {kind}"  # which part of an answer a filter took
+        label = name if kind == "none" else f"{name}, {kind}"  # the filter says which part of an answer was taken
         mine = [sample for sample in samples if sample.get("filter", kind) == kind]
         each = [sample.get(name) for sample in sorted(mine, key=lambda sample: sample["doc_id"])]
         numbers = np.array([v if isinstance(v, bool | int | float) else np.nan for v in each], dtype=float)
@@ -96,7 +96,7 @@ def _unknown_of_many(name: str, manager: Any) -> UserError:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """lm-eval warns of every default it takes: of what it logs its errors alone are shown."""
+    """Show only lm-eval's errors in the block; it warns of every default that it takes."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

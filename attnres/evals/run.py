@@ -1,4 +1,4 @@
-"""Models on tasks: everything is read and checked first, then model after model is loaded, scored and let go."""
+"""Evaluate models on tasks: read and check everything first, then load, score and free model after model."""
 
 import gc
 import json
@@ -28,19 +28,19 @@ from attnres.text import number, with_error
 from attnres.training import environment
 
 MAX_WINDOW = 2048
-"""Perplexity windows are as long as the shortest of the models' contexts, but no longer: what published tables use."""
+"""Longest perplexity window, as in published tables; windows are as long as the shortest context of the models."""
 
 Row = dict[str, Any]
 
 
 @dataclass
 class Results:
-    """The figures of every model.
+    """The results of every model.
 
     Attributes:
-        record: all of it as JSON values: environment, settings, models, tasks.
-        measures: task -> one list of measures a model.
-        items: task -> one list of rows a model, a row an item.
+        record: environment, settings, models and tasks as JSON values.
+        measures: task -> a list of measures for each model.
+        items: task -> for each model a list of rows, one an item.
     """
 
     record: Row
@@ -48,7 +48,8 @@ class Results:
     items: dict[str, list[list[Row]]] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> Path:
-        """Write the record to `path`, and the items of our own tasks, a line each, to the file that is returned."""
+        """Write the record to `path` and the items of the built-in tasks, a line each, to a file beside it; return that
+        file."""
         path = refuse_out(path)
         items = path.with_name(_items_name(path))
         names = [model["name"] for model in self.record["models"]]
@@ -58,14 +59,13 @@ class Results:
             for name, rows in zip(names, models, strict=True)
             for row in rows
         ]
-        write_json(path, self.record)  # first: the items are known by it
+        write_json(path, self.record)  # first: the file of items is recognised by it
         write_text(items, "".join(f"{line}\n" for line in lines))
         return items
 
 
 def refuse_out(path: str | Path) -> Path:
-    """Return the file that `Results.save` may write. Raises UserError where it or the one for the items is
-    another's."""
+    """Return the file that `Results.save` may write. Raises UserError if it or the file of items is something else."""
     return refuse_other_file(path, {"environment", "settings", "models", "tasks"}, _items_name(Path(path)))
 
 
@@ -77,12 +77,12 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
     """Score every model on every task.
 
     Raises:
-        UserError: a model, task, file or setting that does not fit; before any model is loaded where that can be seen.
+        UserError: a model, task, file or setting that does not fit; raised before any model is loaded where possible.
     """
     _check(config)
     device = pick_device(config.device)
     checkpoints = [open_checkpoint(name, trust_remote_code=config.trust_remote_code) for name in config.models]
-    width, stride = _window(config, checkpoints)  # before tasks, which may be fetched
+    width, stride = _window(config, checkpoints)  # before the tasks, which may be downloaded
     foreign = [name.removeprefix(LM_EVAL) for name in config.tasks if name.startswith(LM_EVAL)]
     tasks = [read_task(name, config.data, config.limit) for name in config.tasks if not name.startswith(LM_EVAL)]
     names = [task.name for task in tasks]
@@ -115,7 +115,7 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
                 model, checkpoint, foreign, manager, limit=config.limit, batch_size=batch
             ).items():
                 results.measures.setdefault(f"{LM_EVAL}{name}", []).append(task_measures)
-        del model  # the next one may need the memory
+        del model  # the next model may need the memory
         gc.collect()
         if not is_host(device):
             torch.get_device_module(device).empty_cache()
@@ -176,7 +176,7 @@ def _score(
 
 
 def _rows(questions: TaskQuestions, scored: Sequence[Scored]) -> list[Row]:
-    """Return the log-probabilities in nats, of each choice or each window, that the figures were computed from."""
+    """Return the log-probabilities in nats, of each choice or window, from which the figures were computed."""
     if questions.task.kind == "text":
         kinds = ("non-overlapping", "sliding")
         return [
@@ -237,7 +237,7 @@ def _difference_record(first: TaskMeasure, second: TaskMeasure) -> Row:
 
 
 def show(record: dict[str, Any], console: Console | None = None) -> None:
-    """Print the record of `attnres.evals.run`: a row a figure, a column a model, differences to the first."""
+    """Print the record of `evaluate`: a row a figure, a column a model, differences to the first model."""
     console = wide(console)
     models = record["models"]
     names = _short([model["name"] for model in models])
@@ -284,7 +284,7 @@ def _difference(value: dict[str, Any]) -> str:
 
 
 def _short(names: list[str]) -> list[str]:
-    """Return the last parts of paths, as many as tell them apart."""
+    """Return the last parts of paths, as few as tell them apart."""
     parts = [name.rstrip("/").split("/") for name in names]
     for depth in range(1, max(map(len, parts)) + 1):
         short = ["/".join(part[-depth:]) for part in parts]

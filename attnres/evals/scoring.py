@@ -1,9 +1,9 @@
-"""Log-probabilities of continuations, and means of them with standard errors and paired differences of two models.
+"""Score continuations by log-probability, and compute means with standard errors and paired differences of two models.
 
-A context and its continuation are encoded together and cut after as many tokens as the context alone has, white space
-at the context's end moved to the continuation; this is lm-eval's rule (0.4.13, `TemplateLM.loglikelihood`,
-`HFLM.tok_encode`), special tokens and empty contexts included. Where lm-eval stops, because the tokenizer merges across
-the boundary and nothing is left to score, the continuation is encoded on its own.
+A context and its continuation are encoded together and cut after as many tokens as the context alone has; white space
+at the context's end belongs to the continuation. This is lm-eval's rule (0.4.13, `TemplateLM.loglikelihood`,
+`HFLM.tok_encode`), special tokens and empty contexts included. If the tokenizer merges across the boundary and nothing
+is left to score, lm-eval stops; here the continuation is encoded alone.
 
 Inputs too long for the model lose tokens on the left. They are padded on the right: a causal model's numbers at real
 positions do not see the padding, so no mask is needed. Logits become fp32 before the softmax.
@@ -11,7 +11,8 @@ positions do not see the padding, so no mask is needed. Logits become fp32 befor
 Every figure is a ratio of sums over items, m = sum(a) / sum(b): accuracy with a = right or wrong and b = 1, perplexity
 exp(m) with a = -log p and b = tokens of a window. The standard error of m is that of a ratio estimate
 (`attnres.stats`), for b = 1 lm-eval's; that of exp(m) is exp(m) se. Windows of one text are not quite independent, so
-perplexity's is a little too small. A difference is taken item by item, in m (nats for a perplexity), with a = a2 - a1.
+the standard error of a perplexity is a little too small. A difference is taken item by item, in m (nats for a
+perplexity), with a = a2 - a1.
 """
 
 import hashlib
@@ -32,12 +33,12 @@ from attnres.models.encoding import text_config
 from attnres.stats import or_none, perplexity, ratio
 
 LOGIT_BYTES = 1 << 30
-"""What the logits of one batch may take, unless it is a single sequence: a large vocabulary makes them the largest
-tensor there is."""
+"""Largest size of one batch's logits, unless the batch is a single sequence: with a large vocabulary they are the
+largest tensor."""
 
 
 class Request(NamedTuple):
-    """A request: token ids that are given (at least one), and token ids that are scored (at least one)."""
+    """A request: ids of the context (at least one) and of the continuation to score (at least one)."""
 
     context: Sequence[int]
     continuation: Sequence[int]
@@ -52,12 +53,12 @@ class Scored(NamedTuple):
 
     @property
     def total(self) -> float:
-        """Log-probability of the continuation, in nats."""
+        """Return the log-probability of the continuation, in nats."""
         return float(self.logprobs.sum(dtype=np.float64))
 
 
 def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[Request]:
-    """Make requests for (context, continuation) texts.
+    """Return the requests for (context, continuation) texts.
 
     A text gets the special tokens that the tokenizer puts around it, unless it begins with the first of them already.
     The token for the beginning of a text, else that for its end, stands for an empty context; a continuation that
@@ -99,7 +100,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Collection[str], *, speci
 
 
 class _Row(NamedTuple):
-    """One sequence to run, and the requests that it answers: those whose input it is."""
+    """One sequence to run, and the requests that its logits answer."""
 
     ids: tuple[int, ...]
     kept: int
@@ -120,7 +121,7 @@ def score(
     ones (one-token answers to one question) once.
 
     Args:
-        context: the longest sequence the model takes; no continuation may be longer.
+        context: the longest sequence that the model takes; no continuation may be longer.
         on_progress: called with the number of tokens (padding included) of each finished batch; `cost` gives their sum.
 
     Raises:
@@ -146,8 +147,8 @@ def score(
             for j, result in zip(row.requests, scored, strict=True):
                 if not np.isfinite(result.logprobs).all():
                     raise UserError(
-                        f"the model gives a log-probability of {result.logprobs.min()}: its weights are broken or its "
-                        "dtype too narrow (try --dtype fp32)"
+                        f"the model gives a log-probability of {result.logprobs.min()}: its weights are damaged or "
+                        "its dtype is too narrow (try --dtype fp32)"
                     )
                 done[j] = result
         if on_progress is not None:
@@ -191,14 +192,14 @@ def _batches(rows: Sequence[_Row], batch_tokens: int, vocabulary: int) -> Iterat
 
 
 def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Scored]:
-    """Score continuations that end together by logits (kept, V), which predict their last `kept` tokens."""
+    """Score continuations of different lengths that end together; logits (kept, V) predict the last `kept` tokens."""
     scores = torch.empty(len(continuations), len(logits), dtype=torch.float32)
     greedy = torch.zeros(len(continuations), len(logits), dtype=torch.bool)
     targets = torch.full((len(continuations), len(logits)), -1)
     for i, continuation in enumerate(continuations):
         targets[i, len(logits) - len(continuation) :] = torch.tensor(continuation)
     targets = targets.to(logits.device)
-    for start in range(0, len(logits), POSITIONS):  # an fp32 copy of a few positions at a time
+    for start in range(0, len(logits), POSITIONS):  # makes an fp32 copy of only a few positions at a time
         part = log_probs(logits[start : start + POSITIONS])
         part_targets = targets[:, start : start + POSITIONS]
         scores[:, start : start + POSITIONS] = part.gather(1, part_targets.clamp(min=0).T).T.cpu()
@@ -217,8 +218,8 @@ def windows(ids: Sequence[int], width: int, stride: int, bos: Sequence[int] = ()
                         width - stride tokens or more before it after the first window
 
     The second is Transformers' "perplexity of fixed-length models"; neither is lm-eval's perplexity per word. A
-    tokenizer that puts tokens in front of a text (`bos`) has them in front of every window, where they take places of
-    it; then no token goes unscored.
+    tokenizer that puts tokens in front of a text (`bos`) puts them in front of every window, where they take up places;
+    then every token is scored.
 
     >>> [(list(r.context), list(r.continuation)) for r in windows(range(6), width=4, stride=4)]
     [([0], [1, 2, 3]), ([4], [5])]
@@ -226,7 +227,7 @@ def windows(ids: Sequence[int], width: int, stride: int, bos: Sequence[int] = ()
     [([0], [1, 2, 3]), ([2, 3], [4, 5])]
     """
     room = width - len(bos)
-    # A stride of the whole width leaves no token in common, with or without a token in front.
+    # With stride = width windows share no token, with or without a token in front.
     step = min(stride, room)
     requests, scored = [], 0
     for begin in range(0, len(ids), step):
@@ -243,7 +244,7 @@ def windows(ids: Sequence[int], width: int, stride: int, bos: Sequence[int] = ()
 OTHER_TOKENS = "different tokens: bits per byte compare, this does not"
 OTHER_PLACES = "different tokens, by which the limit cuts the text: leave out --limit to compare"
 NO_ITEMS = "no values per item"
-"""Why two models have no difference."""
+"""Reason why two models have no difference."""
 
 
 @dataclass(frozen=True)
@@ -251,14 +252,14 @@ class TaskMeasure:
     """One figure of one model on one task.
 
     Attributes:
-        key, label: for files and for people.
+        key, label: names in files and in tables.
         above: a_i (n,); NaN for an item that was left out.
         below: b_i (n,).
         exp: whether the figure is exp(m).
         unit: of m and so of differences.
-        chance: what guessing gives, where that is known.
-        tokens: a digest of the tokens that the figure hangs on; empty where it is the same for any tokenizer.
-        cut: whether the text was cut, by this model's tokens.
+        chance: the figure of random guessing, if known.
+        tokens: a digest of the tokens that the figure depends on; empty if it does not depend on the tokenizer.
+        cut: whether the text was truncated, at one of this model's tokens.
         universal: whether the figure may be compared across tokenizers, though its items may not.
     """
 
@@ -273,11 +274,11 @@ class TaskMeasure:
     universal: bool = False
     cut: bool = False
     fixed: tuple[float, float | None] | None = None
-    """(figure, standard error) where another program gave no values per item."""
+    """(figure, standard error) from another program that gave no values per item."""
 
     @property
     def count(self) -> int:
-        """Items that were scored."""
+        """Return the number of scored items."""
         return int(np.isfinite(self.above).sum())
 
     def estimate(self) -> tuple[float, float | None]:
@@ -291,7 +292,7 @@ class TaskMeasure:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Second model minus first: in the unit of m, or why there is none."""
+    """The second model minus the first, in the unit of m, or the reason why there is no difference."""
 
     value: float | None
     error: float | None = None
@@ -301,8 +302,8 @@ class PairedDifference:
 
 
 def difference(first: TaskMeasure, second: TaskMeasure) -> PairedDifference:
-    """Return the paired difference; of bits per byte over different tokens, the plain one; of nothing else over
-    those."""
+    """Return the paired difference; for bits per byte over different tokens, the plain difference; otherwise none if
+    the tokens differ."""
     if first.fixed is not None or second.fixed is not None:
         return PairedDifference(None, reason=NO_ITEMS)
     if first.tokens == second.tokens:
@@ -319,7 +320,7 @@ def difference(first: TaskMeasure, second: TaskMeasure) -> PairedDifference:
 
 
 def tokens_digest(requests: Sequence[Request]) -> str:
-    """Return a digest that is equal exactly if two models were asked the same tokens."""
+    """Return a digest that is equal for two models exactly if their requests have the same tokens."""
     digest = hashlib.sha256()
     for request in requests:
         for ids in request:

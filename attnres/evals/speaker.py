@@ -1,9 +1,8 @@
-"""A loaded model with its tokenizer, which encodes prompts; its passes as CUDA graphs; and the decoding speed of two.
+"""A loaded model with its tokenizer for generation; its passes as CUDA graphs; and the decoding speed of two models.
 
-Not captured, a token waits for the host's launches. A graph has addresses of its own, which its memory pool keeps: what
-a pass without gradients makes of its sources lies there from one token to the next, as the sources of a pass on a CPU
-lie in a bank. The KV cache has to stay where it is too, so it is Transformers' static one, and a prompt's pass has a
-graph for its length.
+Without a graph, a token waits for the host's kernel launches. A graph needs fixed addresses: its memory pool holds the
+sources of a pass, as a bank holds those of a pass on a CPU. The KV cache must not move either, so it is Transformers'
+static cache, and each prompt length has a graph.
 """
 
 import functools
@@ -38,14 +37,14 @@ _log = logging.getLogger("attnres")
 # ------------------------------------------------------------------ passes as CUDA graphs
 
 STEP = 256
-"""Of a cache's length: a longer prompt wants a new one, and its graphs anew."""
+"""A cache's length is a multiple of this; a longer prompt needs a new cache and new graphs."""
 MOST = 16
-"""Graphs of a model: each keeps the memory of a pass."""
+"""Largest number of graphs of a model: each holds the memory of a pass."""
 
 
 def why_not_captured(model: Any) -> str | None:
-    """Return why passes of a model that generates cannot be captured; None if they can, as far as can be told before
-    one is tried."""
+    """Return the reason why a generating model's passes cannot be captured; None if they can, as far as known before
+    trying."""
     if model.device.type != "cuda":
         return f"CUDA graphs need a CUDA device, and this model is on {model.device.type}"
     if not getattr(model, "_can_compile_fullgraph", False):
@@ -54,7 +53,7 @@ def why_not_captured(model: Any) -> str | None:
 
 
 class Replays:
-    """Keeps the CUDA graphs of a model by the arguments of its `forward`, and its KV cache, for later prompts."""
+    """Stores the CUDA graphs of a model by the arguments of its `forward`, and its KV cache, for later prompts."""
 
     def __init__(self) -> None:
         self.cache: StaticCache | None = None
@@ -65,15 +64,15 @@ class Replays:
 
     @contextmanager
     def of(self, model: Any, length: int) -> Generator[StaticCache | None]:
-        """While the block runs, `model.forward` replays a graph where it was called often enough with tensors of these
-        shapes and the cache that this gives, an empty one of `length` tokens or more; None where none is captured."""
+        """Give a cleared static cache of at least `length` tokens; inside the block `model.forward` replays a graph
+        once it was called often enough with the same shapes and this cache. Gives None if nothing can be captured."""
         if self.cache is None or self.length < length:
             self.length = -(-length // STEP) * STEP
             self.cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=self.length)
             self.graphs.clear()
             self.seen.clear()
         if self.failed is not None or any(type(layer) is not StaticLayer for layer in self.cache.layers):
-            yield None  # other layers count tokens in Python
+            yield None  # layers of other classes count tokens in Python
             return
         self.cache.reset()
         forward: Callable[..., Any] = model.forward
@@ -106,7 +105,7 @@ class Replays:
             own_kwargs["past_key_values"] = self.cache
             try:
                 graph = graphs.Graph(functools.partial(forward, *own_args, **own_kwargs))
-            except Exception as error:  # of whatever a kernel or the driver refuses
+            except Exception as error:  # any exception of a kernel or the driver
                 self.failed = first_line(error)
                 _log.warning("attnres: passes are not captured, which makes each token slower: %s", self.failed)
                 return forward(*args, **kwargs)
@@ -133,10 +132,10 @@ class Speaker:
     replays: Replays = field(default_factory=Replays, compare=False, repr=False)
 
     def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
-        """Token ids (1, T) of a prompt, or of a user's turn in the model's chat template.
+        """Return the token ids (1, T) of a prompt, or of a user's turn in the model's chat template.
 
         Raises:
-            UserError: as `encode_prompt`; no room for a token more.
+            UserError: as `encode_prompt`; or the context has no room for a further token.
         """
         ids, _ = encode_prompt(
             self.tokenizer,
@@ -163,7 +162,7 @@ def open_speaker(
 
 
 ROUNDS = 7
-"""Timed rounds, after one that is not: an odd number, for the median and quartiles of the rounds' ratios."""
+"""Timed rounds, after one untimed round; an odd number, for the median and quartiles of ratios."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +170,9 @@ class Speeds:
     """Tokens per second while decoding with a KV cache; the prompt's own pass is not counted.
 
     Attributes:
-        names, medians: of the two models.
-        ratio, quartiles: first over second, of the rounds' ratios: median, first and third quartile.
-        tokens, rounds, device: decoded in a round; how many rounds; where.
+        names, medians: of the two models, in tokens per second.
+        ratio, quartiles: median, first and third quartile of first / second, round by round.
+        tokens, rounds, device: tokens decoded in a round; number of rounds; the device.
     """
 
     names: tuple[str, str]
@@ -194,7 +193,8 @@ class Speeds:
 
 
 def fitting(speakers: Sequence[Speaker], prompt: str, tokens: int) -> tuple[list[Tensor], int]:
-    """Return a prompt's ids (1, T) in each model's tokens, and how many of `tokens` fit into all of them after it.
+    """Return a prompt's ids (1, T) for each model's tokenizer, and how many of `tokens` new tokens fit into all
+    contexts.
 
     Raises:
         UserError: see `Speaker.encode`; fewer than two fit.
@@ -207,7 +207,7 @@ def fitting(speakers: Sequence[Speaker], prompt: str, tokens: int) -> tuple[list
 
 
 def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = ROUNDS) -> Speeds:
-    """Time two models greedily decoding `tokens` tokens after `prompt`, in turn.
+    """Time two models greedily decoding `tokens` tokens after `prompt`, interleaved.
 
     Raises:
         UserError: see `fitting`.
@@ -229,7 +229,7 @@ def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = 
 
 
 class _Clock(BaseStreamer):
-    """Notes when the prompt and each token came."""
+    """Records when the prompt and each token arrived."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

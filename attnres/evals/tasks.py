@@ -1,4 +1,4 @@
-"""Tasks as data: where their items come from, and the text in which a model sees them.
+"""Tasks as data: the source of their items, and the text that a model is given.
 
 The texts are lm-eval's (0.4.13). A local file has one JSON object a line, in one of three shapes:
 
@@ -24,18 +24,18 @@ from attnres.text import listed
 from attnres.typed import is_text
 
 LM_EVAL = "lm-eval:"
-"""Begins the name of a task that lm-eval runs."""
+"""Prefix of the name of a task that lm-eval runs."""
 
 Row = dict[str, Any]
 
 
 class Item(NamedTuple):
-    """One question.
+    """One item of a task.
 
     Attributes:
         pairs: (context, continuation) of each choice; the space between them belongs to the continuation.
-        gold: which is right.
-        characters: of each choice without that space, which length-normalised accuracy divides by.
+        gold: the index of the right choice.
+        characters: length of each choice without that space, the divisor of length-normalised accuracy.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -48,10 +48,10 @@ class Task:
     """A task with its items in memory.
 
     Attributes:
-        name: as asked for.
+        name: the name that was asked for.
         kind: choice (accuracy), word (LAMBADA), or text (perplexity).
         source: the file, or repository, configuration and split.
-        items: of `choice` and `word`; `text` of `text`.
+        items: for `choice` and `word`; `text`: for `text`.
         per_token: whether one normalised by tokens has been published.
     """
 
@@ -65,7 +65,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownTask:
-    """A task by name: where the hub has it, how its rows read, and what its file is called (else NAME*.jsonl)."""
+    """A built-in task: its repository on the hub, how a row becomes an item, and its local file (else NAME*.jsonl)."""
 
     title: str
     hub: tuple[str, str | None, str]
@@ -84,7 +84,7 @@ def wikitext(lines: Sequence[str]) -> str:
 
 
 def _hellaswag(row: Row) -> Row:
-    def clean(text: str) -> str:  # WikiHow's marks
+    def clean(text: str) -> str:  # WikiHow's markup
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     query = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
@@ -109,14 +109,14 @@ TASKS: dict[str, KnownTask] = {
     ),
 }
 OF_LM_EVAL = ("arc_easy", "arc_challenge", "piqa", "winogrande", "boolq")
-"""Names that were tasks of ours and are lm-eval's alone: the same items, scored alike."""
+"""Former names of built-in tasks that lm-eval now runs, with the same items and scores."""
 
 
 def read_task(name: str, data: str | Path | None = None, limit: int | None = None) -> Task:
-    """Return a task by name, from the folder `data` or, without one, from the hub; or from a file given by its path.
+    """Read a task by name, from the folder `data` or, without one, from the hub; or from the file at a path.
 
     Args:
-        limit: at most so many items; perplexity is limited later, in windows.
+        limit: at most this many items; perplexity is limited later, in windows.
 
     Raises:
         UserError: an unknown name, a missing or malformed file (with its line), a hub that cannot be read.
@@ -137,7 +137,7 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
     if name in OF_LM_EVAL:
         raise UserError(f"task {name} is lm-eval's: name it {LM_EVAL}{name} ({install('eval')})")
     path = user_path(name)
-    # A file is read as it is, and is no task of that name.
+    # A path of a file is read as a file, even if a task has that name.
     name_of_file = path.name if path.stem in TASKS else path.stem
     if path.suffix == ".jsonl":
         return _task(name_of_file, str(path), _lines(path), limit)
@@ -192,7 +192,7 @@ def _lines(path: Path) -> Iterator[Item]:
 
 
 def _item(row: Any, where: str) -> Item:
-    """Return one of the three shapes as an item, or a UserError that names the place."""
+    """Return a row of one of the three shapes as an item. Raises UserError with the row's place."""
     shape = set(row) if isinstance(row, Mapping) else set()
     if shape >= {"query", "choices", "gold"}:
         text, choices = row["query"], row["choices"]

@@ -1,12 +1,12 @@
-"""Figures of what depth attention does, good enough for a paper: one style, vector and PNG, told apart by colour-blind
-readers, and right where rows have different numbers of sources."""
+"""Draw figures of depth attention for papers: one style, vector and PNG, distinguishable by colour-blind readers, and
+correct where rows have different numbers of sources."""
 
 import contextlib
 import os
 import sys
 
-# A notebook tells the programs that it starts to draw with its own backend, which may not be installed for them:
-# matplotlib would refuse to be imported, and figures in files need no backend.
+# In a notebook the environment names the notebook's drawing backend, which may not be installed here: matplotlib would
+# refuse to be imported. Figures in files need no backend.
 if "matplotlib" not in sys.modules and (backend := os.environ.pop("MPLBACKEND", "")):
     import matplotlib
 

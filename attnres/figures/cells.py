@@ -1,4 +1,4 @@
-"""Tables of coloured cells, each in its source's column, found by *name*; what a read cannot see is hatched."""
+"""Tables of coloured cells, a column for each source *name*; a source that a read cannot see is hatched."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,23 +17,23 @@ from attnres.inspect.colours import DIVERGING, ink_on, signed_root
 from attnres.inspect.inspection import By
 from attnres.inspect.notebook import end_of_scale
 
-COLOURMAP = "viridis"  # even in lightness for every kind of colour vision
-SHARES = PowerNorm(0.5, vmin=0.0, vmax=1.0)  # square root: with twenty sources a weight of 0.05 is the even share
+COLOURMAP = "viridis"  # lightness rises evenly for every kind of colour vision
+SHARES = PowerNorm(0.5, vmin=0.0, vmax=1.0)  # square root: with twenty sources an even share is 0.05
 SIGNED_MAP = LinearSegmentedColormap.from_list("less or more", DIVERGING)
 SIGNED = Normalize(-1.0, 1.0)
 LINES = 2
-"""Lines that begin in a hatched cell."""
-VECTOR_CELLS = 1600  # beyond that the cells are one embedded image: lines between them would cover them
+"""Hatch lines that begin in a cell."""
+VECTOR_CELLS = 1600  # larger tables are one embedded image, whose cells grid lines would cover
 
 
 def rooted(largest: float) -> FuncNorm:
-    """Return a scale over the square root of the size, either way from zero to `largest`."""
+    """Return a square-root scale for signed values, from -`largest` to `largest`."""
     return FuncNorm((signed_root, lambda x: np.sign(x) * np.square(x)), vmin=-largest, vmax=largest)
 
 
 def look_of(by: By, *tables: np.ndarray) -> dict[str, Any]:
-    """Return one scale for tables of one of the numbers that sources have, for `cells`: that of contributions ends at 1
-    or, since they may exceed it, at the largest."""
+    """Return one scale for several tables of contributions or weights, as options of `cells`; that of contributions
+    ends at 1 or at the largest contribution, which may exceed 1."""
     if by == "weight":
         return {"norm": SHARES, "colourmap": COLOURMAP}
     values = np.concatenate([table.ravel() for table in tables])
@@ -50,10 +50,10 @@ def cells(
     colourmap: Any = COLOURMAP,
     hatched: bool = True,
 ) -> Collection:
-    """Draw (rows, columns) `values` downwards, row r from `tops[r]` to one below; NaN is hatched or left out.
+    """Draw `values` (rows, columns), row r from `tops[r]` to `tops[r] + 1` downwards; NaN is hatched or left out.
 
     Args:
-        edges: (columns + 1,) where columns begin and end; none is one unit each, from 0.
+        edges: (columns + 1,) boundaries of the columns; None is one unit each, from 0.
     """
     count_r, count_c = values.shape
     tops = np.arange(count_r, dtype=float) if tops is None else tops
@@ -61,7 +61,7 @@ def cells(
     if hatched:
         _hatch(ax, np.isnan(values), tops)
     look: dict[str, Any] = {"cmap": colourmap, "norm": norm}
-    if values.size > VECTOR_CELLS or not is_even:  # an image of the rows between two gaps
+    if values.size > VECTOR_CELLS or not is_even:  # draw an image of each run of rows without a gap
         for part in np.split(np.arange(count_r), np.flatnonzero(np.diff(tops) > 1) + 1):
             shown = np.ma.masked_invalid(values[part])
             mesh: Collection = ax.pcolormesh(edges, [*tops[part], tops[part[-1]] + 1], shown, rasterized=True, **look)
@@ -81,7 +81,7 @@ def cells(
 
 
 def readable_on(colour: Any) -> str:
-    """Nearly white or nearly black, whichever can be read on a colour of matplotlib's."""
+    """Return nearly white or nearly black, whichever is readable on a colour."""
     return {"#000000": "#101010", "#ffffff": "#fefefe"}[ink_on(to_hex(colour))]
 
 
@@ -93,7 +93,7 @@ def cell_numbers(
     size: float,
     text: Callable[[float], str] = in_cell,
 ) -> None:
-    """Write the value in each cell, black or white, whichever is readable on it."""
+    """Write the value into each cell, in black or white, whichever is readable on it."""
     for r, c in zip(*np.nonzero(~np.isnan(values))):
         colour = readable_on(mesh.to_rgba(values[r, c]))
         ax.text(c + 0.5, tops[r] + 0.52, text(values[r, c]), ha="center", va="center", fontsize=size, color=colour)
@@ -107,7 +107,7 @@ def named(
     width: float,
     height: float,
 ) -> None:
-    """Names beside the cells, thinned to the axes' `width` and `height` in inches; upright where all fit so."""
+    """Name rows and columns, thinned to the axes' `width` and `height` in inches; columns upright if all fit so."""
     places = [i + 0.5 for i in range(len(columns))]
     upright = max(len(name) for name in columns) * sheet().font * 0.68 / 72 < width / len(columns)
     if upright:
@@ -120,7 +120,7 @@ def named(
 
 
 def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: Any) -> None:
-    """The colour scale beside the axes, as far down as any cells of theirs."""
+    """Draw the colour scale beside `axes`; a signed scale ends below the smallest value drawn with it."""
     settings: dict[str, Any] = {"fraction": 0.03, "pad": 0.015, "aspect": 22, **options}
     bar = figure.colorbar(mesh, ax=axes, **settings)
     if mesh.norm is SHARES:
@@ -143,8 +143,8 @@ def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: An
 
 
 def _hatch(ax: Axes, absent: np.ndarray, tops: np.ndarray) -> None:
-    """Hatch the cells of `absent` (rows, columns): lines from corner to corner, as one path. A pattern, which would be
-    the plain way, is an image for each cell where a browser prints it."""
+    """Hatch the cells where `absent` (rows, columns) is true with diagonal lines, as one path. A hatch pattern would be
+    simpler, but a browser prints it as an image for each cell."""
     lines: list[tuple[float, float]] = []
     gap = (math.nan, math.nan)
     for row, top in zip(absent, tops, strict=True):
@@ -153,7 +153,8 @@ def _hatch(ax: Axes, absent: np.ndarray, tops: np.ndarray) -> None:
             if not len(part):
                 continue
             left, right = float(part[0]), float(part[-1] + 1)
-            for start in np.arange(left - 1.0 + 1 / LINES, right, 1 / LINES):  # from (start, top + 1) to one right, top
+            # from (start, top + 1) one unit right and up, to row `top`
+            for start in np.arange(left - 1.0 + 1 / LINES, right, 1 / LINES):
                 low, high = max(start, left), min(start + 1.0, right)
                 lines += [(low, top + 1 - (low - start)), (high, top + 1 - (high - start)), gap]
     if lines:

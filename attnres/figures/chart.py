@@ -1,4 +1,4 @@
-"""Charts of a study, given as data: curves, differences with the band that noise makes, and grids of numbers."""
+"""Charts of a study, given as data: curves, differences with their intervals, and grids of numbers."""
 
 import math
 import re
@@ -31,20 +31,20 @@ from attnres.residuals import RESIDUALS, residual_class
 from attnres.text import number, tick
 
 COLOURS = ("#4a5260", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", *style.OTHERS)
-"""Of a chart's lines that are of no mechanism, in order (Okabe & Ito, then the house's others)."""
+"""Colours, in order, of lines that belong to no mechanism (Okabe & Ito, then the residuals' palette)."""
 
 HEIGHT = 2.4
-"""Inches, of panels with curves."""
+"""Height in inches of panels with curves."""
 
 FEW = 8
-"""Places on a logarithmic axis up to which each has its number."""
+"""Largest number of places on a logarithmic axis at which each gets its number."""
 NEAR = 0.1
-"""Of an axis, within which two names would run into each other."""
+"""Distance, as a fraction of the axis, below which two names would overlap."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One curve. `low` and `high` make a band; `joined` is False for points that no line joins."""
+    """One curve. `low` and `high` bound a band; `joined` False draws points without a line."""
 
     label: str
     x: Sequence[float]
@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curves:
-    """Lines in one or several panels that share their y axis: title of the panel -> its lines."""
+    """Lines in one or several panels that share their y axis; `panels` maps a title to its lines."""
 
     name: str
     title: str
@@ -76,7 +76,7 @@ class Curves:
     """Draw the line y = 0."""
 
     def draw(self) -> Plot:
-        """Draw it inside `style.style`. A line has one colour in all panels, a mechanism its own."""
+        """Draw the chart inside `style.style`. A line has one colour in all panels; a mechanism has its own colour."""
         several = len(self.panels) > 1
         figure, axes = canvas(sheet().page if several else sheet().column, HEIGHT, 1, len(self.panels), sharey=True)
         looks = _looks(list(dict.fromkeys(line.label for lines in self.panels.values() for line in lines)))
@@ -116,9 +116,9 @@ class Interval(NamedTuple):
     """One row of `Differences`.
 
     Attributes:
-        difference, margin: and half of its interval; NaN where that is not known.
-        clear: the interval excludes 0. colour: of the row; none is by the sign, where it is clear.
-        is_chance: of the baseline's own function. per_seed: the differences of single seeds.
+        difference, margin: the difference, and half the width of its interval (NaN if unknown).
+        clear: whether the interval excludes 0. colour: the row's colour; None colours it by sign if it is clear.
+        is_chance: whether the variant is mathematically the baseline. per_seed: the differences of single seeds.
     """
 
     label: str
@@ -132,8 +132,8 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences to a baseline with their intervals, one a row, the best at the top or in the order given. An interval
-    far wider than all differences goes on beyond the edge."""
+    """Differences to a baseline with their intervals, one a row, the best at the top or in the given order. An interval
+    far wider than all differences is cut at the edge."""
 
     name: str
     title: str
@@ -145,7 +145,7 @@ class Differences:
     ranked: bool = True
 
     def draw(self) -> Plot:
-        """Draw it inside `style.style`; the caption says what its marks are."""
+        """Draw the chart inside `style.style`; the caption explains its marks."""
         rows = sorted(self.rows, key=lambda row: -row.difference) if self.ranked else self.rows[::-1]
         figure, axes = canvas(
             sheet().column * (1.35 if self.ranked else 1), 0.7 + (0.19 if self.ranked else 0.33) * len(rows)
@@ -188,8 +188,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers over two settings: title of a panel -> (rows, columns), NaN where there is none; the lowest of each row
-    is framed."""
+    """Numbers over two settings: panel title -> (rows, columns), NaN if missing; the lowest of each row is framed."""
 
     name: str
     title: str
@@ -201,7 +200,7 @@ class Grid:
     panels: dict[str, np.ndarray]
 
     def draw(self) -> Plot:
-        """Draw it inside `style.style`; all panels have one colour scale."""
+        """Draw the chart inside `style.style`; all panels share one colour scale."""
         figure, axes = canvas(sheet().page, 0.9 + 0.3 * len(self.rows), 1, len(self.panels), sharey=True)
         values = np.concatenate([panel[np.isfinite(panel)] for panel in self.panels.values()])
         low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
@@ -224,8 +223,8 @@ Chart = Curves | Differences | Grid
 
 
 def _looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return colour and dash of each line: its mechanism's where all labels begin with one's name, else one after
-    another."""
+    """Return the colour and dash of each line: its mechanism's if all labels begin with a mechanism's name, else one
+    after another."""
     names = {label: re.split(r"[-, ]", label)[0] for label in labels}
     if all(name in RESIDUALS for name in names.values()):
         return style.looks({label: (name, residual_class(name).traits) for label, name in names.items()})
@@ -235,7 +234,7 @@ def _looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _names_apart(places: Sequence[float]) -> list[str]:
-    """Return names of places on a logarithmic axis, none for one that is too near to the last that has one.
+    """Return the names of places on a logarithmic axis, empty for a place too near to the last named one.
 
     >>> _names_apart([0.1, 0.333, 0.5, 1, 10])
     ['0.1', '0.333', '', '1', '10']

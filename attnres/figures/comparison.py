@@ -1,4 +1,4 @@
-"""Models or runs side by side under their labels, with the numbers of each seed; and the figures of their losses."""
+"""Models or runs side by side under their labels, with the numbers of each seed; and figures of their losses."""
 
 import dataclasses
 import math
@@ -49,18 +49,19 @@ WORDS = {
     "distill_weight": "distillation",
     "distill_temperature": "temperature",
 }
-"""What a legend calls the training settings in a variant's label."""
+"""Names in a legend of the training settings that a variant's label holds."""
 START = 1 / 8
-"""Of a run, whose losses may lie outside the axes: they fall too steeply to share one with the rest."""
+"""Fraction of a run, from its start, whose losses may lie outside the axes: they fall too steeply for a common
+scale."""
 
 
 class LossDifference(NamedTuple):
-    """A held-out loss less the baseline's, in nats per token.
+    """The difference of a held-out loss to the baseline's, in nats per token.
 
     Attributes:
-        place: on the axis of training.
+        place: position on the axis of training.
         effect: the mean over seeds with its interval.
-        basis: what the interval is over, "seeds" or "windows". per_seed: each seed's.
+        basis: what the interval is over, "seeds" or "windows". per_seed: the difference of each seed.
     """
 
     place: float
@@ -71,15 +72,15 @@ class LossDifference(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """What is known under one label; what is not is empty.
+    """Everything measured under one label; fields without a measurement are empty.
 
     Attributes:
-        seeds: those of which means are taken.
-        inspections, dynamics: by seed, as `attnres.inspect.inspection.dynamics` gives the latter.
-        held_out, train: losses by seed, also of one that does not count.
-        differences: to the baseline, over training.
-        group, rate, finals: its name without the learning rate, that rate, and the final held-out losses.
-        complete: every seed has finished.
+        seeds: the seeds that means are taken over.
+        inspections, dynamics: by seed; `dynamics` as `attnres.inspect.inspection.dynamics` returns it.
+        held_out, train: losses by seed, with seeds that are not in `seeds`.
+        differences: differences to the baseline, over training.
+        group, rate, finals: the label without its learning rate, that rate, and the final held-out losses.
+        complete: whether every seed has finished.
     """
 
     label: str
@@ -98,12 +99,12 @@ class Variant:
 
     @cached_property
     def mean(self) -> "Inspection":
-        """The inspection of the first seed, with means over seeds of what has one."""
+        """Return the inspection of the first seed, with the quantities that have a mean over seeds replaced by it."""
         return mean_inspection(list(self.inspections.values()), self.label)
 
     def over_steps(self, key: str) -> tuple[Sequence[float], np.ndarray]:
-        """Return steps and (depth, steps) values that training recorded; the first seed's where seeds differ in
-        steps."""
+        """Return steps and (depth, steps) values recorded in training, means over seeds; the first seed's if seeds have
+        different steps."""
         runs = [run for run in self.dynamics.values() if run.get(key) and all(run[key])]
         if not runs:
             return [], np.empty((0, 0))
@@ -113,12 +114,12 @@ class Variant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants in order, and what they are held against.
+    """Variants in order, and the baseline they are compared with.
 
     Attributes:
         baseline: the label whose line is zero where differences are drawn.
         unit: of the axis of training.
-        equal: all were trained under equal conditions.
+        equal: whether all were trained under equal conditions.
     """
 
     variants: Sequence[Variant]
@@ -128,7 +129,7 @@ class Comparison:
 
     @classmethod
     def of_models(cls, inspections: Sequence["Inspection"]) -> Self:
-        """Set models side by side under their own names."""
+        """Return the comparison of several models under their own names."""
         return cls(
             [
                 Variant(
@@ -147,18 +148,19 @@ class Comparison:
         return dataclasses.replace(self, variants=[one for one in self.variants if getattr(one, name)])
 
     def once(self) -> Self:
-        """Return the comparison without the variants that are mathematically another's, which would be seen twice."""
+        """Return the comparison without variants that are mathematically the baseline, if the baseline is among the
+        variants."""
         if all(one.traits.is_chance or one.label != self.baseline for one in self.variants):
             return self
         return dataclasses.replace(self, variants=[one for one in self.variants if not one.traits.is_chance])
 
     def without(self, name: str) -> Self:
-        """Return the same variants with nothing in a field."""
+        """Return the comparison with the field `name` of every variant emptied."""
         return dataclasses.replace(self, variants=[dataclasses.replace(one, **{name: {}}) for one in self.variants])
 
     def noise(self) -> list[tuple[float, float]]:
-        """Return (place, standard deviation of the difference of two runs of the baseline), of two seeds or more: what
-        chance does to one pair of runs, which no error over windows sees."""
+        """Return (place, standard deviation of the difference between two runs of the baseline), from two seeds or
+        more: the noise between single runs, which an error over windows does not contain."""
         runs = next((one.held_out for one in self.variants if one.label == self.baseline), {})
         curves = [dict(points) for points in runs.values()]
         if len(curves) < 2:
@@ -168,19 +170,19 @@ class Comparison:
         return [(place, float(2**0.5 * one)) for place, one in zip(common, deviations, strict=True)]
 
     def looks(self) -> list[dict[str, Any]]:
-        """Return line keywords of each variant: the colour of its residual, its label."""
+        """Return the line keywords of each variant: the colour of its residual, and its label."""
         looks = style.looks({one.label: (one.residual, one.traits) for one in self.variants})
         return [{**looks[one.label], "label": plain(in_words(one.label, one.residual))} for one in self.variants]
 
     def named(self, name: str, title: str) -> tuple[str, str]:
-        """Return a figure's name and title: those of the one model, or of all."""
+        """Return a figure's name and title for the one model, or for all."""
         if len(self.variants) == 1:
             return name, f"{self.variants[0].label}: {title}"
         return f"compare-{name}", title[0].upper() + title[1:]
 
 
 def in_words(label: str, residual: str) -> str:
-    """Return a variant's label as a legend has it; a name that is no variant's label stays.
+    """Return a variant's label as a legend shows it; a name that is no variant's label is unchanged.
 
     >>> in_words("block-num_blocks4-residual_lr0.000133", "block"), in_words("my-model", "block")
     ('block, num blocks 4, query rate 0.000133', 'my-model')
@@ -210,7 +212,7 @@ def held_out_loss(comparison: Comparison) -> Plot:
 
 
 def held_out_panel(ax: Axes, comparison: Comparison) -> str:
-    """Draw the curves of `held_out_loss`; returns what a caption says of them."""
+    """Draw the curves of `held_out_loss`; return the sentence about them for a caption."""
     ax.set_ylabel(LOSS)
     return _curves(ax, comparison, [one.held_out for one in comparison.variants], marker="o")
 
@@ -323,8 +325,7 @@ def learning_rates(comparison: Comparison) -> Plot:
 
 
 def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Points]], marker: str = "") -> str:
-    """Draw a thick line for each variant, the mean over seeds at their common places; single seeds thin behind it.
-    Returns what a caption says of them.
+    """Draw a thick line for each variant, the mean over seeds at their common places, and single seeds thin behind it.
 
     Raises:
         NotShown: no variant has a curve.
@@ -350,7 +351,7 @@ def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Poin
 
 
 def _smooth(points: Points) -> Points:
-    """Exponential mean over about 2 % of the run, at most 400 points."""
+    """Return the exponential mean over about 2 % of the run, at most 400 points."""
     keep = math.exp(-1 / max(1.0, 0.02 * len(points)))
     smooth, total, weight = [], 0.0, 0.0
     stride = max(1, len(points) // 400)
@@ -362,7 +363,7 @@ def _smooth(points: Points) -> Points:
 
 
 def _cut_off(ax: Axes) -> str:
-    """Return the sentence of a caption about lines that begin outside the axes, which hold all that comes later."""
+    """Return a caption's sentence about lines that begin outside the axes; the axes contain all later values."""
     low, high = ax.get_ylim()
     values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.get_lines()])
     outside = np.isfinite(values) & ((values < low) | (values > high))

@@ -1,4 +1,4 @@
-"""Quantities of sublayers and reads by depth, one a panel, one line a variant; and the same over training."""
+"""Draw quantities of sublayers and reads by depth, a panel each with a line for each variant; and over training."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -45,11 +45,12 @@ class Quantity(NamedTuple):
     """A number for each read, sublayer or layer.
 
     Attributes:
-        axis: its name beside an axis. meaning: a sentence for captions.
-        reads: one for each read, the output's last; else one for each sublayer, or `layers`: for each layer.
-        of: where an inspection has it; what training alone records is nowhere.
-        log: the axis is logarithmic where values span more than that factor.
-        plain: a plain residual's values (depth,) by the number of the read.
+        axis: name beside an axis. meaning: a sentence for captions.
+        reads: one value for each read, the output's last; else one for each sublayer, or with `layers` one for each
+            layer.
+        of: gets the values from an inspection; None for a quantity that only training records.
+        log: the axis is logarithmic if values span more than this factor.
+        plain: the values (depth,) of a standard residual, by the number of the read.
     """
 
     axis: str
@@ -124,19 +125,19 @@ QUANTITIES = {
     ),
     "gates": Quantity("gate of a block's end", "How far a block ends after each layer.", False, layers=True),
 }
-"""By the names under which runs record them and inspections have them, in the order in which they are drawn."""
+"""Quantities by the names under which runs and inspections store them, in drawing order."""
 CHOICE = ("effective", "distance", "embedding", "persistence", "sharpness")
-"""How reads choose."""
+"""Quantities that describe how reads choose."""
 MAGNITUDES = ("output_rms", "input_rms", "grad_rms")
 
 
 def quantity(key: str) -> Quantity:
-    """Return the quantity of that name; one under its own name where it is not listed."""
+    """Return the quantity named `key`; a generic one if it is not listed."""
     return QUANTITIES.get(key) or Quantity(key, "", True)
 
 
 def rows(variant: Variant, key: str) -> np.ndarray | None:
-    """Return (seeds, depth) values from the inspections, or else the last that training recorded; None where there are
+    """Return (seeds, depth) values from the inspections, or else the last that training recorded; None if there are
     none or seeds differ in depth."""
     measured = [quantity(key).of(one) for one in variant.inspections.values()]
     if not any(row and any(value is not None for value in row) for row in measured):
@@ -148,7 +149,7 @@ def rows(variant: Variant, key: str) -> np.ndarray | None:
 
 
 def sublayers(variant: Variant, count: int) -> list[int]:
-    """Return which sublayer each of `count` values is of, reads' or sublayers' own; L is the output."""
+    """Return the sublayer of each of `count` values (of reads or of sublayers); L is the output."""
     for inspection in variant.inspections.values():
         places = depths(inspection.layout)
         if len(places) == count:
@@ -160,11 +161,11 @@ def by_depth(comparison: Comparison, keys: Sequence[str], name: str, title: str)
     """Draw a panel for each quantity that some variant has.
 
     Raises:
-        NotShown: there is none.
+        NotShown: no variant has any of them.
     """
     keys = [key for key in keys if any(rows(variant, key) is not None for variant in comparison.variants)]
     if not keys:
-        raise NotShown("nothing of it is measured for this residual")
+        raise NotShown("it was not measured for this residual")
     figure, axes = panels(len(keys))
     for ax, key in zip(axes, keys, strict=True):
         panel(ax, comparison, key)
@@ -180,16 +181,15 @@ def by_depth(comparison: Comparison, keys: Sequence[str], name: str, title: str)
 
 
 def bands(comparison: Comparison, keys: Sequence[str]) -> str:
-    """Return a sentence on what `panel` draws of several seeds, where it does for one of these quantities; else
-    nothing."""
+    """Return a sentence about the bands that `panel` draws of several seeds; empty if it draws none for these
+    quantities."""
     tables = [rows(one, key) for one in comparison.variants for key in keys]
     several = any(table is not None and len(table) > 1 for table in tables)
     return " Lines: means over seeds; bands: least to most." if several else ""
 
 
 def coinciding(comparison: Comparison, key: str) -> str:
-    """Return a sentence that names lines which lie on one another, within a hundredth of the panel's range; else
-    nothing."""
+    """Return a sentence that names lines which coincide within a hundredth of the panel's range; empty if none do."""
     tables = [(one.label, table.mean(0)) for one in comparison.variants if (table := rows(one, key)) is not None]
     values = np.concatenate([line for _, line in tables] or [np.zeros(1)])
     close = 0.01 * (np.nanmax(values) - np.nanmin(values))
@@ -208,7 +208,7 @@ def coinciding(comparison: Comparison, key: str) -> str:
 
 
 def most_sources(variant: Variant) -> list[float]:
-    """Return how many sources each read has, NaN where it weighs none; nothing where that was not measured."""
+    """Return the number of sources of each read, NaN for a read without weights; empty if it was not measured."""
     most = variant.mean.entropy.get("most", []) if variant.inspections else []
     return [float(count or np.nan) for count in most]
 
@@ -274,7 +274,7 @@ def source_norms(comparison: Comparison) -> Plot:
 
 
 def last_sources(inspection: "Inspection") -> tuple[Sequence[Source], list[float]] | None:
-    """Return the sources, with their RMS, of the last read of several whose magnitudes were measured."""
+    """Return the sources and their RMS of the last read that has several sources and measured magnitudes."""
     for read, rms in reversed(list(zip(inspection.layout, inspection.source_rms))):
         if len(rms) == len(read.sources) > 1:
             return read.sources, rms
@@ -338,7 +338,7 @@ def over_steps(comparison: Comparison) -> Plot:
             if not table.size:
                 ax.set_axis_off()
                 continue
-            places = np.array(steps, dtype=float)  # each cell as wide as half the way to the steps beside it
+            places = np.array(steps, dtype=float)  # a cell reaches half the way to the neighbouring steps
             gap = np.diff(places).mean() if len(places) > 1 else 1.0
             between = [[places[0] - gap / 2], (places[1:] + places[:-1]) / 2, [places[-1] + gap / 2]]
             tops = np.arange(len(table)) - 0.5
@@ -367,7 +367,7 @@ def over_steps(comparison: Comparison) -> Plot:
 
 
 def _each(variant: Variant, rows: int) -> int:
-    """Return how many rows a layer has: those of its sublayers, or of their reads, or one."""
+    """Return how many of `rows` rows belong to a layer: its sublayers, their reads, or one."""
     sublayers = len(variant.over_steps("output_rms")[1])
     layouts = [inspection.layout for inspection in variant.inspections.values()]
     each = per_layer(layouts[0]) if layouts else 2

@@ -1,4 +1,4 @@
-"""The figures of models, runs or saved inspections: what the command `attnres figures` does."""
+"""Draw the figures of models, runs or saved inspections, for the command `attnres figures`."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from attnres.report.sections import comparison_of
 from attnres.text import listed
 
 WIDTHS, FONTS = (2.0, 20.0), (4, 24)
-"""Inches and points that a figure may have."""
+"""Allowed widths in inches and font sizes in points."""
 
 
 def draw(
@@ -33,21 +33,23 @@ def draw(
     width: str | None = None,
     font: float | None = None,
 ) -> list[Path]:
-    """Write every figure that applies, and `captions.md`; print what was written and what does not apply, and why.
+    """Write every figure that applies, and `captions.md`; print the files, and for each other figure why it does not
+    apply.
 
     Args:
-        sources: model folders, run folders, folders of runs, hub names, or what `attnres inspect` wrote. Of a folder of
+        sources: model folders, run folders, folders of runs, hub names, or files of `attnres inspect`. In a folder of
             runs the first seed of each label is inspected; its dynamics are means over seeds.
-        out: folder; with several models each has a folder of its own in it, and what compares them lies above.
+        out: the folder to write. With several models each has a folder in it; figures that compare them lie in `out`.
         formats: of pdf, png and svg.
-        options: fields of `InspectConfig`, for those that are models.
-        by: the numbers of sources that are shown.
-        only: names of figures; none is all.
-        width: of every figure, as `inches` reads it; none is a column's or a page's. font: points of the letters.
+        options: fields of `InspectConfig` for sources that are models.
+        by: which numbers of sources are shown, contributions or weights.
+        only: names of figures; empty is all.
+        width: width of every figure, as `inches` reads it; None is that of a column or a page. font: font size in
+            points.
 
     Raises:
-        UserError: something given is none of these, `out` is a file or holds a model, or a file cannot be written; no
-            figure of `only` applies.
+        UserError: a source is none of these, `out` is a file or holds a model, a file cannot be written, or no figure
+            of `only` applies.
     """
     check_formats(formats)
     for name in only:
@@ -67,7 +69,7 @@ def draw(
         inspection.model["name"] = name
     compared = Comparison.of_models(inspections)
     runs = comparison_of(load_study(*studies)) if studies else Comparison([])
-    if studies:  # what these say of training is of all seeds
+    if studies:  # figures of training are means over all seeds
         compared = compared.without("dynamics")
     with style.style(wide, font):
         alone = [draw_model(inspection, by, only) for inspection in inspections]
@@ -80,7 +82,7 @@ def draw(
     if len(inspections) == 1:
         written += write_drawn(console, names[0], every, out, formats)
     else:
-        write_text(out / "captions.md", "")  # first: the folder is known by it
+        write_text(out / "captions.md", "")  # first: the folder is recognised by it
         folders = _distinct([_file_name(name) for name in names])
         for drawn, name, folder in zip(alone, names, folders, strict=True):
             if drawn.plots or not only:
@@ -94,7 +96,7 @@ def inches(width: str) -> float:
     """Return a figure's width in inches.
 
     Raises:
-        UserError: no number of in, cm, mm or pt (inches without a unit), or one that is no figure's.
+        UserError: no number of in, cm, mm or pt (inches without a unit), or one outside `WIDTHS`.
 
     >>> inches("3.3in"), inches("8.4cm"), inches("237.6 pt")
     (3.3, 3.3070866141732282, 3.3)
@@ -146,9 +148,9 @@ def _inspection(name: str, options: dict[str, object]) -> Inspection:
 
 
 def write_drawn(console: Console, name: str, drawn: Drawn, folder: Path, formats: Sequence[str]) -> list[Path]:
-    """Write figures and their captions, and print which; return the files."""
+    """Write figures and their captions, print their names, and return the files."""
     captions = folder / "captions.md"
-    write_text(captions, "\n".join(_caption(plot) for plot in drawn.plots))  # first: the folder is known by it
+    write_text(captions, "\n".join(_caption(plot) for plot in drawn.plots))  # first: the folder is recognised by it
     files = [*save_all(drawn.plots, folder, formats), captions]
     say(console, f"{name}: {', '.join(plot.name for plot in drawn.plots) or 'nothing'}")
     for figure, reason in drawn.left_out:
@@ -161,7 +163,7 @@ def _caption(plot: Plot) -> str:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Return the names, numbered where two are the same."""
+    """Return the names, numbered if two are equal."""
     return [name if names.count(name) == 1 else f"{name} {names[:i].count(name) + 1}" for i, name in enumerate(names)]
 
 

@@ -1,4 +1,4 @@
-"""What was measured on edges, one at a time: all of them as a heatmap, and the largest as a graph of the prediction."""
+"""Draw measured effects of single edges (source -> read): all as a heatmap, and the largest as a graph."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from attnres.inspect.patching import Patching
 
 DRAWN = 24
-"""Edges of a graph."""
+"""Largest number of edges in a graph."""
 
 
 def edge_map(measured: "Attribution | Patching", title: str) -> Plot:
-    """Draw every edge as a cell, reads in rows: the change of ln p without it, or what patching it restores."""
+    """Draw every edge as a cell, reads in rows: the change of ln p when it is ablated, or the part that patching it
+    restores."""
     patched = hasattr(measured, "restored")
     rows: Any = measured.restored if patched else measured.knockout
     table = Routing(measured.layout, rows)
@@ -48,10 +49,10 @@ def edge_map(measured: "Attribution | Patching", title: str) -> Plot:
 
 
 def graph(attribution: "Attribution", title: str) -> Plot:
-    """Draw the edges without which the prediction changes most and which lead to it, among the `DRAWN` largest.
+    """Draw, of the `DRAWN` edges with the largest effect on the prediction, those that lead to it.
 
-    From the output upwards: an edge is drawn if what it feeds is the output or is part of a source that is drawn. Each
-    was measured alone; two together may do more or less than the sum.
+    Starting at the output, an edge is drawn if its read is the output's or belongs to a source already drawn. Each edge
+    was measured alone; the effect of two may differ from the sum.
 
     Raises:
         NotShown: no edge changes the prediction by more than `FLOOR`.
@@ -66,7 +67,7 @@ def graph(attribution: "Attribution", title: str) -> Plot:
     whole = [
         *(source for _, source, _ in edges if source not in written),
         *written,
-    ]  # of one node the sublayer's colour
+    ]  # edges of a single node have the sublayer's colour
     colours = {_node(source, written): colour for source, colour in zip(whole, source_colours(whole), strict=True)}
     shown: dict[str, tuple[float, float]] = {}
     for index, source, _ in edges:
@@ -86,7 +87,7 @@ def graph(attribution: "Attribution", title: str) -> Plot:
             for name, (depth, _) in places.items()
             if name in shown and int(depth) + 1 in (source.span or ()) and name != "output"
         ]
-        for member in members:  # what a block is the sum of
+        for member in members:  # the outputs that a block sums
             (y0, x0), (y1, x1) = shown[_node(source, written)], shown[member]
             ax.plot([x0, x1], [y0, y1], color=style.MUTED, linewidth=0.7, linestyle=":", zorder=0)
     labels = {read.sublayer: read._replace(into=None).label for read in layout}
@@ -112,7 +113,7 @@ def graph(attribution: "Attribution", title: str) -> Plot:
 def _draw_edge(
     ax: Axes, start: tuple[float, float], end: tuple[float, float], bend: float, width: float, colour: str
 ) -> None:
-    """Draw an arrow between two (depth, column)."""
+    """Draw an arrow between two points (depth, column)."""
     arrow: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 7, "shrinkA": 9, "shrinkB": 9}
     ax.add_patch(
         FancyArrowPatch(
@@ -128,7 +129,7 @@ def _draw_edge(
 
 
 def _draw_node(ax: Axes, name: str, place: tuple[float, float], colour: str) -> None:
-    """Draw a dot at (depth, column), and its name beside it."""
+    """Draw a dot at (depth, column) with its name beside it."""
     ax.plot(place[1], place[0], "o", color=colour, markersize=9, zorder=3, markeredgecolor=style.PAPER)
     ax.annotate(
         plain(name.partition(" (")[0]),
@@ -142,7 +143,7 @@ def _draw_node(ax: Axes, name: str, place: tuple[float, float], colour: str) -> 
 
 
 def leading(attribution: "Attribution") -> list[tuple[int, Source, float]]:
-    """Return (number of the read, source, change of ln p) of the edges of a graph, the output's first."""
+    """Return (number of the read, source, change of ln p) of the edges of a graph, the output's edges first."""
     layout, order = attribution.layout, depths(attribution.layout)
     sizes = sorted((abs(value) for row in attribution.knockout for value in row), reverse=True)
     least = max(FLOOR, sizes[min(DRAWN, len(sizes)) - 1])
@@ -160,20 +161,20 @@ def leading(attribution: "Attribution") -> list[tuple[int, Source, float]]:
 
 
 def _column(part: Read | Source) -> float:
-    """Return where across a node stands: what writes by its kind, sums between."""
+    """Return the column of a node: sublayers by their kind, sums in between."""
     return {"attention": 0.0, "mlp": 2.0, "output": 1.0, "embedding": 1.0}.get(part.kind, 1.0)
 
 
 def _node(source: Source, written: Sequence[Source]) -> str:
-    """Return the node of a source: the sublayer's where it is one output, else its own; what is open is another at each
-    read."""
+    """Return the node of a source: its sublayer if it is one output, else the source itself; an open source is a
+    different node for each read."""
     if source.span is not None and len(source.span) == 1:
         return written[source.span.start].name
     return f"{source.name} ({source.span})" if source.open else source.name
 
 
 def _place_of(source: Source, places: dict[str, tuple[float, float]], written: Sequence[Source]) -> tuple[float, float]:
-    """Depth and column of a source: its sublayer's, or for a sum the end of its span."""
+    """Return depth and column of a source: its sublayer's, or for a sum the end of its span."""
     name = _node(source, written)
     if name in places:
         return places[name]

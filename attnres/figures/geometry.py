@@ -1,4 +1,4 @@
-"""The learned side: which reads ask alike, what sources look alike, and what gates hold reads back."""
+"""Draw what a model learned: similar queries, similar sources, and gates that hold reads back."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def queries(inspection: "Inspection") -> Plot:
-    """Cosine of each two reads' queries, and the queries on their first two principal axes."""
+    """Draw the cosine of each pair of reads' queries, and the queries on their first two principal axes."""
     if inspection.query_cosine is None:
         raise NotShown("fewer than two reads have a query that is not zero")
     cosine = np.array(inspection.query_cosine, dtype=float)
@@ -110,7 +110,7 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: Sequence[Read]) -
 
 
 def keys(inspection: "Inspection") -> Plot:
-    """Cosine of the last read's sources with one another: the geometry that its query has to tell apart."""
+    """Draw the cosines between the last read's sources, which its query has to tell apart."""
     if not inspection.key_cosine or len(inspection.key_cosine) < 2:
         raise NotShown("the output's read is no softmax over more than one source")
     assert inspection.routing is not None
@@ -127,11 +127,11 @@ def keys(inspection: "Inspection") -> Plot:
 
 
 def learned(inspection: "Inspection") -> Plot:
-    """Draw what is learned besides queries: a line for what is one number a read, a table for what is a row. A number
-    that stands alone is in the terminal's notes.
+    """Draw learned parameters other than queries: a line for one number a read, a table for a row a read. A single
+    number is in the terminal's notes.
 
     Raises:
-        NotShown: there is nothing.
+        NotShown: the residual learns nothing else.
     """
     tables = [(table, _array(table["values"])) for table in (inspection.learned or {}).values()]
     tables = sorted((part for part in tables if part[1].size), key=lambda part: part[1].ndim)
@@ -169,7 +169,8 @@ def learned(inspection: "Inspection") -> Plot:
 
 
 def _array(values: Any) -> np.ndarray:
-    """Return one or two axes of numbers, NaN where a row has ended; empty for more axes and for none."""
+    """Return numbers of one or two axes as an array, NaN beyond the end of a shorter row; empty for other numbers of
+    axes."""
     if not isinstance(values, list):
         return np.empty(0)
     if not any(isinstance(row, list) for row in values):
@@ -183,13 +184,13 @@ def _array(values: Any) -> np.ndarray:
 
 
 def _counted(inspection: "Inspection", axes: Sequence[str], axis: int, count: int) -> list[str]:
-    """Return names along an axis of a learned table."""
+    """Return the names along an axis of a learned table."""
     kind = axes[axis] if axis < len(axes) else ""
     if kind in ("read", "sublayer") and count <= len(inspection.layout):
         return [read.label for read in inspection.layout[:count]]
     if kind == "source" and count == len(inspection.layout[-1].sources):
         return [source.label for source in inspection.layout[-1].sources]
-    if kind == "source":  # outputs, or whole layers' after the embedding
+    if kind == "source":  # sources are outputs, or the embedding and whole layers
         if axes[0] == "layer":
             return ["embedding", *(f"layer {i}" for i in range(count - 1))]
         return [one.label for one in outputs(count)]

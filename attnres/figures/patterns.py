@@ -1,5 +1,5 @@
-"""What reads are made of: what each source contributes, or its weight, before attention and before MLPs (the paper's
-Fig. 8), where blocks begin (the heatmaps of the nanoGPT study), and by kind of token."""
+"""Draw the contributions or weights of sources: before attention and before MLPs (the paper's Fig. 8), at block
+boundaries (the heatmaps of the nanoGPT study), and by kind of token."""
 
 import math
 from collections.abc import Iterable
@@ -38,23 +38,24 @@ if TYPE_CHECKING:
 
 
 TITLES: dict[By, str] = {"contribution": "contributions of sources", "weight": "weights of sources"}
-"""What a figure of these numbers shows."""
+"""Titles of figures, by the kind of number."""
 
 
 def shares(inspection: "Inspection", by: By = "contribution") -> Routing:
-    """Return the share of each source in the reads that weigh something, means over tokens; see `Routing.of`.
+    """Return contributions or weights of each source in the reads with several sources, means over tokens; see
+    `Routing.of`.
 
     Raises:
-        NotShown: a residual that weighs nothing.
+        NotShown: the residual has no weights.
     """
     routing = Routing.of(inspection, by)
     if routing is None:
-        raise NotShown(f"{inspection.model['residual']} weighs nothing")
+        raise NotShown(f"{inspection.model['residual']} has no weights")
     return routing
 
 
 def what_numbers_are(inspection: "Inspection", routing: Routing) -> str:
-    """Return how a caption names the numbers."""
+    """Return the words for these numbers in a caption."""
     if routing.by == "contribution":
         return "Mean contribution (a weighted source's projection on the read; rows sum to one, negative against it)"
     assert inspection.routing is not None
@@ -65,14 +66,14 @@ def what_numbers_are(inspection: "Inspection", routing: Routing) -> str:
 
 
 def axis(routing: Routing) -> str:
-    """Return the numbers' name beside a scale."""
+    """Return the name of these numbers beside a scale."""
     return "contribution to the read" if routing.by == "contribution" else "weight"
 
 
 def boundaries(routing: Routing, most: int = 7) -> list[int]:
-    """Return rows of the reads at which a block begins, in depth order, and the last one (the output's).
+    """Return the rows of the reads at which a block begins, in depth order, and the last row (the output's).
 
-    Where no source is a block or a state, as in Full, every read is a boundary. More than `most` are thinned evenly.
+    If no source is a block or a state, as in Full, every read is a boundary. More than `most` are thinned evenly.
     """
     sealed = [routing.composites(row) for row in range(len(routing.layout))]
     last = len(routing.layout) - 1
@@ -86,13 +87,13 @@ def boundaries(routing: Routing, most: int = 7) -> list[int]:
 
 
 def which_reads(routing: Routing) -> str:
-    """Return how a caption names the reads that `boundaries` chooses."""
+    """Return the words in a caption for the reads that `boundaries` chooses."""
     sealed = any(map(routing.composites, range(len(routing.layout))))
     return f"in {'the reads with which blocks begin' if sealed else 'some of the reads, evenly chosen'} and in the last"
 
 
 def last_mix(routing: Routing) -> int:
-    """Row of the last read with more than one source: the output's in most layouts. Raises `NotShown`."""
+    """Return the row of the last read with more than one source: the output's in most layouts. Raises `NotShown`."""
     for row in range(len(routing.layout) - 1, -1, -1):
         if len(routing.layout[row].sources) > 1:
             return row
@@ -101,7 +102,7 @@ def last_mix(routing: Routing) -> int:
 
 def patterns(inspection: "Inspection", by: By = "contribution", narrow: bool = False) -> Plot:
     """Draw reads before attention, and reads before MLPs with the output's below: side by side, or one above the other
-    in a column's width (`narrow`); of several reads a sublayer a table for each. Raises NotShown."""
+    in a column's width (`narrow`); one table each if a sublayer has several reads. Raises NotShown."""
     routing = shares(inspection, by)
     kinds: dict[tuple[str, str | None], list[int]] = {}
     for row, read in enumerate(routing.layout):
@@ -109,7 +110,7 @@ def patterns(inspection: "Inspection", by: By = "contribution", narrow: bool = F
     output = kinds.pop(("output", None), [])
     order = [kind for kind, _ in kinds]
     tables = sorted(kinds.items(), key=lambda part: order.index(part[0][0])) or [(("output", None), [])]
-    if len(tables) > 2:  # some for a part of a sublayer: those of a single source say nothing beside them
+    if len(tables) > 2:  # reads of a part of a sublayer: leave out tables whose reads all have a single source
         tables = [part for part in tables if any(len(routing.layout[row].sources) > 1 for row in part[1])] or tables
     tables[-1] = (tables[-1][0], tables[-1][1] + output)
     columns = routing.columns(sorted(row for _, rows in tables for row in rows))
@@ -145,14 +146,14 @@ def patterns(inspection: "Inspection", by: By = "contribution", narrow: bool = F
 
 
 def differ(inspection: "Inspection", by: By) -> bool:
-    """Return whether some source of a read has another number than the others, to two digits, as no plain sum's weights
-    do."""
+    """Return whether a read's sources have different numbers, to two digits; the weights of a plain sum are all
+    equal."""
     routing = Routing.of(inspection, by)
     return routing is not None and any(np.ptp(row) > 0.005 for row in routing.values)
 
 
 def at_boundaries(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """Draw one table: the reads with which blocks begin, and the output's."""
+    """Draw one table of the reads with which blocks begin, and the output's."""
     routing = shares(inspection, by)
     if not any(map(routing.composites, range(len(routing.layout)))):
         raise NotShown("no blocks, so no block boundaries")
@@ -175,8 +176,9 @@ def at_boundaries(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """Draw one source by kind of token, a panel for each boundary, with standard errors; a line at the mean over all
-    these tokens. The source is the embedding for weights, and for contributions the one in which kinds differ most."""
+    """Draw one source by kind of token, a panel for each boundary, with standard errors and a line at the mean over all
+    these tokens. The source is the embedding for weights; for contributions it is the one in which kinds differ
+    most."""
     part = inspection.kinds
     if part is None:
         raise NotShown("the inspection has no weights by kind of token")
@@ -184,7 +186,7 @@ def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
     _refuse_constant(part, routing.by)
     rows = [row for row in boundaries(routing, most=6) if routing.weighs(row, "embedding")]
     if not rows:
-        raise NotShown("no read weighs the embedding beside another source")
+        raise NotShown("no read has the embedding and another source")
     names, panels, constant = part["names"], [], []
     for row in rows:
         read = inspection.layout.index(routing.layout[row])
@@ -223,13 +225,14 @@ def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 def left_out(names: Iterable[str]) -> str:
-    """Return a caption's sentence about the reads whose panels would show one number; nothing without any."""
+    """Return a caption's sentence about reads that were left out because their panel would show one number; empty
+    without any."""
     reads = list(names)
     return f" Left out, since all numbers differ by {CONSTANT:g} at most: {listed(reads)}." if reads else ""
 
 
 def label_rows(part: "ByLabel", read: int, by: By) -> tuple[np.ndarray, np.ndarray]:
-    """Return (labels, sources) numbers of one read and their standard errors, NaN where these are not known."""
+    """Return the numbers (labels, sources) of one read and their standard errors, NaN if unknown."""
     means = part.get("contribution", []) if by == "contribution" else part["weights"]
     errors = part.get("contribution_error", []) if by == "contribution" else part["error"]
     sums = [sum(abs(value or 0.0) for value in row[read]) or 1.0 if by == "weight" else 1.0 for row in means]
@@ -238,18 +241,18 @@ def label_rows(part: "ByLabel", read: int, by: By) -> tuple[np.ndarray, np.ndarr
 
 
 def _refuse_constant(part: "ByLabel", by: By) -> None:
-    """Raise `NotShown` where numbers by label are no news: a residual whose weights are the same for every token."""
+    """Raise `NotShown` for a residual whose weights are equal for all tokens: its numbers by label are constant."""
     rows = part.get("contribution", []) if by == "contribution" else part["weights"]
     first, *others = [[value for read in one for value in read] for one in rows]
     if not others:
-        raise NotShown("there is one label alone")
+        raise NotShown("there is only one label")
     if all(np.allclose(np.array(first, float), np.array(other, float), atol=1e-6, equal_nan=True) for other in others):
         raise NotShown(f"its {by}s are the same for every token")
 
 
 def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """Draw kinds of token against the sources of the last read that has several: how much more or less than all tokens
-    read each."""
+    """Draw kinds of token against the sources of the last read with several: how much more or less than the average
+    token each kind reads."""
     part = inspection.kinds
     if part is None:
         raise NotShown("the inspection has no weights by kind of token")
@@ -281,7 +284,7 @@ def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 def matrix_of(inspection: "Inspection", by: By) -> tuple[np.ndarray, By]:
     """Return the share of each output in each read, (reads, outputs), rows that sum to one, NaN where output i comes
-    after read l: contributions, or |M[l, i]| / sum_j |M[l, j]| for an inspection that has none. Raises `NotShown`
+    after read l: contributions, or |M[l, i]| / sum_j |M[l, j]| for an inspection without them. Raises `NotShown`
     without a matrix."""
     if inspection.mixing is None:
         raise NotShown(f"{inspection.model['residual']} is not linear in its outputs with one number a source")
@@ -295,7 +298,8 @@ def matrix_of(inspection: "Inspection", by: By) -> tuple[np.ndarray, By]:
 
 
 def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
-    """Draw one matrix a model, rows that sum to one, on one colour scale. Raises NotShown where none has one."""
+    """Draw one matrix for each model, rows that sum to one, on one colour scale. Raises NotShown if no model has
+    one."""
     models = [one for one in comparison.variants if one.mean.mixing is not None]
     if any(one.mean.mixing_contribution is None for one in models):
         by = "weight"
@@ -339,9 +343,9 @@ def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
 
 
 def layer_shares(inspection: "Inspection", by: By = "contribution") -> tuple[np.ndarray, By]:
-    """Return (layers + 1, layers + 1): how much of a layer's reads (last row: of the output's) is the embedding (column
-    0) and each layer (both sublayers' outputs); NaN for later layers. Reads of one sublayer count as one, their
-    mean."""
+    """Return (layers + 1, layers + 1): the share of a layer's reads (last row: the output's) that is the embedding
+    (column 0) or each layer (both sublayers' outputs); NaN for later layers. Several reads of a sublayer are
+    averaged."""
     matrix, by = matrix_of(inspection, by)
     matrix, written = np.nan_to_num(matrix), np.array(depths(inspection.layout))
     layers = (matrix.shape[1] - 1) // 2
@@ -355,7 +359,7 @@ def layer_shares(inspection: "Inspection", by: By = "contribution") -> tuple[np.
 
 
 def layers(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """Draw arcs over the strongest links, and the matrix that they are taken from."""
+    """Draw the matrix of `layer_shares`, and arcs for its largest entries."""
     values, by = layer_shares(inspection, by)
     count = len(values) - 1
     beside = side_by_side() > 1
@@ -393,11 +397,11 @@ def layers(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 def _arcs(ax: Axes, values: np.ndarray, names: list[str]) -> int:
-    """Draw nodes down a line, the embedding first; who reads is below what is read. Returns the number of links that
-    stand out; of sources that are alike none does."""
+    """Draw nodes down a line, the embedding first, and arcs from each source to its readers below. Return the number of
+    links that stand out, 0 if all sources are alike."""
     count = len(values) - 1
     nodes = [*names, "out"]
-    margin = 0.1 * (count + 1)  # the links of the output begin right of the names
+    margin = 0.1 * (count + 1)  # links of the output begin right of the names
     sources = [Source("embedding"), *(Source("layer", number) for number in range(count))]
     colours, drawn = source_colours(sources), 0
     for reader in range(count + 1):

@@ -1,4 +1,4 @@
-"""What every figure is made with: sizes, names on axes, ticks that do not overlap."""
+"""Parts of every figure: sizes, axis names, ticks that do not overlap."""
 
 import io
 import math
@@ -19,11 +19,11 @@ from attnres.residuals import Read, Source
 from attnres.text import number, tick
 
 LINE = 1.12
-"""Of a tick's letters: the room that a name beside an axis needs, by its size."""
+"""Room along an axis that a tick's name needs, as a multiple of its font size."""
 OUT = 0.2
-"""Inches from the middle of the word out under an axis to that of a number beside it, at least."""
+"""Smallest distance in inches between the middle of the label "out" under an axis and a number beside it."""
 CONSTANT = 0.05
-"""A panel of contributions or weights that differ by no more is left out."""
+"""A panel of contributions or weights that vary by less is left out."""
 NOTEBOOK_DPI = 130
 LOWER = "\n(lower is better)"
 LOSS, TRAIN_LOSS = f"held-out loss, nats per token{LOWER}", f"training loss, nats per token{LOWER}"
@@ -34,7 +34,7 @@ STEP, TOKENS, RATE, LAYER = "step", "training tokens", "peak learning rate", "la
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawn figure with its file name, title and the sentence under it."""
+    """A drawn figure with its file name, title and caption."""
 
     name: str
     title: str
@@ -42,7 +42,7 @@ class Plot:
     figure: Figure
 
     def _repr_png_(self) -> bytes:
-        """Return the PNG that a notebook shows."""
+        """Return the PNG that a notebook displays."""
         out = io.BytesIO()
         FigureCanvasAgg(self.figure)
         self.figure.savefig(out, format="png", dpi=NOTEBOOK_DPI, facecolor=style.PAPER)
@@ -50,11 +50,11 @@ class Plot:
 
 
 class NotShown(Exception):
-    """A figure does not apply; the message says why."""
+    """Raised if a figure does not apply; the message gives the reason."""
 
 
 def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, np.ndarray]:
-    """Return a figure and its (rows, columns) axes, with text for a paper; it is higher where letters are larger."""
+    """Return a figure and its (rows, columns) axes with text sizes for a paper; larger text makes the figure higher."""
     figure = Figure(figsize=(width, height * max(1.0, sheet().scale)), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for ax in axes.flat:
@@ -65,8 +65,8 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **optio
 
 
 def panels(count: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `count` panels: one in a column's width, up to three side by side, more in two rows; in more
-    rows on a narrow sheet."""
+    """Return a figure of `count` panels: one in a column's width, up to three side by side, more in two rows, or in
+    more rows on a narrow sheet."""
     rows = max(2 if count > 3 else 1, math.ceil(count / side_by_side()))
     width, height = (sheet().column, 2.15) if count == 1 else (sheet().page, 1.9)
     figure, axes = canvas(width, height * rows + 0.25, rows, math.ceil(count / rows))
@@ -76,23 +76,23 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
 
 
 def varies(values: np.ndarray) -> bool:
-    """Return whether contributions or weights differ enough for a panel of their own; NaN is left aside."""
+    """Return whether contributions or weights vary enough for a panel of their own; NaN is ignored."""
     return bool(np.nanmax(values) - np.nanmin(values) > CONSTANT)
 
 
 def side_by_side(inches: float = 2.1) -> int:
-    """Return how many panels of so many inches, at least one, stand side by side on the sheet."""
+    """Return how many panels of a width in inches fit side by side on the sheet, at least one."""
     return max(1, int((sheet().page + 0.01) / inches))
 
 
 def head(ax: Axes, text: str, pad: float = 5, inches: float | None = None) -> None:
-    """A panel's title; in several lines, and shortened, where it would be wider than `inches`."""
+    """Set a panel's title, broken into lines and shortened where it would be wider than `inches`."""
     size = sheet().font + 1
     ax.set_title(plain(text if inches is None else fit(text, inches, size)), fontsize=size, pad=pad)
 
 
 def edge_head(ax: Axes, read: Read, source: Source, inches: float, after: str = "", pad: float = 5) -> None:
-    """The title of a panel of one source of one read; the source on a line of its own where both are wider than
+    """Set the title of a panel about one source of one read; the source goes on a second line if both are wider than
     `inches`."""
     text = plain(f"{read.label} ← {source.label}{after}")
     wide = len(text) * 0.62 * (sheet().font + 1) / 72 > inches
@@ -100,8 +100,8 @@ def edge_head(ax: Axes, read: Read, source: Source, inches: float, after: str = 
 
 
 def fit(text: str, inches: float, size: float = 8.0) -> str:
-    """Return `text` in at most three lines of bold letters no wider than `inches`; what is longer loses letters in
-    between. Lines that it has stay.
+    """Return `text` in at most three lines of bold letters no wider than `inches`; the middle of longer text is left
+    out. Existing line breaks stay.
 
     >>> fit("block-num_blocks4-seed0", 1.0)
     'block-num_\\nblocks4-seed0'
@@ -119,13 +119,14 @@ def fit(text: str, inches: float, size: float = 8.0) -> str:
 
 
 def plain(text: str) -> str:
-    """Return text that Matplotlib shows as it is: a dollar sign begins no formula."""
+    """Return text that Matplotlib shows unchanged: a dollar sign starts no formula."""
     return text.replace("$", r"\$")
 
 
 def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches: float) -> None:
-    """Ticks at `places`, each with its name: of letters as small as a sheet's `smallest` where that makes room for all,
-    else every third, fifth, ... place has a tick, so that attention and MLPs are both named; the last one always.
+    """Set ticks at `places` with their names. If not all names fit, even in the sheet's `smallest` font, only every
+    third, fifth, ... place has a tick, so that attention and MLPs are both named; the last place always has one.
+    `inches`: room along the axis. A name needs the height of its letters along the axis.
 
     `inches`: room along the axis. A name beside an axis needs the height of its letters, whichever way it is turned.
     """
@@ -143,10 +144,10 @@ def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches
 
 
 def depth_axis(ax: Axes, count: int, *, reads: bool, each: int = 2) -> None:
-    """Depth along x: sublayers, or reads with the output's at the end, under the numbers of their layers.
+    """Label depth along x: sublayers, or reads with the output's at the end, by the numbers of their layers.
 
     Args:
-        count: values, of sublayers from the first on. each: sublayers of a layer, whose first has the tick.
+        count: number of values, from the first sublayer. each: sublayers in a layer; the tick is at the first one.
     """
     last = count - 1
     step = each * max(1, math.ceil(last / 6 / each))
@@ -161,12 +162,12 @@ def depth_axis(ax: Axes, count: int, *, reads: bool, each: int = 2) -> None:
 
 
 def per_layer(layout: Sequence[Read]) -> int:
-    """Return how many sublayers a layer has."""
+    """Return the number of sublayers in a layer."""
     return max(1, len({read.kind for read in layout if read.number == 0}))
 
 
 def spread(sublayers: Sequence[int]) -> np.ndarray:
-    """Return where on an axis of sublayers each read is: at its own, and of several side by side within it.
+    """Return the place of each read on an axis of sublayers; several reads of a sublayer are spread around it.
 
     >>> spread([0, 1, 1, 2]).tolist()
     [0.0, 0.75, 1.25, 2.0]
@@ -184,15 +185,15 @@ def depth_line(
     each: int,
     **look: Any,
 ) -> None:
-    """A value for each sublayer or read: filled points for a layer's first sublayer, its attention, hollow for the
-    others, a diamond for the output.
+    """Draw a value for each sublayer or read: filled points for the first sublayer of a layer (attention), hollow
+    points for the others, a diamond for the output.
 
-    Of several seeds (seeds, depth) the mean, in a band from the least to the most.
+    For several seeds (seeds, depth), draw the mean and a band from the smallest to the largest value.
 
     Args:
-        sublayers: which sublayer each value is of (L: the output); None is one value each. Of several of one sublayer
-            the line is their mean, and each has its point.
-        each: sublayers of a layer.
+        sublayers: the sublayer of each value (L: the output); None is one value each. Several values of a sublayer each
+            have a point, and the line passes through their mean.
+        each: number of sublayers in a layer.
     """
     table = np.atleast_2d(np.array(values, dtype=float))
     numbers = table.mean(0)
@@ -219,7 +220,7 @@ def depth_line(
 
 
 def log_if_wide(ax: Axes, values: Sequence[float] | np.ndarray, factor: float = 6.0) -> None:
-    """A logarithmic y where the values span more than `factor`; else one from zero."""
+    """Make the y axis logarithmic if the values span more than `factor`; else let it begin at zero."""
     numbers = np.array(values, dtype=float)
     numbers = numbers[np.isfinite(numbers) & (numbers > 0)]
     if not len(numbers) or numbers.max() <= factor * numbers.min():
@@ -230,13 +231,13 @@ def log_if_wide(ax: Axes, values: Sequence[float] | np.ndarray, factor: float = 
 
 
 def numbers_on(axis: Axis) -> None:
-    """Numbers as `tick` writes them: on an axis that zero is on, or whose places are round."""
+    """Format the numbers as `tick` does, on an axis that contains zero or has round ticks."""
     axis.set_major_formatter(lambda value, _: tick(value))
 
 
 def log_numbers(axis: Axis, low: float, high: float) -> None:
-    """Numbers on a logarithmic axis that shows from `low` to `high`: at powers of ten, below three decades also at 2
-    and 5 of each; evenly apart on one so short that it may have none of these."""
+    """Put ticks on a logarithmic axis from `low` to `high`: at powers of ten, below three decades also at 2 and 5 times
+    these, and evenly spaced if the range is too short for those."""
     if high > 5 * low:
         subs = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
         axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
@@ -248,7 +249,7 @@ def log_numbers(axis: Axis, low: float, high: float) -> None:
 
 
 def limits(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the limits of an axis that holds these values, with some room; None without values."""
+    """Return axis limits that contain the values with a margin; None without values."""
     values = [value for value in values if math.isfinite(value)]
     if not values:
         return None
@@ -257,8 +258,8 @@ def limits(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def beside(values: Sequence[float], edges: Sequence[float]) -> list[float]:
-    """Return ends of intervals, no further out than half the values' range on either side: of two seeds they may lie
-    tens of times as far out, and would leave nothing else to see."""
+    """Clip the ends of intervals to half the values' range beyond the values: with two seeds an interval may be tens of
+    times wider, and would hide everything else."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite), max(finite)
     reach = (high - low) / 2 or math.inf
@@ -266,15 +267,15 @@ def beside(values: Sequence[float], edges: Sequence[float]) -> list[float]:
 
 
 def from_zero(ax: Axes) -> None:
-    """y from zero, or from a little below what is drawn there, to a little above what is drawn, which may all lie far
-    from zero."""
+    """Let the y axis begin at zero, or a little below the smallest drawn value if all are far from zero."""
     low, top = ax.dataLim.y0, ax.dataLim.y1
     ax.set_ylim(min(0.0, 1.06 * low) if math.isfinite(low) else 0, 1.06 * top if top > 0 else 1)
     numbers_on(ax.yaxis)
 
 
 def legend(figure: Figure, *axes: Axes) -> None:
-    """One legend above the whole figure, if there is more than one line to tell apart; the figure grows with its rows.
+    """Draw one legend above the whole figure, if there are several lines; the figure grows by the legend's rows. Lines
+    are collected from all axes.
 
     A line that some axes lack is taken from others.
     """
@@ -294,6 +295,6 @@ def legend(figure: Figure, *axes: Axes) -> None:
 
 
 def in_cell(value: float) -> str:
-    """Return two digits without the leading zero, which a cell has little room for: .07, 1, -.3."""
+    """Return a number with two digits and without the leading zero, for a table's cell: .07, 1, -.3."""
     text = number(value, 2).replace("0.", ".", 1)
     return {"1.00": "1", ".00": "0"}.get(text, text)

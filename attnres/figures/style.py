@@ -1,7 +1,7 @@
-"""One look for every figure: the residuals' own colours, on a light ground, readable at a column's width.
+"""The style of every figure: a colour for each residual, on a light ground, readable at a column's width.
 
-Figures are drawn in the light theme's colours. In a page `to_svg` makes an ink a CSS variable and a line's colour a
-pair, so that the same SVG is readable on light and on dark. Places on a scale keep theirs.
+Figures are drawn in the light theme's colours. For a page `to_svg` replaces text and grid colours by CSS variables and
+a line's colour by a light/dark pair, so that the same SVG is readable in both themes. Colours of a scale do not change.
 """
 
 import functools
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FORMATS = ("pdf", "png", "svg")
 
 OTHERS = ("#8c6bb1", "#7f7f00", "#5b8c5a", "#b07d62", "#c2567a", "#4f7c8a", "#6b4c3b")
-"""For residuals without a colour of their own (`Traits.colour`, of Okabe & Ito's palette of 2008)."""
+"""Colours for residuals without a colour of their own (`Traits.colour`, of Okabe & Ito's palette of 2008)."""
 
 DASHES = (
     "-",
@@ -43,11 +43,12 @@ DASHES = (
     (0, (8, 2, 2, 2, 2, 2)),
     (0, (8, 1.4, 3, 1.4)),
 )
-"""As many as have no divisor in common with the colours: 42 residuals without a colour of their own look different."""
+"""Dashes. Their number and that of the colours have no common divisor, so 42 residuals without a colour look
+different."""
 CLEAR = 3
-"""So many of the dashes are told from one another at a glance; labels of one colour have these in its shades."""
+"""Number of dashes that are easily told apart; further labels of one colour use these in its shades."""
 SHADES = (("#000000", 0.0), ("#000000", 0.45), ("#ffffff", 0.45))
-"""What a colour is mixed with, and how much of that."""
+"""Shades: the colour that is mixed in, and its fraction."""
 
 RC = {
     "font.family": "sans-serif",
@@ -95,10 +96,10 @@ RC = {
 
 
 class Sheet(NamedTuple):
-    """The paper that figures are drawn for.
+    """The page size and fonts that figures are drawn for.
 
     Attributes:
-        column, page: inches of a column and of the full width of two.
+        column, page: width in inches of a column, and of a page of two columns.
         font: points of tick labels and legends; names of axes have half a point more, titles one.
         smallest: points that tick labels shrink to before some are left out.
     """
@@ -110,7 +111,7 @@ class Sheet(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """How much larger letters are than those that figures are laid out for."""
+        """Return the font size relative to that which figures are laid out for."""
         return self.font / PAPER_OF_TWO_COLUMNS.font
 
 
@@ -121,10 +122,10 @@ sheet = _SHEET.get
 
 @contextmanager
 def style(width: float | None = None, font: float | None = None) -> Generator[None]:
-    """Draw inside this: the shared settings, and nothing of the user's own.
+    """Apply the shared style inside the block, without the user's matplotlib settings.
 
     `width`: inches of every figure, in place of a column's or a page's. `font`: points of tick labels and legends,
-    which then do not shrink. What is not given stays as it is outside.
+    which then do not shrink. None keeps the setting from outside the block.
     """
     paper = sheet() if width is None else sheet()._replace(column=width, page=width)
     if font is not None:
@@ -141,16 +142,17 @@ def style(width: float | None = None, font: float | None = None) -> Generator[No
 
 def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, Any]]:
     """Return line keywords for each label, given its residual's name and traits: the mechanism's colour, or the next
-    free one; a dash for each further label, and a darker, then a lighter shade of the colour where the clearest are
-    used up.
+    free one; a new dash for each further label of a colour, and then darker and lighter shades of it.
 
-    Residuals without a colour of their own share a few, which not every eye tells from the others: each has a dash.
+    Residuals without a colour of their own share a few colours that are hard to tell from the others, so each also has
+        a dash.
     """
     result: dict[str, dict[str, Any]] = {}
     free: dict[str, str] = {}
     uses: Counter[str] = Counter()
     for label, (name, traits) in residuals.items():
-        hue = traits.colour if re.fullmatch("#[0-9a-f]{6}", str(traits.colour)) else None  # a file may say anything
+        # a stored trait may hold any text
+        hue = traits.colour if re.fullmatch("#[0-9a-f]{6}", str(traits.colour)) else None
         used = uses[hue or ""]
         uses[hue or ""] += 1
         if hue:
@@ -164,14 +166,14 @@ def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, An
 
 
 def _mixed(colour: str, other: str, share: float) -> str:
-    """Return a colour with so much of another in it, as `#rrggbb`."""
+    """Return a colour mixed with the fraction `share` of another, as `#rrggbb`."""
     pairs = zip(to_rgb(colour), to_rgb(other), strict=True)
     red, green, blue = (one * (1 - share) + two * share for one, two in pairs)
     return to_hex((red, green, blue))
 
 
 def save(figure: Figure, path: Path, dpi: int = 200) -> None:
-    """A figure in a file of its own: PDF, PNG or SVG by the suffix. The same figure gives the same bytes.
+    """Save a figure as PDF, PNG or SVG, by the suffix. The same figure gives the same bytes.
 
     Raises:
         UserError: another suffix, or the file cannot be written.
@@ -195,19 +197,19 @@ def save(figure: Figure, path: Path, dpi: int = 200) -> None:
 
 
 DARK = {INK: "#e8eaed", MUTED: "#a3adba", GRID: "#333a44", PAPER: "#1a1e24"}
-"""The inks on a dark page."""
+"""Text and grid colours on a dark page."""
 NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", MORE: "c-0072b2"}
-"""The variables of pages; the last is the accent of the explorer too."""
+"""Names of the CSS variables of pages; the explorer uses the last one too, as its accent."""
 LEAST = 3.0
-"""Contrast of a line with the page: what WCAG 2.2 asks of graphics."""
+"""Smallest contrast of a line with the page, as WCAG 2.2 asks of graphics."""
 
 
 @functools.cache
 def on_dark(colour: str) -> str:
-    """Return a colour's partner on a dark page, mixed with white where it is no ink.
+    """Return the dark page's version of a colour: its partner in `DARK`, or the colour mixed with white.
 
-    Contrasts with the page from 1 to white's go to `LEAST` to white's, evenly by their logarithm: shades of one hue
-    keep their order.
+    Contrasts with the page, from 1 to that of white, are mapped to `LEAST` to that of white, linearly in their
+    logarithm, so shades of one hue keep their order.
     """
     if colour in DARK:
         return DARK[colour]
@@ -219,22 +221,23 @@ def on_dark(colour: str) -> str:
 
 
 def variables(dark: bool) -> str:
-    """Return the declarations of all variables, for one of the two themes."""
+    """Return the CSS declarations of all variables for the light or the dark theme."""
     return "".join(f"--{name}:{on_dark(colour) if dark else colour};" for colour, name in NAMES.items())
 
 
 def declared(name: str, colour: str) -> str:
-    """Return the CSS property of that name with the colour of an ink or a line in both themes; a browser that does not
-    know light-dark() has the light one."""
+    """Return a CSS property with the light and the dark version of a colour; a browser without light-dark() uses the
+    light one."""
     if colour in NAMES:
         return f"{name}: var(--{NAMES[colour]})"
     return f"{name}: {colour}; {name}: light-dark({colour}, {on_dark(colour)})"
 
 
 def to_svg(figure: "Figure", name: str, alt: str, zoom: float) -> str:
-    """Return an `<svg>` to put in the page: scales with its box, the theme's colours, ids that no other figure has.
+    """Return a figure as an `<svg>` element for a page: it scales with its box, follows the theme, and has ids unique
+    to it.
 
-    `zoom`: how much larger it is shown than on paper where there is room; a broad one never much smaller than it is.
+    `zoom`: size relative to paper where there is room; a broad figure is never shown much smaller than on paper.
     """
     # Not at the top: attnres.figures has to be the first to import matplotlib, for a notebook's MPLBACKEND.
     import matplotlib
@@ -249,14 +252,16 @@ def to_svg(figure: "Figure", name: str, alt: str, zoom: float) -> str:
 
     out = io.StringIO()
     with style():
-        matplotlib.rcParams["svg.hashsalt"] = name  # ids that are referred to are made with it
+        matplotlib.rcParams["svg.hashsalt"] = name  # seed of the ids in the SVG
         FigureCanvasSVG(figure).print_svg(out, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     svg = out.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", svg)
     paint = re.compile(r"\b(fill|stroke): (#[0-9a-f]{6})\b")
-    svg = re.sub(r'\bstyle="[^"]*"', lambda part: paint.sub(themed, part[0]), svg)  # and not in what a text says
-    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)  # hundredths of a point do
+    # only inside style attributes, not in text
+    svg = re.sub(r'\bstyle="[^"]*"', lambda part: paint.sub(themed, part[0]), svg)
+    # two decimals of a point are enough
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
     width = figure.get_figwidth() * 72
     size = f"max-width:{width * 4 / 3 * zoom:.0f}px" + (f";min-width:{width * 1.1:.0f}px" if width > 300 else "")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(alt, quote=True)}" style="{size}" ', 1)

@@ -1,4 +1,4 @@
-"""One text token by token: its sources stacked, and the text itself coloured by where each token reads from."""
+"""Draw one text token by token: its sources stacked, and the text coloured by the sources that each token reads."""
 
 import functools
 import re
@@ -38,17 +38,17 @@ from attnres.text import number
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
 
-BAR = 0.157  # inches of a bar: its token's name still fits below
+BAR = 0.157  # inches of a bar; its token's name still fits below
 ROWS = 4
-LINES = 84  # of text below one another: nine inches, a page
-HATCH = "////"  # every second source of a kind: told from its neighbours by more than shade
-ADVANCE = 0.602  # DejaVu Sans Mono's, of its size
-LETTERS = 68  # in a line: at 3.1 inches each is 3.3 points wide
+LINES = 84  # lines of text below one another: nine inches, a page
+HATCH = "////"  # on every second source of a kind, to tell it from its neighbours without relying on shade
+ADVANCE = 0.602  # letter width of DejaVu Sans Mono, relative to its font size
+LETTERS = 68  # letters in a line: at 3.1 inches each is 3.3 points wide
 
 
 def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """Draw bars of the sources of the last read that has several, one for each token of the example. What points
-    against the read hangs below zero.
+    """Draw for each token of the example a bar of the sources of the last read that has several. Negative contributions
+    hang below zero.
 
     Raises:
         NotShown: there is no example, or every read has one source.
@@ -96,14 +96,14 @@ def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 def most_varied(values: np.ndarray) -> int:
-    """Return the source, of (tokens, sources) numbers, that differs most from token to token."""
+    """Return the index of the source whose numbers (tokens, sources) vary most from token to token."""
     return int(values.std(0).argmax())
 
 
 def example_columns(inspection: "Inspection", by: By, most: int) -> list[tuple[Routing, int, int, np.ndarray]]:
-    """Return the reads with which blocks begin, `most` at most, and one source of each, token by token: the routing,
-    the row, the source's place and (tokens,) numbers. By weight the embedding; by contribution the source that differs
-    most from token to token.
+    """Return, for at most `most` reads with which blocks begin, one source token by token: the routing, the row, the
+    source's index and (tokens,) numbers. By weight the source is the embedding; by contribution it is the one that
+    varies most from token to token.
 
     Raises:
         NotShown: there is no example, or no such read weighs the embedding beside another source.
@@ -120,17 +120,17 @@ def example_columns(inspection: "Inspection", by: By, most: int) -> list[tuple[R
             place = most_varied(values) if routing.by == "contribution" else routing.place(row, "embedding")
             columns.append((routing, row, place, values[:, place]))
     if not columns:
-        raise NotShown("no read weighs the embedding beside another source")
+        raise NotShown("no read has the embedding and another source")
     _refuse_constant(np.stack([values for *_, values in columns], axis=1))
     return columns
 
 
 def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
-    """Draw the example laid out as it was written, one panel for each read with which a block begins, each token on
-    the colour of one source (`example_columns`).
+    """Draw the example laid out as it was written, a panel for each read with which a block begins, each token coloured
+    by one source (`example_columns`).
 
     Raises:
-        NotShown: there is no example, or no such read weighs its sources.
+        NotShown: there is no example, or no such read has weights.
     """
     chosen = example_columns(inspection, by, most=6)
     tokens = inspection.example["tokens"] if inspection.example is not None else []
@@ -185,7 +185,7 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 def _draw_text(ax: Axes, fragments: Iterable[tuple[int, int, int, str]], parts: np.ndarray, size: float) -> None:
-    """Draw pieces of text, (token, line, column, text) in `size` points, each on the colour of its token's part."""
+    """Draw pieces of text, (token, line, column, text), in `size` points, each on the colour of its token's number."""
     for token, line, start, text in fragments:
         colour = matplotlib.colors.to_hex(SIGNED_MAP(0.5 + 0.5 * parts[token]))
         ax.add_patch(Rectangle((start, line), len(text), 1, color=colour, linewidth=0))
@@ -203,7 +203,8 @@ def _draw_text(ax: Axes, fragments: Iterable[tuple[int, int, int, str]], parts: 
 
 
 def _example(inspection: "Inspection", by: By) -> tuple[list[str], Routing, int, np.ndarray]:
-    """Return tokens, the routing, the row of the last read with several sources and (tokens, sources) numbers."""
+    """Return the tokens, the routing, the row of the last read with several sources, and its numbers (tokens,
+    sources)."""
     example: Any = inspection.example
     if example is None:
         raise NotShown("the inspection has no example text")
@@ -223,10 +224,10 @@ def _refuse_constant(weights: np.ndarray) -> None:
 def _layout(
     tokens: Sequence[str], most: int = 44, widest: int = LETTERS
 ) -> tuple[list[tuple[int, int, int, str]], int, int, int]:
-    """Return where each token's text goes: (token, line, first letter, text), how many lines, letters, and tokens that
-    fit in `most` lines of `widest` letters.
+    """Lay out the tokens' text in at most `most` lines of `widest` letters: (token, line, first letter, text) pieces,
+    and the numbers of lines, letters and tokens that fit.
 
-    Long lines go on in the next one; a line break takes one letter's place at the end of its line.
+    Long lines wrap; a line break takes the place of one letter at the end of its line.
     """
     fragments: list[tuple[int, int, int, str]] = []
     line = letter = longest = shown = 0
@@ -258,12 +259,12 @@ def _glyphs() -> frozenset[int]:
 
 
 def drawable(text: str) -> str:
-    """Return `text` with a dot for each letter that the font does not have."""
+    """Return `text` with a dot for each letter that the font lacks."""
     return "".join(letter if ord(letter) in _glyphs() and letter.isprintable() else "·" for letter in text)
 
 
 def _label(token: str) -> str:
-    """Return a token in at most nine letters, with its spaces and line breaks visible."""
+    """Return a token in at most nine letters, with visible spaces and line breaks."""
     text = token.replace("\r\n", "\n").replace("\r", "␍").replace("\n", "↵").replace("\t", "→")
     text = re.sub(" {3,}", lambda run: f" ×{len(run[0])}", text).replace(" ", "\N{OPEN BOX}")
     text = drawable(text)
@@ -274,8 +275,8 @@ def _label(token: str) -> str:
 
 
 def _grouped(sources: Sequence[Source]) -> list[list[int]]:
-    """Return the places of sources in groups of neighbours, at most nine, and those that stand for themselves: the
-    embedding first, what is open last."""
+    """Group the indices of neighbouring sources into at most nine groups; the embedding (first) and open sources (last)
+    stay alone."""
     first = [[i] for i, source in enumerate(sources) if source.kind == "embedding"]
     last = [[i] for i, source in enumerate(sources) if source.open]
     inner = [i for i in range(len(sources)) if [i] not in first + last]

@@ -1,4 +1,4 @@
-"""Every figure there is, in one list, and the files that those which apply become."""
+"""The list of all figures, and the functions that draw those that apply and write their files."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
@@ -35,14 +35,15 @@ class Figure:
     """One of the figures that can be drawn.
 
     Attributes:
-        draw: an `Inspection` to a plot; or, where it `needs` something, a `Comparison` of the variants that have it.
-        needs: a field of `Variant`.
-        section: of the report's page, which leaves out a figure without one; `SECTIONS` in `attnres.report.sections`.
-        paper: `attnres figures` writes it.
-        mean: it shows means over seeds, which its caption says; of one variant else the first seed.
-        folded: the title of the fold that it is in, on the page; of figures of single variants else the variant's.
-        by: it can be drawn by contribution or by weight.
-        each: it has a panel for each variant; on the page none for a control that is mathematically the baseline.
+        draw: makes a plot of an `Inspection`; if `needs` is set, of a `Comparison` of the variants that have it.
+        needs: the field of `Variant` that the figure draws.
+        section: section of the report's page (`SECTIONS` in `attnres.report.sections`); without one the page omits it.
+        paper: whether `attnres figures` writes it.
+        mean: whether it shows means over seeds, which its caption then says; otherwise it shows the first seed.
+        folded: title of the collapsible part of the page that it is in; by default, for a figure of one variant, the
+            variant's.
+        by: whether it can be drawn by contribution or by weight.
+        each: whether it has a panel for each variant; the page omits controls that are mathematically the baseline.
     """
 
     name: str
@@ -60,13 +61,13 @@ class Figure:
         return {"by": by} if self.by else {}
 
     def compared(self, comparison: Comparison, by: By = "contribution") -> Plot:
-        """Draw it of variants that have what it needs. Raises NotShown."""
+        """Draw the figure for the variants that have the field it needs. Raises NotShown."""
         plot = self.draw(comparison, **self.asked(by))
         return noted(plot, comparison.variants, mean=True) if self.mean else plot
 
 
 def noted(plot: Plot, variants: Sequence[Variant], mean: bool) -> Plot:
-    """Draw the plot with a word on seeds at the end of its caption, where there are several."""
+    """Return the plot with a remark on seeds at the end of its caption, if there are several."""
     seeds = {tuple(map(str, one.seeds)) for one in variants}
     if max(map(len, seeds)) <= 1:
         return plot
@@ -76,7 +77,7 @@ def noted(plot: Plot, variants: Sequence[Variant], mean: bool) -> Plot:
 
 
 def _alone(key: str, section: str) -> Figure:
-    """Return one quantity by depth, for the page: papers have several in a figure."""
+    """Return a figure of one quantity by depth, for the page; a paper has several quantities in a figure."""
     name = key.replace("_", "-")
     draw = partial(by_depth, keys=(key,), name=name, title=QUANTITIES[key].axis)
     return Figure(name, draw, "seeds", section, paper=False)
@@ -126,12 +127,12 @@ FIGURES = (
     Figure("tokens", stacked, by=True),
     Figure("token-map", token_map, by=True),
 )
-"""In the order in which they are drawn. A new figure is a function and a line here."""
+"""All figures in drawing order. A new figure is a function and a line here."""
 
 
 @dataclass
 class Drawn:
-    """What was drawn, and for each figure that does not apply the reason: (name, reason)."""
+    """The drawn plots, and (name, reason) of each figure that does not apply."""
 
     plots: list[Plot] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
@@ -154,8 +155,7 @@ def names_of_figures() -> list[str]:
 
 
 def draw_model(inspection: "Inspection", by: By = "contribution", only: Collection[str] = ()) -> Drawn:
-    """Draw every figure of one model alone, or `only` those of these names; `by` says which numbers of sources are
-    shown.
+    """Draw the figures of one model, all or those named in `only`; `by` chooses contributions or weights.
 
     >>> plots = draw_model(inspection).plots  # doctest: +SKIP
     """
@@ -167,8 +167,8 @@ def draw_model(inspection: "Inspection", by: By = "contribution", only: Collecti
 
 
 def draw_comparison(comparison: Comparison, by: By = "contribution", only: Collection[str] = ()) -> Drawn:
-    """Draw every figure of models or runs side by side, or of a single one, for which it has the numbers, or `only`
-    those of these names."""
+    """Draw the figures of models or runs side by side (or of one) that have the numbers for them, all or those named in
+    `only`."""
     drawn = Drawn()
     for figure in FIGURES:
         wanted = figure.paper and figure.needs and (not only or figure.name in only)
@@ -201,13 +201,13 @@ def save_all(plots: Sequence[Plot], out: Path | str, formats: Sequence[str] = ("
 def write_figures(
     inspection: "Inspection", out: Path | str, formats: Sequence[str] = ("pdf", "png"), by: By = "contribution"
 ) -> list[Path]:
-    """Draw all figures of a model that apply and write them into `out`; what does not apply is left out.
+    """Draw the figures of a model and write them into `out`; figures that do not apply are left out.
 
     Args:
-        inspection: what was measured of the model.
-        out: folder, made if it is missing.
-        formats: of pdf, png and svg.
-        by: the numbers of sources that are shown.
+        inspection: the model's measurements.
+        out: the folder, created if missing.
+        formats: any of pdf, png and svg.
+        by: which numbers of sources are shown, contributions or weights.
 
     Returns:
         The files. The same inspection gives the same bytes.

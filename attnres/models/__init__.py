@@ -12,8 +12,8 @@ from attnres.streams.stream import Stream
 
 
 def register_classes() -> None:
-    """Nothing more: importing this package has registered its classes with Transformers. What programs call that find
-    their plug-ins by entry points, such as vLLM in each of its processes."""
+    """Do nothing: importing this package has registered its classes with Transformers. Programs that find plug-ins by
+    entry points call this, such as vLLM in each of its processes."""
 
 
 __all__ = [

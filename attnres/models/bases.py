@@ -1,4 +1,4 @@
-"""Models whose hidden state is a depth stream: base models and heads, each a subclass of a family's own class."""
+"""Models whose hidden state is a depth stream: base models and heads, each a subclass of a Transformers class."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -24,14 +24,14 @@ from attnres.streams.layers import attach_stream
 from attnres.streams.readers import let_checkpoint, parts_in
 
 HOME = "attnres.models.classes"
-"""The module that the classes which are made say they are of."""
+"""The `__module__` of generated classes."""
 
 GENERATED: dict[str, type] = {}
-"""Configs and models that were made, by the name of the class; of two of one name the latest."""
+"""Generated configs and models by class name; the latest of two with one name."""
 
 
 class Depth(PreTrainedModel):
-    """Base class of base models and heads with a depth stream; it stands in front of the family's own class."""
+    """Base class of base models and heads with a depth stream; it precedes the Transformers class in the MRO."""
 
     family: Family
     plain_class: type[PreTrainedModel]
@@ -50,8 +50,8 @@ class Depth(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load the model as Transformers does, which makes every parameter trainable, then freeze what the residual
-        freezes."""
+        """Load the model as Transformers does, which makes every parameter trainable, then freeze the parameters that
+        the residual freezes."""
         loaded: Any = super().from_pretrained(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._freeze()
@@ -59,21 +59,22 @@ class Depth(PreTrainedModel):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
-        """Nothing: this class did not come with a model, whatever file of a model it was found through."""
+        """Do nothing: no file of a model defines this class, whatever file of a model it was found through."""
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """As the plain class: custom code would have modules without parameters left as they were allocated."""
+        """Return what the plain class returns; as custom code, modules without parameters would stay uninitialised."""
         return cls.plain_class.is_custom_code()
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        """As the plain class: Transformers looks for it in the file of a class, which is not the family's here."""
+        """Return what the plain class returns; Transformers would search the file of this class, which is not the
+        family's."""
         return cls.plain_class._can_set_attn_implementation()
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        """As the plain class, or a mixture of experts would run them one by one."""
+        """Return what the plain class returns; otherwise a mixture of experts would run them one by one."""
         return cls.plain_class._can_set_experts_implementation()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -91,7 +92,7 @@ class Depth(PreTrainedModel):
             write_text(card, model_card(self, source, report))
 
     def save_without_card(self, folder: Path, max_shard_size: str) -> None:
-        """Write the model as Transformers does, and no card: for a caller that writes the card itself."""
+        """Write the model as Transformers does, without a card, for a caller that writes the card itself."""
         super().save_pretrained(folder, max_shard_size=max_shard_size)
 
     @property
@@ -119,8 +120,8 @@ class Depth(PreTrainedModel):
     def _load_from_state_dict(  # ty: ignore[incompatible-method-override]
         self, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
-        """Take the residual also under the names that files had until 0.1, "residual.query" at the top. Beside today's
-        names they are left, to be reported as unexpected: which of the two is meant, nobody said."""
+        """Accept the residual's parameters also under their names before version 0.1, "residual.query" at the top. If a
+        file has both names, the old ones are reported as unexpected, because nothing says which to use."""
         if self.depth_base is not self:
             for name in [name for name in state_dict if name.startswith(f"{prefix}residual.")]:
                 place = f"{prefix}{self.base_model_prefix}.{name.removeprefix(prefix)}"
@@ -134,8 +135,8 @@ class Depth(PreTrainedModel):
         options = getattr(gradient_checkpointing_func, "keywords", {})
         if enable and options.get("use_reentrant"):
             raise UserError(
-                "use_reentrant=True was given: reentrant checkpointing drops gradients of a depth stream's earlier "
-                "sources without a word; pass use_reentrant=False"
+                "use_reentrant=True was given: reentrant checkpointing silently drops gradients of a depth stream's "
+                "earlier sources; pass use_reentrant=False"
             )
         for parts in parts_in(self) if enable else ():
             let_checkpoint(parts)
@@ -152,29 +153,31 @@ class Depth(PreTrainedModel):
         elif residual is not None and module in residual.modules():
             tensors = (*residual.parameters(), *residual.buffers())
             if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
-                cast(Residual, residual).init_parameters()  # which spares what was loaded
+                cast(Residual, residual).init_parameters()  # leaves parameters alone that were loaded
         else:
             super()._init_weights(module)
 
     def attach_residual(self) -> bool:
-        """Make the base model one of depth streams, and say whether it was none; see `attach_residual`."""
+        """Make the base model one with a depth stream, and return whether it had none; see the function
+        `attach_residual`."""
         base = self.depth_base
         if base is not self and isinstance(base, DepthBase):
             return False
         if base is not self and isinstance(base, PreTrainedModel):
             cls = model_class(type(base), type(self.config), DepthBase)
-            # Transformers notes in this constructor what a class records (`output_hidden_states`, say).
+            # Transformers sets up in this constructor what a class can record (`output_hidden_states`, say).
             PreTrainedModel.__init__(object.__new__(cls), self.config)
             base.__class__ = cls
         attach_residual(base, self.family, self.config)
-        if next(self.residual.parameters(), None) is not None:  # FSDP 1 mixes no dtypes in a unit: one of its own
+        # FSDP 1 cannot mix dtypes in a unit, so the residual is a unit
+        if next(self.residual.parameters(), None) is not None:
             for module in cast(list[Any], [self, base]):
                 module._no_split_modules = {*(module._no_split_modules or ()), type(self.residual).__name__}
         return True
 
     @torch.no_grad()
     def _scale_branches(self) -> None:
-        """Give the weights of layers' branches the start values that the residual asks for."""
+        """Scale the start values of the layers' branch weights as the residual asks for."""
         residual, layers, scales = self.residual, self.depth_layers, dict[str, float]()
         if residual.even_start:
             scales = dict.fromkeys(self.family.shrunk_weights, (2 * len(layers)) ** 0.5)
@@ -183,19 +186,20 @@ class Depth(PreTrainedModel):
             if not self.family.branch_weights:
                 raise UserError(
                     f"residual '{self.config.residual}' scales the start values of a layer's branches, which is not "
-                    f"worked out for {self.family.causal_lm}: choose another residual or a family such as qwen3"
+                    f"implemented for {self.family.causal_lm}: choose another residual or a family such as qwen3"
                 )
             scales |= {path: scale * scales.get(path, 1.0) for path in self.family.branch_weights}
         for layer in layers:
             for path, factor in scales.items():
                 name, _, part = path.partition("[")
                 weight: Tensor = layer.get_parameter(f"{name}.weight")
-                if weight.is_meta:  # a checkpoint's values are about to be loaded
+                if weight.is_meta:  # the values of a checkpoint are loaded later
                     return
                 (weight[:, weight.shape[1] * 2 // 3 :] if part else weight).mul_(factor)
 
     def _freeze(self) -> None:
-        """Let nothing train what the residual's settings keep at its start, nor projections that it does without."""
+        """Freeze the parameters that the residual's settings keep at their start values, and projections that it does
+        not use."""
         with torch.device("meta"):
             settled = cast(Any, self.config).make_residual()
         for name, parameter in settled.named_parameters():
@@ -216,7 +220,7 @@ class DepthMixin(Depth):
 
 
 def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
-    """Make the residual's parameters, and let the layers of `base` read and write a stream."""
+    """Make the residual's parameters, and let the layers of `base` read and write a depth stream."""
     layers = cast(nn.ModuleList, base.get_submodule(family.layers))
     with torch.device(next(layers[0].parameters()).device):
         residual = config.make_residual()
@@ -239,7 +243,7 @@ def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
 
 
 def _split_inputs(layers: nn.ModuleList, family: Family, residual: Residual, config: Any) -> None:
-    """Let attentions take inputs for each of their projections, where the residual gives them such."""
+    """Let attentions take a separate input for each of their projections, if the residual provides them."""
     several = any(isinstance(way, str) for index in range(residual.num_sublayers) for way in residual.ways(index))
     if several or residual.value_mix is not None:
         what = f"residual '{residual.name}'" if several else f"value_residual '{residual.value_kind}'"
@@ -249,7 +253,8 @@ def _split_inputs(layers: nn.ModuleList, family: Family, residual: Residual, con
 
 @functools.cache
 def model_class(plain: Any, config: Any, kind: type[Depth]) -> type[Depth]:
-    """Return the subclass of a plain model class that is a `DepthBase` or a `DepthMixin`, for configs of ours."""
+    """Return the subclass of a Transformers class that is a `DepthBase` or a `DepthMixin`, for configs of this
+    package."""
     fields = {
         "__module__": HOME,
         "__doc__": f"{plain.__name__} whose sublayers read and write a depth stream.",
@@ -258,7 +263,7 @@ def model_class(plain: Any, config: Any, kind: type[Depth]) -> type[Depth]:
         "__annotations__": {"config": config},
         "family": config.family,
         "plain_class": plain,
-        "_pp_plan": None,  # as the config's
+        "_pp_plan": None,  # as for the config
         "_keep_in_fp32_modules_strict": [*(plain._keep_in_fp32_modules_strict or ()), "residual"],
     }
     if kind is DepthMixin:
@@ -269,43 +274,43 @@ def model_class(plain: Any, config: Any, kind: type[Depth]) -> type[Depth]:
 
 
 def plain_class(auto: Any, config: type) -> type[PreTrainedModel] | None:
-    """Return the model class that an Auto class has for a plain config class; None without one that takes it."""
+    """Return the model class that an Auto class has for a plain config class; None if it has none."""
     plain = auto._model_mapping.get(config, None)
     plain = plain[0] if isinstance(plain, tuple) else plain
     return plain if _takes(plain, config) else None
 
 
 def _takes(plain: Any, config: type) -> bool:
-    """Return whether this is a model class for such configs."""
+    """Return whether `plain` is a model class for configs of class `config`."""
     return (
         isinstance(plain, type) and issubclass(plain, PreTrainedModel) and issubclass(config, plain.config_class or ())
     )
 
 
 def class_of(plain: type[PreTrainedModel], config: Any) -> type[Depth]:
-    """Return the class of ours for a plain model class and a config class of ours: of a base model, which `AutoModel`
-    or `AutoModelForTextEncoding` has, a `DepthBase`, of any other a `DepthMixin`."""
+    """Return this package's class for a Transformers model class and one of this package's config classes: a
+    `DepthBase` for a base model (a class of `AutoModel` or `AutoModelForTextEncoding`), else a `DepthMixin`."""
     bases = [plain_class(auto, config.__bases__[1]) for auto in (AutoModel, AutoModelForTextEncoding)]
     return model_class(plain, config, DepthBase if plain in bases else DepthMixin)
 
 
 def class_named(name: str, config: type) -> type[Depth] | None:
-    """Return the class of ours with this name for a config class of ours; None where neither Transformers nor what this
-    process has converted has the plain one."""
+    """Return this package's class with this name for one of its config classes; None if neither Transformers nor this
+    process's conversions have the plain class."""
     generated = getattr(GENERATED.get(name), "plain_class", None)
     plain: Any = generated or getattr(transformers, name.removeprefix("AttnRes"), None)
     return class_of(plain, config) if _takes(plain, config) else None
 
 
 def checkpoint_activations(model: Any, how: str) -> None:
-    """Let a model with a residual keep less for its backward pass; gradients stay what they are.
+    """Let a model with a residual store fewer activations for its backward pass; gradients do not change.
 
     Args:
-        how: "none"; "layer": of each layer its input is kept, the stream; "sublayer": of each attention and MLP its
-            normed input, with all that the stream itself keeps; "reads": everything but what reads of the stream make.
+        how: "none"; "layer" stores the input of each layer, the stream; "sublayer" stores the normed input of each
+            attention and MLP, and what the stream itself saves; "reads" recomputes only the reads.
 
     Raises:
-        UserError: its layers know no checkpointing, or have no attention and no MLP.
+        UserError: its layers do not support checkpointing, or have no attention and no MLP.
     """
     if how == "layer":
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -313,7 +318,7 @@ def checkpoint_activations(model: Any, how: str) -> None:
             enable({"use_reentrant": False})
         except ValueError as error:
             raise UserError(
-                f"layers of {type(model).__name__} know no checkpointing: choose sublayer or reads"
+                f"layers of {type(model).__name__} do not support checkpointing: choose sublayer or reads"
             ) from error
     elif how == "sublayer":
         for layer in model.depth_layers:
@@ -327,11 +332,11 @@ def checkpoint_activations(model: Any, how: str) -> None:
 
 
 def _mixers(part: nn.Module, reads: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield the modules of a layer that are called on the result of a read and have matrices: attention, MLP and the
-    like.
+    """Yield the modules of a layer that take the result of a read and hold matrices: attention, MLP and the like.
 
     Args:
-        reads: paths in `part` of what reads the stream. What holds one of these takes the stream itself.
+        reads: paths in `part` of the modules that read the stream; a module that contains one of them takes the stream
+            itself.
     """
     for name, child in part.named_children():
         inside = [path.removeprefix(f"{name}.") for path in reads if path.startswith(f"{name}.")]
@@ -342,7 +347,8 @@ def _mixers(part: nn.Module, reads: Sequence[str]) -> Iterator[nn.Module]:
 
 
 def _made_again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a module's own forward, in training so that its inside is made again for the backward pass."""
+    """Call a module's own forward; in training, recompute its inside in the backward pass (activation
+    checkpointing)."""
     if not (module.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

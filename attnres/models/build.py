@@ -1,4 +1,4 @@
-"""Builds a model with freshly drawn weights from a named size, with a residual or as its family has it."""
+"""Build a randomly initialised model from a named size, with a residual or as the unmodified Transformers model."""
 
 import copy
 import dataclasses
@@ -47,10 +47,12 @@ def _llama(width: int, layers: int, heads: int, kv_heads: int, intermediate: int
 def _kimi(
     width: int, heads: int, head: int, experts: int, chosen: int, expert: int, latent: int, layers: int = 27
 ) -> dict[str, Any]:
-    """Return a Kimi Linear. Every fourth layer and the last have MLA, the others KDA; the first has a dense MLP.
+    """Return the fields of a Kimi Linear. Every fourth layer and the last have MLA, the others KDA; the first has a
+    dense MLP.
 
     Args:
-        head: width of a head, of KDA and MLA. experts, chosen: of a layer, and of a token besides the shared one.
+        head: width of a head, of KDA and MLA. experts, chosen: number of experts in a layer, and for a token besides
+            the shared one.
         expert: inner width of an expert. latent: width of MLA's cached latent.
     """
     return {
@@ -77,8 +79,9 @@ def _kimi(
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    # The models of the studies' presets of these names (lab/presets.py): twelve layers, so that depth has something to
-    # show, and narrow, for a CPU.
+    # The models of the studies' presets of these names (lab/presets.py): twelve layers, enough to show effects of
+    # depth,
+    # and narrow, for a CPU.
     "pico": _qwen3(32, 12, 1, 1, 32),
     "micro": _qwen3(64, 12, 2, 1, 32),
     "nano": _qwen3(128, 12, 4, 2, 32),
@@ -99,10 +102,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "8b": _llama(4096, 32, 32, 8, 14336),
     "70b": _llama(8192, 80, 64, 8, 28672),
     # The model of the paper's main result (Kimi Linear 48B-A3B, arXiv 2510.26692, with a vocabulary of 163,840 words),
-    # which reads in blocks of 6 sublayers; and the same shape for a CPU.
+    # which has blocks of 6 sublayers; and the same shape for a CPU.
     "kimi-48b": _kimi(2304, 32, 128, experts=256, chosen=8, expert=1024, latent=512),
     "kimi-nano": _kimi(128, 4, 32, experts=16, chosen=4, expert=32, latent=64),
-    # Kimi K3 (arXiv 2607.24653, with a vocabulary of 163,840 words), which reads in blocks of 24 sublayers; and a like
+    # Kimi K3 (arXiv 2607.24653, with a vocabulary of 163,840 words), which has blocks of 24 sublayers; and a small
     # one for a CPU.
     "k3-2.8t": {
         **_kimi(7168, 96, 128, experts=896, chosen=16, expert=3072, latent=512, layers=93),
@@ -123,7 +126,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 MOST_LAYERS = 10_000
-"""Of a network that is built: a slip of the keyboard would be at it for days."""
+"""Largest accepted number of layers: a typing error would otherwise keep the program busy for days."""
 
 
 def build(
@@ -135,7 +138,7 @@ def build(
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
 ) -> DepthMixin:
-    """Return a causal language model with freshly drawn weights.
+    """Return a randomly initialised causal language model.
 
     >>> model = build("pico", "block", vocab_size=50)
     >>> model(input_ids=torch.arange(9)[None]).logits.shape
@@ -148,7 +151,7 @@ def build(
         size: a name in `SIZES`, or {"family": name, **fields of the Hugging Face config}.
         residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings.
         vocab_size, max_positions: of the token embedding; longest sequence.
-        seed: of the weights. The global random state is left as it was.
+        seed: seed of the weights. The global random state does not change.
 
     Raises:
         UserError: unknown names, impossible settings.
@@ -165,12 +168,13 @@ def build_shapes(
     settings: Mapping[str, Any] | None = None,
     device: str | torch.device = "meta",
 ) -> DepthMixin:
-    """Return the model of a folder, a run or a hub name, from its config.json alone: shapes without memory, or drawn
-    weights.
+    """Return the model of a folder, a run or a hub name, made from its config.json only: shapes without memory, or
+    random weights.
 
     Args:
-        residual: of a plain model, "block" if none is given, with `settings`; a model with depth reads keeps its own.
-        device: another than the meta device draws the weights there.
+        residual: the residual for a plain model, by default "block", with `settings`; a model with depth reads keeps
+            its own.
+        device: the meta device gives shapes; another device gets random weights.
 
     Raises:
         UserError: no such model, a family that is not listed, or a residual for a model that has one.
@@ -181,7 +185,7 @@ def build_shapes(
 
     described = open_config(name)
     config = described.config
-    with foreign(f"the model of {name} cannot be built", "is its config.json whole?"), torch.device(device):
+    with foreign(f"the model of {name} cannot be built", "is its config.json complete?"), torch.device(device):
         if described.residual is not None:
             if residual not in (None, described.residual) or settings:
                 raise UserError(f"{name} has the residual '{described.residual}': leave residual and settings out")
@@ -199,8 +203,7 @@ def build_shapes(
 def build_plain(
     size: str | Mapping[str, Any] = "nano", *, vocab_size: int, max_positions: int = 2048, seed: int = 0
 ) -> PreTrainedModel:
-    """Return the family's own model, which has no depth stream, with the weights that `build` draws for the standard
-    residual.
+    """Return the unmodified Transformers model, with the weights that `build` draws for the standard residual.
 
     >>> type(build_plain("pico", vocab_size=50)).__name__
     'Qwen3ForCausalLM'
@@ -214,7 +217,7 @@ def build_plain(
 
 
 def check_size(size: str | Mapping[str, Any]) -> None:
-    """Refuse with a UserError a size that names no family, or fields that it does not have or lacks. Quick."""
+    """Refuse with a UserError a size with an unknown family, or with unknown or missing fields. Quick."""
     _resolved(size, 256, 256)
 
 
@@ -224,7 +227,7 @@ def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int
         if size not in SIZES:
             raise unknown("model size", size, SIZES)
         size = SIZES[size]
-    fields = copy.deepcopy(dict(size))  # Transformers fills in nested ones where they lie
+    fields = copy.deepcopy(dict(size))  # a copy, because Transformers fills in nested fields in place
     key = fields.pop("family", None)
     if key is None:
         keys = ", ".join(map(str, fields))
@@ -234,16 +237,16 @@ def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int
     if key not in CLASSES:
         raise UserError(f"{FAMILIES[key].causal_lm} is not in the installed Transformers: upgrade it")
     config_class: Any = CLASSES[key][0]
-    # No special tokens: Transformers' defaults for a family are ids of its own tokenizer.
+    # No special tokens: Transformers' defaults for a family are ids of the family's tokenizer.
     fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **fields}
     fields |= {"vocab_size": vocab_size, FAMILIES[key].positions: max_positions}
     _check_fields(config_class, fields)
     names = [config_class.attribute_map.get(name, name) for name in ("hidden_size", "num_hidden_layers")]
-    given = {config_class.attribute_map.get(name, name) for name in fields}  # under whatever name
+    given = {config_class.attribute_map.get(name, name) for name in fields}  # also under the family's alternative names
     if missing := [name for name in names if name not in given]:
         raise UserError(
-            f"the size {{family: {key}}} does not say {' and '.join(missing)}, and {key}'s own may be billions of "
-            "parameters: give them"
+            f"the size {{family: {key}}} does not say {' and '.join(missing)}, and {key}'s defaults may be billions "
+            "of parameters: give them"
         )
     return key, fields
 
@@ -259,7 +262,7 @@ def _drawn(key: str, model_class: Any, config_class: Any, fields: Mapping[str, A
 
 
 def _refuse_larger_than_memory(model_class: Any, config: Any) -> None:
-    """Raise UserError where the weights alone are more than this machine's memory, unless none is taken (meta)."""
+    """Raise UserError if the weights alone exceed this machine's memory, unless the device is meta."""
     if config.num_hidden_layers * config.hidden_size**2 < 10**8 or torch.get_default_device().type == "meta":
         return
     with torch.device("meta"):
@@ -272,8 +275,8 @@ def _refuse_larger_than_memory(model_class: Any, config: Any) -> None:
 
 
 def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
-    """Refuse fields that the family does not have (its config would keep them and change nothing), and heads that do
-    not divide."""
+    """Refuse fields that the family does not have (its config would store them without effect), and heads that do not
+    divide the width."""
     known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     for name in fields:
         if name not in known:

@@ -1,4 +1,4 @@
-"""Conformance of a mechanism: `attnres.residuals.check`, and what needs a model of Transformers around it."""
+"""Check a mechanism: the checks of `attnres.residuals.check`, and those that need a Transformers model around it."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -32,9 +32,9 @@ _SIZE = {
     "intermediate_size": 48,
 }
 _LAYERS = (3, 2, 4, 1, 5, 6, 8, 12, 16)
-"""Of the models, in order of preference; the first that the settings allow is taken."""
+"""Numbers of layers of the models, in order of preference; the first that the settings allow is used."""
 _FP32 = 1e-4
-"""What two ways to one result in fp32 may differ by, as a part of its scale."""
+"""Largest accepted difference in fp32 between two ways to one result, relative to its scale."""
 
 
 def check(name: str, **settings: Any) -> list[Outcome]:
@@ -52,7 +52,7 @@ def check(name: str, **settings: Any) -> list[Outcome]:
 
 
 def checks(name: str, settings: dict[str, Any]) -> Iterator[Outcome]:
-    """Carry out the checks of `check` one by one."""
+    """Run the checks of `check` one by one."""
     subject = Subject.of(name, settings)
     yield from outcomes(CHECKS, subject)
     with quiet_transformers():
@@ -77,8 +77,8 @@ def _model(subject: Subject, *, stirred: bool = True) -> DepthMixin:
 
 
 def refuse_failing(name: str, layers: int, settings: dict[str, Any]) -> None:
-    """Refuse with a UserError a mechanism of a user's own that fails in a narrow model of so many layers, forward or
-    backward. Settings that do not fit so narrow a model pass: the model itself will say."""
+    """Refuse with a UserError a mechanism from a user's file whose forward or backward fails in a narrow model of
+    `layers` layers. Settings that do not fit so narrow a model pass; the model itself will raise."""
     size = {**_SIZE, "num_hidden_layers": layers}
     try:
         model = build(size, name, vocab_size=_VOCABULARY, max_positions=_LENGTH, settings=settings)
@@ -99,7 +99,8 @@ def _logits(model: Any) -> Tensor:
 
 
 def built(subject: Subject) -> str:
-    """A model has the weights that it has with the standard residual, and the mechanism's start values, in fp32."""
+    """Check that the model's weights equal those with the standard residual, and that the mechanism's parameters have
+    their start values in fp32."""
     model = _model(subject, stirred=False)
     size = {**_SIZE, "num_hidden_layers": model.config.num_hidden_layers}
     plain = build(size, "standard", vocab_size=_VOCABULARY, max_positions=_LENGTH)
@@ -115,8 +116,8 @@ def built(subject: Subject) -> str:
 
 
 def _start_values(subject: Subject, model: DepthMixin) -> Callable[[str, Tensor], bool]:
-    """Return a function that tells whether a parameter of the model's residual has its start value, by name. A
-    parameter that two new models draw differently has it if its size fits the draw."""
+    """Return a function (name, value) -> whether a parameter of the residual has its start value. A parameter that two
+    new models draw differently passes if its size fits the draw."""
     fresh: list[Residual] = []
     for seed in (1, 2):
         with torch.random.fork_rng(devices=[]):
@@ -133,7 +134,8 @@ def _start_values(subject: Subject, model: DepthMixin) -> Callable[[str, Tensor]
 
 
 def training(subject: Subject) -> str:
-    """A training step in bf16 autocast has finite gradients, with activation checkpointing the same ones."""
+    """Check that a training step in bf16 autocast has finite gradients, and the same ones with activation
+    checkpointing."""
     model = _model(subject).train()
 
     def gradients() -> tuple[float, list[Tensor]]:
@@ -159,7 +161,8 @@ def training(subject: Subject) -> str:
 
 @torch.no_grad()
 def decoding(subject: Subject) -> str:
-    """Decoding token by token from a cache gives the logits of a whole pass; padding on the left changes none."""
+    """Check that decoding token by token with a cache gives the logits of a whole pass, also with padding on the
+    left."""
     model, ids = _model(subject), _tokens()
     expected = _logits(model)
     output = model(input_ids=ids[:, :4], use_cache=True)
@@ -183,7 +186,8 @@ def decoding(subject: Subject) -> str:
 
 
 def saving(subject: Subject) -> str:
-    """A saved model computes the same when it is loaded; what a file lacks of the residual gets its start values."""
+    """Check that a saved and reloaded model computes the same, and that parameters missing from a file get their start
+    values."""
     model = _model(subject)
     model.residual("set_progress", 1.0)
     with TemporaryDirectory() as temporary:
@@ -191,7 +195,9 @@ def saving(subject: Subject) -> str:
         model.save_pretrained(folder)
         loaded: Any = load(folder)
         for name, tensor in model.residual.state_dict().items():
-            expect(torch.equal(loaded.residual.state_dict()[name], tensor), f"{name} is another after saving")
+            expect(
+                torch.equal(loaded.residual.state_dict()[name], tensor), f"{name} changes when it is saved and loaded"
+            )
         expect(torch.equal(_logits(loaded), _logits(model)), "a saved model computes other logits when it is loaded")
         half: Any = load(folder, dtype=torch.bfloat16)
         for name, parameter in half.residual.named_parameters():
@@ -206,12 +212,12 @@ def saving(subject: Subject) -> str:
 def _check_lacking(
     model: DepthMixin, folder: Path, weights: dict[str, Tensor], lacking: list[str], subject: Subject
 ) -> None:
-    """Load from a file without some of the residual's parameters: those start anew, the others are the file's."""
+    """Load from a file without some of the residual's parameters: those get start values, the others the file's."""
     gone = {f"{model.base_model_prefix}.residual.{name}" for name in lacking}
     kept = {key: tensor for key, tensor in weights.items() if key not in gone}
     save_file(kept, folder / SINGLE, metadata={"format": "pt"})
     level = logging.get_verbosity()
-    logging.set_verbosity_error()  # it would tell which weights are new
+    logging.set_verbosity_error()  # Transformers would log which weights are new
     try:
         residual = type(model).from_pretrained(folder).residual
     finally:
@@ -222,11 +228,11 @@ def _check_lacking(
             expect(starts(name, parameter), f"{name} does not start where it should in a model whose file lacks it")
         else:
             saved = torch.equal(parameter, model.residual.get_parameter(name))
-            expect(saved, f"{name} is another where a file lacks {', '.join(lacking)}")
+            expect(saved, f"{name} changes if a file lacks {', '.join(lacking)}")
 
 
 def copying(subject: Subject) -> str:
-    """A deep copy of a model computes the same, with parameters of its own."""
+    """Check that a deep copy of a model computes the same, with parameters of its own."""
     model = _model(subject)
     with evaluating(model):
         twin = copy.deepcopy(model)
@@ -235,7 +241,7 @@ def copying(subject: Subject) -> str:
         with torch.no_grad():
             for parameter in twin.residual.parameters():
                 parameter.zero_()
-        expect(torch.equal(_logits(model), expected), "a copy shares parameters with the model that it is of")
+        expect(torch.equal(_logits(model), expected), "a copy shares parameters with its original")
     return "parameters of its own"
 
 

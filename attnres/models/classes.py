@@ -1,4 +1,4 @@
-"""Config and model classes with depth reads, a config, a base model and its heads for each family, registered with
+"""Config and model classes with depth reads (a config, a base model and its heads for each family), registered with
 Transformers' Auto classes.
 
 Each is a subclass of the family's own class. The residual and its settings are fields of the config; its parameters are
@@ -29,15 +29,15 @@ from attnres.streams.neighbours import share_defaults
 
 
 def __getattr__(name: str) -> type:
-    """Return a class that was made, as `from attnres.models.classes import AttnResQwen3Config` and pickles expect."""
+    """Return a generated class, for `from attnres.models.classes import AttnResQwen3Config` and for pickles."""
     if name not in GENERATED:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
     return GENERATED[name]
 
 
 def register(key: str, family: Family, base_config: type, base_model: Any) -> tuple[type, type]:
-    """Make a family's config, base model and heads: `attnres_{key}` to the Auto classes, `key` in `CLASSES`, which has
-    the config and the class for `base_model`."""
+    """Generate a family's config, base model and heads, register `attnres_{key}` with the Auto classes, and store the
+    config and the class for `base_model` in `CLASSES` under `key`."""
     config = type(
         f"AttnRes{base_config.__name__}",
         (ResidualConfigMixin, base_config),
@@ -46,7 +46,7 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
             "__doc__": f"{base_config.__name__} with a residual: `residual`, `residual_settings`.",
             "__annotations__": FIELDS,
             "_auto_class": None,
-            "base_model_pp_plan": None,  # a stage of which would hand on one tensor, and a stream is several
+            "base_model_pp_plan": None,  # a stage of it would pass on one tensor, but a stream is several
             "model_type": f"attnres_{key}",
             **dict.fromkeys(FIELDS),
             "residual": "block",
@@ -58,12 +58,13 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
     AutoConfig.register(f"attnres_{key}", config)
     share_defaults(f"attnres_{key}", getattr(base_config, "model_type", ""))
     plain_classes: dict[Any, Any] = {auto: cls for auto in AUTOS if (cls := plain_class(auto, base_config)) is not None}
-    if base_model not in plain_classes.values():  # code that comes with a model, a part of another
+    # for code that comes with a model, one Auto class may have another part of it
+    if base_model not in plain_classes.values():
         plain_classes = {AutoModelForCausalLM if hasattr(base_model, "generate") else AutoModel: base_model}
     for auto, plain in plain_classes.items():
         auto.register(config, class_of(plain, config))
     model = class_of(base_model, config)
-    # Checkpoints whose names or layout Transformers changes while loading (experts, say) are found by type of model.
+    # Transformers finds checkpoints whose names or layout it changes while loading (experts, say) by model type.
     mapping = get_checkpoint_conversion_mapping(base_model.__name__)
     mapping = mapping or get_checkpoint_conversion_mapping(getattr(base_config, "model_type", ""))
     if mapping:
@@ -77,13 +78,13 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
 
 
 def _empty_config(stored: dict[str, Any]) -> Any:
-    """Return an empty config of a stored model's class: what unpickling fills, in a process that has to register it."""
+    """Return an empty config of a stored model's class, for unpickling in a process that has not registered it."""
     register_stored(stored, Path())
     return object.__new__(CLASSES[stored["model_type"].removeprefix("attnres_")][0])
 
 
 def _empty_model(stored: dict[str, Any], plain: type[PreTrainedModel], is_base: bool) -> Depth:
-    """Return an empty model of ours of a plain class, as `_empty_config` does."""
+    """Return an empty model of this package's class for a plain class, as `_empty_config` does."""
     register_stored(stored, Path())
     config = CLASSES[stored["model_type"].removeprefix("attnres_")][0]
     return object.__new__(model_class(plain, config, DepthBase if is_base else DepthMixin))
@@ -111,18 +112,18 @@ for _key, _family in FAMILIES.items():
 
 
 def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool = False) -> dict[str, type]:
-    """Register the classes that a stored model needs besides this package's: those of a probed family, and, where code
-    is trusted, the mechanism of a user's own file. Its config.json names them.
+    """Register the classes that a stored model needs, named in its config.json: those of a probed family and, if code
+    is trusted, the mechanism from a user's file.
 
     Returns:
-        Its classes by name, config, base model and heads.
+        The generated classes by name: config, base model and heads.
 
     Raises:
-        UserError: the config does not say, names classes that are not there, needs code that was not trusted, or has
-            another family's name.
+        UserError: the config names no family or missing classes, needs code that was not trusted, or has another
+            family's name.
     """
     file = config.get("residual_file")
-    here = bool(file) and Path(str(file).rpartition(":")[0]).is_file()  # else the model says what it needs
+    here = bool(file) and Path(str(file).rpartition(":")[0]).is_file()  # otherwise the model raises what it needs
     if here and trust_remote_code and not is_known(str(config.get("residual"))):
         residual_class(str(file))
     key = str(config.get("model_type", "")).removeprefix("attnres_")
@@ -134,8 +135,8 @@ def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_cod
         if _family_of(stored, folder).places != known.places:
             raise UserError(
                 f"the model in {folder} is of type 'attnres_{key}' with the layers of {stored['causal_lm']}, and this "
-                f"process has the type with those of {known.causal_lm}: load the two in processes of their own, or "
-                "convert the plain model again, which gives it a type of its own"
+                f"process has the type with those of {known.causal_lm}: load the two in separate processes, or "
+                "convert the plain model again, which gives it another type"
             )
     if key not in CLASSES:
         return {}
@@ -143,7 +144,7 @@ def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_cod
 
 
 def _family_of(stored: Mapping[str, Any], folder: Path) -> Family:
-    """Return the family that a config.json says."""
+    """Return the family that a config.json describes."""
     fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items()}
     fields.pop("remote", None)
     try:
@@ -153,7 +154,7 @@ def _family_of(stored: Mapping[str, Any], folder: Path) -> Family:
 
 
 def _unmade(folder: Path, error: Exception) -> UserError:
-    return UserError(f"the model in {folder} has a family that cannot be made here ({error})")
+    return UserError(f"the model in {folder} has a family that cannot be used here ({error})")
 
 
 def _register_probed(key: str, stored: Mapping[str, Any], folder: Path, *, trust_remote_code: bool) -> None:

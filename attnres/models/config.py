@@ -1,5 +1,5 @@
-"""Configs with a residual, which name the mechanism and its settings, and the files written beside them: the loader
-with which Transformers finds our classes, and the model card."""
+"""Configs with a residual, which store the mechanism and its settings, and the files written beside them: the loader
+with which Transformers finds this package's classes, and the model card."""
 
 import inspect
 import json
@@ -35,12 +35,12 @@ AUTOS: tuple[Any, ...] = tuple(
     for name in dir(transformers)
     if name == "AutoModel" or (name.startswith("AutoModelFor") and name != "AutoModelForTextEncoding")
 )
-"""Transformers' Auto classes: a family's classes are registered with those that have the plain ones. The one that is
-left out has `AutoModel`'s models, or parts of them."""
+"""Transformers' Auto classes with which a family is registered if they have its plain classes. The omitted one has the
+models of `AutoModel`, or parts of them."""
 
 
 def auto_classes(config: type) -> dict[str, type]:
-    """Return the class that each Auto class has for a config class with a residual."""
+    """Return the model class for each Auto class, given a config class with a residual."""
     classes = {auto.__name__: auto._model_mapping.get(config, None) for auto in AUTOS}
     return {"AutoConfig": config} | {auto: cls for auto, cls in classes.items() if cls is not None}
 
@@ -51,13 +51,13 @@ FIELDS: dict[str, Any] = {
     "residual_file": str | None,
     "residual_sha256": str | None,
 }
-"""What makes a config ours, with types."""
+"""Fields (and their types) that a config of this package adds."""
 
 
 class ResidualConfigMixin:
-    """Config fields `residual` (a mechanism's name), `residual_settings` (its settings), and, for a mechanism of a
-    user's own file, `residual_file` and `residual_sha256` (of its content), which are there to be told: a config runs
-    no file."""
+    """Config fields `residual` (a mechanism's name), `residual_settings` (its settings), and, for a mechanism from a
+    user's file, `residual_file` and `residual_sha256` (of its content). The last two are information only: a config
+    never runs a file."""
 
     residual: str
     residual_settings: dict[str, Any] | None
@@ -66,11 +66,11 @@ class ResidualConfigMixin:
     family: Family
     empty: Callable[..., Any]
     empty_model: Callable[..., Any]
-    """What unpickling makes and then fills, for a config and for its models: functions of `classes`."""
+    """Function that makes an empty config or model for unpickling: see `classes`."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
-        """Nothing: this class did not come with a model, whatever file of a model it was found through."""
+        """Do nothing: no file of a model defines this class, whatever file of a model it was found through."""
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class ResidualConfigMixin:
         if plain and not str(plain).startswith("attnres_") and "residual" not in config_dict:
             warnings.warn(
                 f"a plain '{plain}' checkpoint is loaded into {cls.__name__}: it gets residual '{cls.residual}' with "
-                "fresh parameters, and computes something else than before; attnres.convert keeps what it computes",
+                "new parameters, and its outputs change; attnres.convert keeps them",
                 stacklevel=2,
             )
             stray = stray_settings(cls, config_dict)
@@ -89,8 +89,8 @@ class ResidualConfigMixin:
         return super().from_dict(config_dict, **kwargs)  # ty: ignore[missing-attribute]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as config.json has them, with every setting of the residual: a later default does not
-        change a saved model."""
+        """Return the fields for config.json, with every setting of the residual, so that a later change of a default
+        does not change a saved model."""
         values = super().to_dict()  # ty: ignore[missing-attribute]
         if is_known(self.residual):
             values["residual_settings"] = settings_in_full(self.residual, self.residual_settings)
@@ -115,14 +115,14 @@ class ResidualConfigMixin:
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # ty: ignore[missing-attribute]
-        if stray := stray_settings(type(self), {*kwargs, *vars(self)}):  # which would be kept and change nothing
+        if stray := stray_settings(type(self), {*kwargs, *vars(self)}):  # it would be stored without effect
             raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
         self.note_file()
         with torch.device("meta"):
             self.make_residual()
 
     def note_file(self) -> None:
-        """Record the file that the mechanism was read from; warn where the stored one had another content."""
+        """Record the file from which the mechanism was read; warn if its content differs from the stored one."""
         file, content = source_file(self.residual), source_sha256(self.residual)
         if file is None:
             return
@@ -143,7 +143,8 @@ class ResidualConfigMixin:
         residual_class(self.residual, self.residual_file)
         layers, kinds = cast(int, layer_count(self)), self.family.sublayers
         width = self.layers_config.hidden_size
-        # in full: a model of a config has the read_scale that its config.json says, and nobody has to be warned of it
+        # with the default written out: a loaded model uses the read_scale of its config.json, and needs no warning
+        # about it
         settings = settings_in_full(self.residual, self.residual_settings)
         residual = make_residual(self.residual, layers * len(kinds), width, sublayers=kinds, **settings)
         if residual.value_kind != "none":
@@ -153,25 +154,25 @@ class ResidualConfigMixin:
 
     @property
     def layers_config(self) -> Any:
-        """Return the config of the layers that have the residual: of a model of more than text or more than a decoder,
-        that of its text's decoder."""
+        """Return the config of the layers that have the residual: for a model with several parts, that of its text
+        decoder."""
         return self.get_text_config(decoder=True)  # ty: ignore[missing-attribute]
 
     @property
     def shared_heads(self) -> int:
-        """Heads of keys and values, which several of queries may share."""
+        """Return the number of key and value heads, which several query heads may share."""
         return getattr(self.layers_config, "num_key_value_heads", None) or self.layers_config.num_attention_heads
 
 
 def stray_settings(config: type, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that are settings of some residual and no field of this config class: no model of
-    Transformers' own reads them."""
+    """Return those of `names` that are settings of some residual but no field of this config class: no model of
+    Transformers reads them."""
     settings = {key for name in list(RESIDUALS) for key in settings_of(name)} - field_names(config)
     return sorted(settings & {*names})
 
 
 def field_names(config: type) -> set[str]:
-    """Return the fields of a config class, and parameters of its constructors."""
+    """Return the names of a config class's fields and of its constructors' parameters."""
     fields = {name for cls in config.__mro__ for name in vars(cls).get("__annotations__", {})}
     constructors = [vars(cls)["__init__"] for cls in config.__mro__ if "__init__" in vars(cls)]
     return fields | {name for one in constructors for name in inspect.signature(one).parameters}
@@ -195,12 +196,12 @@ globals().update(register_stored(CONFIG, __file__, trust_remote_code=True))  # t
 
 
 def write_loader(config: Any, folder: Path, classes: dict[str, str]) -> dict[str, str]:
-    """Write the file into `folder`, and return what config.json has as `auto_map`: nothing where the plain model itself
-    brings its own code, which must be trusted first.
+    """Write the loader file into `folder`, and return the `auto_map` of config.json: empty if the plain model itself
+    comes with code, which must be trusted first.
 
     Args:
-        config: of the model; of a family that was probed it says where a layer is read.
-        classes: by Auto class, the name of ours.
+        config: the model's config; for a probed family it says where a layer is read.
+        classes: Auto class -> the name of this package's class.
     """
     family = getattr(config, "residual_family", None)
     if family and family.get("remote"):
@@ -214,13 +215,13 @@ def write_loader(config: Any, folder: Path, classes: dict[str, str]) -> dict[str
 
 
 def model_card(model: Any, source: str | None, report: Any = None, *, reloaded: bool = False) -> str:
-    """Return README.md.
+    """Return the text of README.md.
 
     Args:
-        model: with depth reads, in memory.
-        source: the model that it was made from; None where it is of its own training.
-        report: of the conversion, where there was one.
-        reloaded: what was written has been loaded and compared.
+        model: a model with depth reads, in memory.
+        source: the model that it was converted from; None if it was trained from scratch.
+        report: the report of the conversion, if there was one.
+        reloaded: whether the written model was loaded and compared.
     """
     config, name = model.config, type(model).__name__
     residual = with_settings(f"`{config.residual}`", config.residual_settings)

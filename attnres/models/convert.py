@@ -1,7 +1,7 @@
-"""A pretrained decoder with depth reads that compute, at first, exactly what it computed without them.
+"""Convert a pretrained decoder to one with depth reads that computes, at first, exactly the same logits.
 
 With zero queries a read is the sum of its sources (`read_scale="sum"`), which is the plain residual stream: the logits
-stay, and training starts from the pretrained model. That is measured on every model, not assumed.
+do not change, and training starts from the pretrained model. Every conversion measures this.
 """
 
 import copy
@@ -32,22 +32,23 @@ from attnres.text import first_of, memory, settings_text, with_settings
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did and how exact it is.
+    """The report of a conversion, with its exactness.
 
     Attributes:
-        source, out: where it came from; the folder that was written, or None.
-        family, model_type: which line of `FAMILIES`, or the class that was probed; `model_type` of the new config.
-        probed: whether the family was found by watching a forward pass.
+        source, out: the source model; the folder that was written, or None.
+        family, model_type: the row of `FAMILIES`, or the class that was probed; `model_type` of the new config.
+        probed: whether the family was found by observing a forward pass.
         residual, settings: as in the new config.
         sublayers, width: L and d.
-        parameters, added_parameters: of the source, and queries and gains.
-        dtype: of the weights; queries and gains are always fp32.
+        parameters, added_parameters: number in the source, and number of the residual (queries and gains).
+        dtype: dtype of the weights; queries and gains are always fp32.
         max_difference, logit_scale, relative_difference, bound, tokens: logits of the converted model against the
-            source's on a fixed batch: the largest difference, the largest logit, their ratio, what it may be.
-        arithmetic: what those were computed in. Models in 16 bits are compared in fp32 on their own weights.
+            source's on a fixed batch of `tokens` tokens: the largest difference, the largest logit, their ratio, and
+            its bound.
+        arithmetic: the dtype of that comparison. Models in 16 bits are compared in fp32 on their own weights.
         own_difference: the largest difference in the weights' own dtype, rounding included.
-        ignored: tensors of the source for which its class has no use; they are not in the converted model.
-        versions: of torch and transformers.
+        ignored: tensors of the source's files that its class does not use; the converted model lacks them.
+        versions: versions of torch and transformers.
     """
 
     source: str
@@ -73,7 +74,7 @@ class Conversion:
     versions: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as conversion.json."""
+        """Return the report as conversion.json holds it."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -134,13 +135,13 @@ def convert(
 
     Args:
         source: a Transformers model in memory (a language model, an encoder, a vision or audio model, with any head or
-            none), whose weights the converted one shares (training one trains both; `source` itself stays as it is); or
-            a folder, or a name on the hub. A model of attnres with the standard residual is one too.
+            none), whose weights the converted one shares (training one trains both; the object `source` does not
+            change); or a folder, or a name on the hub. A model of attnres with the standard residual is accepted too.
         residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings (`num_blocks`, `block_size`,
             ...). `read_scale` is "sum" unless given: the mean is exact only up to the norms' eps.
         out: a folder to write, new or empty: sharded safetensors, config, tokenizer and generation settings of the
-            source, the report as conversion.json and a model card. What was written is loaded and compared before the
-            folder is there, whole or not at all.
+            source, the report as conversion.json and a model card. The folder appears only after the written model was
+            loaded and compared.
         dtype: bf16, fp16, fp32 or fp64 weights, for a source on disk; None keeps the source's. Queries and gains are
             fp32.
         trust_remote_code: run code that comes with the source. Never unasked.
@@ -151,9 +152,9 @@ def convert(
     Raises:
         UserError: an architecture without a place for depth reads (with the reason), unknown names, impossible
             settings, damaged or missing files, quantised weights, a converted model, a full disk, or logits that would
-            change by more than `exactness.BOUNDS`. Nothing is then written.
+            change by more than `exactness.BOUNDS`. Then nothing is written.
     """
-    # What is cheap to find wrong is found before weights are read.
+    # Cheap checks come before weights are read.
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", str(dtype), DTYPES)
     residual = residual_class(residual).name
@@ -206,7 +207,9 @@ def _check_room(source: Checkpoint, out: Path, dtype: str | None) -> None:
     above = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
     free = shutil.disk_usage(above).free
     if free < size:
-        raise UserError(f"{out} needs {memory(size)} and {above} has {memory(free)} left: make room or choose another")
+        raise UserError(
+            f"{out} needs {memory(size)} and {above} has {memory(free)} left: make room or choose another folder"
+        )
 
 
 def _write(new: DepthMixin, out: Path, folder: Mapping[str, Path]) -> Conversion:
@@ -255,7 +258,7 @@ def _convert(
     with torch.device("meta"):
         depth = len(family.sublayers) * cast(int, layer_count(model.config))
         make_residual(residual, depth, sizes.hidden_size, sublayers=family.sublayers, **settings)
-    # A copy of every module around the same tensors, which then becomes an instance of the family's own subclass.
+    # A copy of every module that shares the tensors; it then becomes an instance of this package's subclass.
     tensors = [*model.parameters(), *model.buffers()]
     new: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     new.__class__ = class_of(type(model), config_class)
@@ -273,10 +276,11 @@ def _convert(
             f"config field '{stray[0]}' is a setting of a residual, and code that comes with this model may read it: "
             "convert a copy in which it has another name"
         )
-    # Some configs keep the first two themselves, which would lead back to the plain model.
+    # Some configs store the first two themselves, which would lead back to the plain model.
     for name in ("auto_map", "model_type", *stray):
         vars(new.config).pop(name, None)
-    vars(new).pop("_weight_conversions", None)  # how the plain one was loaded; ours is saved in its own class' way
+    # describes how the plain model was loaded; ours is saved in the way of its class
+    vars(new).pop("_weight_conversions", None)
     for module in (new, new.base_model):
         vars(module).pop("_pp_plan", None)
     new.attach_residual()
@@ -300,7 +304,9 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
             f"is rounding: {why}"
         )
     dtype = str(model.dtype).removeprefix("torch.")
-    with foreign(f"{source} runs with depth reads, and not in training mode", "what does its code do only there?"):
+    with foreign(
+        f"{source} runs with depth reads, and not in training mode", "does its code do something else in training?"
+    ):
         training = training_difference(model, new)
     # Even models in fp64 compute parts of a pass, such as norms, in fp32.
     bound = 10 * BOUNDS[torch.float32]
@@ -339,7 +345,7 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
 
 
 def _why_not_standard(model: DepthMixin) -> str:
-    """Say why a model's residual is not the standard one at the start to within rounding, as part of a sentence."""
+    """Return the reason, as part of a sentence, why a model's residual does not equal the standard one at the start."""
     residual: Residual = model.residual.itself()
     settings = model.config.residual_settings
     if residual.traits.starts_standard and not model.family.normed:
@@ -385,7 +391,7 @@ def _check_convertible(model: Any) -> None:
 def _family_key(model: PreTrainedModel) -> tuple[str, bool]:
     """Return the key in `CLASSES` of this model's family, and whether it was probed.
 
-    Every model is probed: a listed family whose layers do something else in this configuration is refused too.
+    Every model is probed: a listed family is refused too if its layers do something else in this configuration.
     """
     probed, plain = probe(model), type(model)
 
@@ -396,7 +402,7 @@ def _family_key(model: PreTrainedModel) -> tuple[str, bool]:
     listed = next((key for key in FAMILIES if key in CLASSES and has(key)), None)
     if listed is not None:
         return listed, False
-    # Whatever this process has converted before: what is written must be the same type in every one.
+    # Whatever this process converted before: a written model must have the same type in every process.
     key = f"{model.config.model_type}_{plain.__name__}".lower()
     if key not in CLASSES:
         register(key, probed, type(model.config), plain)

@@ -1,11 +1,11 @@
-"""A text as token ids, for every command and function that gives a model a text.
+"""Encode a text as token ids, by one rule for every command and function that gives a model a text.
 
-    characters     a text without any, or with half a character, is refused; a byte order mark is the file's
+    characters     a text without characters, or with half a one, is refused; a byte order mark belongs to the file
                    (`attnres.reading.read_text`)
-    in front       what the tokenizer puts in front of a text stands there once, also where the text brings its own, as
-                   one from a chat template does; of a document cut into windows it begins each of them
-    at the end     a token that ends the text is left out: a model is to go on from there
-    ids            those past the rows of the embedding are refused
+    in front       the tokens that the tokenizer puts in front of a text stand there once, also if the text brings its
+                   own, as one from a chat template does; they begin each window of a document
+    at the end     a token that ends the text is left out, because the model continues the text
+    ids            ids outside the embedding are refused
     length         a text longer than the context is refused
     chat           a template writes all special tokens of its turns itself
 
@@ -23,9 +23,9 @@ from attnres.errors import UserError, first_line, foreign
 from attnres.typed import is_text
 
 Offsets = Sequence[tuple[int, int]]
-"""Of each token its characters [start, end) of the text."""
+"""For each token, its characters [start, end) of the text."""
 Tokens = tuple[list[int], list[tuple[int, int]]]
-"""The ids of a text's tokens, and where each lies: `with_space`, nothing for a tokenizer that does not say."""
+"""The ids of a text's tokens, and the characters of each (`with_space`); empty for a tokenizer that does not tell."""
 
 
 def encode_prompt(
@@ -39,12 +39,13 @@ def encode_prompt(
     name: str = "the model",
     what: str = "the text",
 ) -> Tokens:
-    """Return the tokens of a text that a model is given whole, those in front of it included.
+    """Return the tokens of a text that a model is given whole, with those that the tokenizer puts in front.
 
     Args:
-        rows: of the model's embedding; context: tokens that it takes, of which `room` stay free. None is not known.
-        chat: the text is a user's turn, which the chat template frames.
-        name, what: of the model and of the text, for messages.
+        rows: rows of the model's embedding. context: tokens that it takes, of which `room` must stay free. None is
+            unknown.
+        chat: the text is a user's turn, to be put into the chat template.
+        name, what: names of the model and of the text, for messages.
 
     Raises:
         UserError: no text or no token of it, no chat template, too many tokens, or one that the model does not have.
@@ -62,14 +63,14 @@ def encode_prompt(
         front = token_in_front(tokenizer)
         ids, spans = [*front, *ids], [*((0, 0) for _ in front if spans), *spans]
     if not ids:
-        raise UserError(f"the tokenizer of {name} makes no token of {what}: give one with words that it knows")
+        raise UserError(f"the tokenizer of {name} makes no token of {what}: give one that it can encode")
     check_ids(ids, rows, name)
     check_length(len(ids), context, name, what, room)
     return ids, spans
 
 
 def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
-    """Return the tokens of a text that is cut into windows, without those in front: they begin each window.
+    """Return the tokens of a text that is cut into windows, without those in front, which begin each window.
 
     Raises:
         UserError: as `tokenise`.
@@ -91,16 +92,15 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
         encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     except Exception as error:  # the Rust library raises plain Exceptions
         raise UserError(
-            f"the tokenizer cannot encode the text ({first_line(error)}): remove what it does not know"
+            f"the tokenizer cannot encode the text ({first_line(error)}): remove characters that it does not know"
         ) from error
     return list(encoding["input_ids"]), with_space(text, encoding["offset_mapping"]) if fast else []
 
 
 def token_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that the tokenizer itself puts in front of a text, mostly the beginning-of-text token; often
-    none.
+    """Return the tokens that the tokenizer puts in front of a text, often none, mostly the beginning-of-text token.
 
-    A single token that the tokenizer adds is taken for the end's where it is that and does not begin a text, too.
+    A single added token that is the end-of-text and not also the beginning-of-text token counts as one at the end.
     """
     ids = tuple(tokenizer("")["input_ids"])
     ends = ids[-1:] in ((tokenizer.eos_token_id,), (tokenizer.sep_token_id,))
@@ -108,7 +108,7 @@ def token_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def check_text(text: str, what: str = "the text") -> None:
-    """Refuse with a UserError a text without a character, or with half a one."""
+    """Refuse with a UserError a text without characters, or with half a character."""
     if not text:
         raise UserError(f"{what} is empty: give some characters")
     if not is_text(text):
@@ -116,7 +116,7 @@ def check_text(text: str, what: str = "the text") -> None:
 
 
 def check_ids(ids: Any, rows: int | None, name: str = "the model") -> None:
-    """Refuse with a UserError token ids that are no rows of the embedding; `ids` may be a list, array or tensor."""
+    """Refuse with a UserError token ids outside the embedding; `ids` may be a list, array or tensor."""
     smallest, largest = (int(ids.min()), int(ids.max())) if hasattr(ids, "min") else (min(ids), max(ids))
     if rows is not None and (smallest < 0 or largest >= rows):
         raise UserError(
@@ -126,13 +126,13 @@ def check_ids(ids: Any, rows: int | None, name: str = "the model") -> None:
 
 
 def rows_of(model: Any) -> int:
-    """Return how many tokens the embedding of a model has rows for."""
+    """Return the number of rows of a model's embedding."""
     table = model.get_input_embeddings()
     return int(getattr(table, "num_embeddings", table.weight.shape[0]))
 
 
 def check_length(count: int, context: int | None, name: str, what: str = "the text", room: int = 0) -> None:
-    """Refuse with a UserError so many tokens, where fewer than `room` of the context would stay free."""
+    """Refuse with a UserError `count` tokens that would leave fewer than `room` of the context free."""
     if context is not None and count + room > context:
         raise UserError(
             f"{what} has {count:,} tokens and {name} takes {context:,}: shorten it{' to leave room' if room else ''}"
@@ -140,8 +140,8 @@ def check_length(count: int, context: int | None, name: str, what: str = "the te
 
 
 def with_space(text: str, offsets: Offsets) -> list[tuple[int, int]]:
-    """Return the offsets in which a token has the white space before it, too: some tokenizers leave it out, and tokens
-    of white space alone are then empty.
+    """Return offsets in which a token includes the white space before it: some tokenizers leave it out, and tokens of
+    white space alone are then empty.
 
     >>> with_space("a b", [(0, 1), (2, 3)])
     [(0, 1), (1, 3)]
@@ -154,7 +154,7 @@ def with_space(text: str, offsets: Offsets) -> list[tuple[int, int]]:
 
 
 SPACE = "▁"
-"""As SentencePiece spells it."""
+"""How SentencePiece writes a space."""
 
 
 def piece(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
@@ -187,8 +187,8 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, of
 def characters(
     tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, offsets: Offsets
 ) -> tuple[list[str], list[str]]:
-    """Return the tokens' texts in whole characters, and a name for each. A character of several tokens stands at the
-    first of them; the names of all say which of how many they are: "漢 (2 of 3)"."""
+    """Return the tokens' texts in whole characters, and a name for each. The first of several tokens that share a
+    character has it; their names say which of how many they are: "漢 (2 of 3)"."""
     shown: list[str] = []
     names: list[str] = []
     first = 0
@@ -219,7 +219,7 @@ def bytes_of(token: str) -> bytes | None:
 
 
 DEFAULT_CONTEXT = 2048
-"""Tokens, where neither config nor tokenizer says how long a text may be; lm-eval assumes the same."""
+"""Tokens of context if neither config nor tokenizer gives a number; lm-eval's default."""
 
 
 def context_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> int:
@@ -227,7 +227,7 @@ def context_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> int:
     stated = stated_context(config)
     if stated is not None:
         return stated
-    longest = getattr(tokenizer, "model_max_length", VERY_LARGE_INTEGER)  # by which Transformers means "unknown"
+    longest = getattr(tokenizer, "model_max_length", VERY_LARGE_INTEGER)  # Transformers' value for "unknown"
     return _length(longest, "model_max_length") if longest != VERY_LARGE_INTEGER else DEFAULT_CONTEXT
 
 
@@ -247,5 +247,5 @@ def _length(value: Any, name: str) -> int:
 
 
 def text_config(config: Any) -> Any:
-    """Return the config of the part that is a language model; itself where it has no parts."""
+    """Return the config of the language-model part; the config itself if it has no parts."""
     return getattr(config, "text_config", None) or config

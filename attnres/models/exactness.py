@@ -1,7 +1,7 @@
-"""Whether two models compute the same, measured: logits, or what a base model puts out.
+"""Measure whether two models compute the same: logits, or the outputs of a base model.
 
-Models in 16 bits are compared in fp32 arithmetic on their own weights: in 16 bits rounding alone moves logits by a
-percent, and would hide a real difference of that size.
+Models in 16 bits are compared in fp32 arithmetic on their own weights: in 16 bits rounding alone changes logits by a
+percent, which would hide a real difference of that size.
 """
 
 import inspect
@@ -20,22 +20,22 @@ from attnres.head import evaluating
 from attnres.ops.devices import forked_generators
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""By arithmetic: the largest difference of two logits, as a part of the largest logit, that counts as rounding."""
+"""By dtype: the largest difference of two logits, relative to the largest logit, that counts as rounding."""
 
 _SIXTEEN = (torch.bfloat16, torch.float16)
 _ROWS, _TOKENS = 2, 32
 
 
 class LogitDifference(NamedTuple):
-    """How far the logits of two models are apart on one batch of tokens.
+    """The difference between the logits of two models on one batch of tokens.
 
     Attributes:
         largest: largest absolute difference.
         scale: largest absolute logit of the first model.
         relative: largest / scale.
-        bound: what `relative` may be.
-        arithmetic: the dtype that was computed in.
-        tokens: how many tokens were compared.
+        bound: the largest `relative` that counts as rounding.
+        arithmetic: the dtype of the computation.
+        tokens: number of compared tokens.
     """
 
     largest: float
@@ -47,15 +47,15 @@ class LogitDifference(NamedTuple):
 
     @property
     def within(self) -> bool:
-        """Return whether the difference is rounding; False where one of the two is not finite."""
+        """Return whether the difference is within the bound; False if a logit is not finite."""
         return self.relative <= self.bound
 
 
 class Arithmetic(TorchDispatchMode):
-    """Compute in `dtype`, fp32 or fp64, whatever lower precision the weights and the code ask for.
+    """Run operators in `dtype`, fp32 or fp64, whatever lower precision the weights and the code ask for.
 
-    Every tensor of lower precision is cast when an operator takes it, so that no weight is held in two precisions for
-    longer than one call.
+    Every tensor of lower precision is cast when an operator takes it, so a weight exists in two precisions only during
+    a call.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -67,7 +67,7 @@ class Arithmetic(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.is_view:
             return func(*args, **kwargs)
-        if func is torch.ops.aten.embedding.default:  # a few rows of a large table
+        if func is torch.ops.aten.embedding.default:  # cast only the rows that are looked up, not the table
             return self._raised(func(*args, **kwargs))
         written = {
             i for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
@@ -84,7 +84,7 @@ class Arithmetic(TorchDispatchMode):
 
 
 def fixed_tokens(model: PreTrainedModel, tokens: int = _TOKENS, rows: int = _ROWS) -> Tensor:
-    """Return the same ids (rows, at most `tokens`) for every model of one vocabulary."""
+    """Return ids (rows, at most `tokens`) that are the same for every model of one vocabulary."""
     table: Any = model.get_input_embeddings().weight
     text: Any = model.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or tokens
@@ -94,8 +94,8 @@ def fixed_tokens(model: PreTrainedModel, tokens: int = _TOKENS, rows: int = _ROW
 
 
 def fixed_inputs(model: PreTrainedModel, tokens: int = _TOKENS) -> dict[str, Tensor]:
-    """Return the same arguments for every model of one configuration: ids, or noise as pictures or as sound; and the
-    decoder's ids where there are an encoder and a decoder."""
+    """Return arguments that are the same for every model of one configuration: ids, or noise as pictures or sound; and
+    the decoder's ids for an encoder-decoder."""
     config: Any = model.config
     name, first = model.main_input_name, next(model.parameters())
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +103,8 @@ def fixed_inputs(model: PreTrainedModel, tokens: int = _TOKENS) -> dict[str, Ten
     def noise(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(first)
 
-    rows = 1 if "Classification" in type(model).__name__ else _ROWS  # some take no batch without a padding id
+    # a classifier takes no batch of several rows without a padding id
+    rows = 1 if "Classification" in type(model).__name__ else _ROWS
     if name == "pixel_values":
         size = config.image_size
         height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -123,10 +124,10 @@ def fixed_inputs(model: PreTrainedModel, tokens: int = _TOKENS) -> dict[str, Ten
 def compare_logits(
     one: PreTrainedModel, other: PreTrainedModel, arithmetic: torch.dtype | None = None
 ) -> LogitDifference:
-    """Compare the logits of two models, or what they put out instead, in evaluation mode on `fixed_inputs`.
+    """Compare the logits (or the first outputs) of two models in evaluation mode on `fixed_inputs`.
 
     Args:
-        arithmetic: what to compute in, whatever the weights' dtype; by default fp64 for fp64 weights, else fp32.
+        arithmetic: the dtype to compute in, whatever the weights' dtype; by default fp64 for fp64 weights, else fp32.
     """
     dtype = arithmetic or (torch.float64 if one.dtype is torch.float64 else torch.float32)
     inputs = fixed_inputs(one)
@@ -143,8 +144,8 @@ def compare_logits(
 def logits(
     model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor], arithmetic: torch.dtype | None = None
 ) -> Tensor:
-    """Return logits (rows, tokens, vocabulary), or what a model without them puts out first, in evaluation mode and
-    without a cache; in the model's own dtypes by default. `inputs` are ids or named arguments."""
+    """Return logits (rows, tokens, vocabulary), or the first output of a model without them, in evaluation mode and
+    without a cache; by default in the model's dtypes. `inputs` are ids or named arguments."""
     with evaluating(model):
         if arithmetic is None:
             return _main(_run(model, inputs))
@@ -163,15 +164,15 @@ def _run(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Any:
 
 @torch.no_grad()
 def training_difference(one: PreTrainedModel, other: PreTrainedModel) -> float | None:
-    """Compare one pass of two models in training mode, with the same random numbers, in the weights' own dtypes.
+    """Compare one pass of two models in training mode, with the same random numbers, in the weights' dtypes.
 
     Returns:
-        The largest difference as a part of the largest value; None where the first model takes no such pass. Buffers
-        are then as they were.
+        The largest difference relative to the largest value; None if the first model cannot make such a pass. Buffers
+        are restored.
     """
     inputs, results = fixed_inputs(one), list[Tensor]()
     buffers = [(buffer, buffer.clone()) for buffer in one.buffers()]
-    # Transformers draws masks of sound by numpy's global generator
+    # Transformers draws masks of sound with numpy's global generator
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     with forked_generators(parameter.device for parameter in one.parameters()):
         for model in (one, other):
@@ -179,12 +180,12 @@ def training_difference(one: PreTrainedModel, other: PreTrainedModel) -> float |
             random.seed(0)
             np.random.seed(0)  # noqa: NPY002
             try:
-                with evaluating(model):  # which gives every module its mode back
+                with evaluating(model):  # restores the mode of every module
                     results.append(_main(_run(model.train(), inputs)).float())
             except Exception:
                 if model is other:
                     raise
-                return None  # its own code wants another batch in training
+                return None  # its code needs another kind of batch in training
             finally:
                 random.setstate(states[0])
                 np.random.set_state(states[1])  # noqa: NPY002

@@ -1,5 +1,5 @@
-"""Writes a model with depth reads into a folder: in our own layout, in another project's, or as a graph of plain
-operators for runtimes that know nothing of this package."""
+"""Write a model with depth reads into a folder: in this package's layout, in another project's, or as a graph of plain
+operators for other runtimes."""
 
 import importlib
 import importlib.util
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -29,7 +29,7 @@ from attnres.progress import quiet_transformers
 from attnres.text import with_settings
 
 SHARD = "5GB"
-"""Largest file of weights; they are written from where they lie, so its size costs no memory."""
+"""Largest file of weights."""
 
 
 def export_model(
@@ -42,13 +42,13 @@ def export_model(
 
     Args:
         model: in memory; or a run folder, a model folder or a hub name, of attnres or of another project.
-        out: a folder, new or empty, which is there whole or not at all.
-        to: a name in `foreign.WRITTEN` ("open-attnres", "fla", "kimi"), whose projects load the folder; None is our
-            layout.
+        out: a folder, new or empty; it is written whole or not at all.
+        to: a name in `foreign.WRITTEN` ("open-attnres", "fla", "kimi"), a project that then loads the folder; None is
+            this package's layout.
         trust_remote_code: run code that comes with the model.
 
     Returns:
-        What was written, in a few lines.
+        A description of what was written, in a few lines.
 
     Raises:
         UserError: a model without depth reads, an unknown format or one that cannot hold the model (with the reason),
@@ -77,15 +77,17 @@ def export_model(
 def write_model(
     model: Any, out: str | Path, extra_files: Mapping[str, Path], report: Any = None, source: str | None = None
 ) -> None:
-    """Write a folder in our layout, whole or not at all, with copies of `extra_files` (by name) and a model card.
+    """Write a folder in this package's layout, whole or not at all, with copies of `extra_files` (by name) and a model
+    card.
 
     Args:
-        report: what conversion.json will hold, where it is given. source: the model that it was made from.
+        report: the content of conversion.json, if given. source: the model that this one was made from.
 
     Raises:
-        UserError: what was written is another function than `model` when it is loaded.
+        UserError: the written model, loaded again, computes something else than `model`.
     """
-    if "generation_config.json" in extra_files:  # copied as it is; Transformers refuses to write some that it reads
+    # copied, because Transformers refuses to write some settings that it reads
+    if "generation_config.json" in extra_files:
         model.generation_config = GenerationConfig()
     with replaced_folder(out) as folder, quiet_transformers():
         model.save_without_card(folder, max_shard_size=SHARD)
@@ -97,9 +99,9 @@ def write_model(
 
 
 def _check_written(model: Any, folder: Path) -> None:
-    """Load what was written and compare what it computes."""
+    """Load the written model and compare its outputs."""
     loaded, info = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
-    # In fp32, whatever the weights' dtype: in 16 bits one rounding more is already larger than the bound.
+    # In fp32, whatever the weights' dtype: in 16 bits one more rounding already exceeds the bound.
     difference = compare_logits(model, loaded.to(model.device), torch.float32)
     if info["missing_keys"] or not difference.within:
         missing = f", and lacks {', '.join(sorted(info['missing_keys']))}" if info["missing_keys"] else ""
@@ -119,9 +121,16 @@ def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, extra_file
     with replaced_folder(out) as folder:
         copy_files(extra_files, folder)
         write_json(folder / "config.json", config)
-        split = split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
+        # Experts are parts of one tensor: only what a file holds is copied.
+        split = split_state_dict_into_shards_factory(
+            state,
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=SHARD,
+        )
         for file, names in split.filename_to_tensors.items():
-            save_file({name: state[name] for name in names}, folder / file, metadata={"format": "pt"})
+            parts = {name: state[name].cpu().clone(memory_format=torch.contiguous_format) for name in names}
+            save_file(parts, folder / file, metadata={"format": "pt"})
         if split.is_sharded:
             write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
 
@@ -139,7 +148,7 @@ def _description(model: DepthMixin) -> list[str]:
 
 
 class _Logits(nn.Module):
-    """ids (B, T) and their mask -> logits (B, T, V), without a cache."""
+    """Maps ids (B, T) and their mask to logits (B, T, V), without a cache."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -156,17 +165,17 @@ def export_graph(model: str | Path, out: str | Path, *, onnx: bool = False, trus
 
     Args:
         model: a run folder, a model folder or a hub name.
-        out: a folder, new or empty, which is there whole or not at all: `model.onnx`, or `model.pt2` for
-            `torch.export.load`, with the tokenizer.
-        onnx: write ONNX (extra `export`), and compare what onnxruntime computes; else what torch.export gives.
+        out: a folder, new or empty, written whole or not at all: `model.onnx`, or `model.pt2` for `torch.export.load`,
+            with the tokenizer.
+        onnx: write ONNX (extra `export`) and compare it in onnxruntime; else write a graph of torch.export.
         trust_remote_code: run code that comes with the model.
 
     Returns:
-        What was written, and how far its logits are from the model's.
+        A description of what was written, and the largest difference of its logits from the model's.
 
     Raises:
-        UserError: no such model, a folder that is not empty, a model that cannot be exported or whose graph computes
-            something else.
+        UserError: no such model, a folder that is not empty, a model that cannot be exported, or a graph whose logits
+            differ.
     """
     out = refuse_other(out)
     if onnx and any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")):
@@ -184,7 +193,7 @@ def export_graph(model: str | Path, out: str | Path, *, onnx: bool = False, trus
         with foreign(what, "use the model as it is"):
             program = torch.export.export(wrapped, (ids, mask), dynamic_shapes=(dict(sizes), dict(sizes)))
         run = _write_onnx(program, folder) if onnx else _write_program(program, folder)
-        longer = torch.cat([ids, ids.flip(1)[:, :3]], 1)[:1]  # of other sizes than those it was traced with
+        longer = torch.cat([ids, ids.flip(1)[:, :3]], 1)[:1]  # of other sizes than the traced ones
         expected = wrapped(longer, torch.ones_like(longer))
         largest = (run(longer, torch.ones_like(longer)) - expected).abs().max().item() / expected.abs().max().item()
         if not largest <= BOUNDS[torch.float32]:

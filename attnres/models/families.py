@@ -1,6 +1,6 @@
-"""Which Hugging Face decoders have depth reads, as data: a further family is one line.
+"""The Hugging Face decoders that can have depth reads, as data: a further family is one line.
 
-A family that is not here is looked at when it is converted (`probe.py`).
+A family that is not listed is probed when it is converted (`probe.py`).
 """
 
 from dataclasses import dataclass
@@ -9,27 +9,29 @@ from typing import Any, NamedTuple
 from attnres.errors import UserError
 
 CHECKED_WITH = "5.23.0"
-"""The version of Transformers that the table was checked with: every family has a test with a small random model."""
+"""The version of Transformers with which the table was checked: every family has a test with a small random model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Where a decoder keeps its parts.
+    """The names of a decoder's parts.
 
     Attributes:
-        config, causal_lm: names of the family's classes in `transformers` (of kimi_k3 in `attnres.models.kimi`): its
-            config and its language model, or the class with which it was probed.
+        config, causal_lm: names of the family's classes in `transformers` (for kimi_k3 in `attnres.models.kimi`): its
+            config and its language model, or the class that was probed.
         layers, final_norm: paths in the base model.
-        reads: paths in a layer, in the order of the calls: what is called on the stream, attention's then the MLP's.
-        normed: whether those are norms. A norm removes the scale of a read. Where the attention and the MLP take the
-            stream itself (OLMo-2), only reads that sum are the standard residual at zero queries.
-        parallel: the config field with which attention and MLP read one stream side by side, which is refused.
+        reads: paths in a layer, in the order of the calls, of the modules that take the stream: attention's, then the
+            MLP's.
+        normed: whether those are norms. A norm removes the scale of a read. If attention and MLP take the stream itself
+            (OLMo-2), only reads with `read_scale="sum"` equal the standard residual at zero queries.
+        parallel: the config field by which attention and MLP read one stream in parallel, which is refused.
         projections: paths in a layer of the attention's projections of queries, keys and values, or of the one that
-            makes all three. Where a layer has other ones, what reads or mixes for each of them is refused.
-        by_head: that one makes query, key and value of each head in turn; else all queries, all keys, all values.
-        sublayers: kinds of what a layer reads, in order.
-        branch_weights: weights of a layer that DeepNorm scales (values, outputs, MLP); "name[2/3:]" is a last part of
-            the output features of a fused projection stored as (in, out). Empty: DeepNorm is refused.
+            makes all three. If a layer has other projections, residuals with a read for each of them are refused.
+        by_head: the fused projection makes query, key and value of each head in turn; else all queries, all keys, all
+            values.
+        sublayers: kinds of the sublayers of a layer, in order.
+        branch_weights: weights of a layer that DeepNorm scales (values, outputs, MLP); "name[2/3:]" is the last third
+            of the output features of a fused projection stored as (in, out). Empty: DeepNorm is refused.
         shrunk_weights: weights of a layer that Transformers draws smaller the deeper the network is, by sqrt(2M) of M
             layers.
         positions: the config field for the longest sequence.
@@ -57,26 +59,25 @@ class Family:
 
     @property
     def places(self) -> tuple[Any, ...]:
-        """Where the stream of models with such a config is read: what decides whether two are of one family."""
+        """Return where models with such a config read the stream; two models with equal places are of one family."""
         return self.config, self.layers, self.reads, self.final_norm, self.normed
 
 
 def layer_count(config: Any) -> int | None:
-    """Return how many layers the text's decoder of a model has, or the only stack there is; None where no config says
-    it."""
+    """Return the number of layers of a model's text decoder, or of its only stack; None if no config gives it."""
     if config.is_encoder_decoder and hasattr(config, "num_decoder_layers"):
         return config.num_decoder_layers
     return getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
 
 
 def _named(name: str, **other) -> Family:
-    """Return Transformers' usual class names."""
+    """Return a family with Transformers' usual class names."""
     return Family(config=f"{name}Config", causal_lm=f"{name}ForCausalLM", **other)
 
 
 _GLM = ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 _STARCODER = ("self_attn.v_proj", "self_attn.o_proj", "mlp.c_fc", "mlp.c_proj")
-_GEMMA2 = ("input_layernorm", "pre_feedforward_layernorm")  # the other two norm what the sublayers wrote
+_GEMMA2 = ("input_layernorm", "pre_feedforward_layernorm")  # the other two normalise the sublayers' outputs
 _OLMO2 = ("self_attn", "mlp")
 
 FAMILIES: dict[str, Family] = {
@@ -147,7 +148,7 @@ _OTHERS = (
 
 
 def refuse_own_reads(name: str, model_type: str | None) -> None:
-    """Raise UserError for a model of Transformers that has depth reads of its own."""
+    """Raise UserError for a Transformers model that has depth reads of its own."""
     if model_type in _INKLING:
         raise UserError(
             f"{name} is an Inkling 2, which has depth reads of its own: Transformers loads it as it is, and residual "
@@ -159,12 +160,12 @@ class FamilyRow(NamedTuple):
     """One row of `attnres families`.
 
     Attributes:
-        family: what it is called.
+        family: name of the family.
         model_types: `model_type` in config.json.
         kind: which reads are exact at conversion: "mean and sum" (the mean up to the norms' eps), "sum only", "probed"
             or "refused".
         note: the reason or the condition, or "".
-        checked: the version of Transformers it was checked with.
+        checked: the version of Transformers with which it was checked.
     """
 
     family: str

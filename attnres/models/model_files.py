@@ -1,9 +1,9 @@
-"""Files of a model: the folder where they lie, the weights, and the snapshots of a run. No weight is read and no code
-is run.
+"""The files of a model: its folder, its weights, and the snapshots of a run. No weight is loaded and no code is run.
 
-A snapshot is what a run's residual had learned at an evaluation, RUN/residual/STEP.safetensors: parameters and buffers
-under their names in it. They are small beside the model (a read has a query and a gain), so a run keeps all of them.
-They say how reads chose; the contributions to a read of a text need all weights of that step, a checkpoint (`keep_at`).
+A snapshot, RUN/residual/STEP.safetensors, holds the parameters and buffers of a run's residual at an evaluation, under
+their names in it. Snapshots are small compared with the model (a read has a query and a gain), so a run keeps all of
+them. They show queries over training; contributions to the reads of a text need all weights of a step, that is a
+checkpoint (`keep_at`).
 """
 
 import contextlib
@@ -37,33 +37,33 @@ AGAIN = "fetch or copy it again"
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _SAMPLES, _SAMPLE = 4096, 4096
-"""Pieces of a file, and their bytes, by which it is told from others; a smaller file is taken whole."""
+"""Number of samples of a file, and their bytes, that are hashed to identify it; a smaller file is hashed whole."""
 _PICKLE = "a pickle, which can run code and is not opened: save it as safetensors first"
 _OTHERS = {
     **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt"), _PICKLE),
     "*.gguf": "a GGUF file, which llama.cpp reads: give the safetensors that it was made from",
 }
-"""Files of weights that are not opened, with what to do."""
+"""Formats of weight files that are not opened -> what to do."""
 _LONGEST = 200
-"""Characters of a file's name: systems take 255 bytes."""
+"""Longest accepted file name, in characters; systems allow 255 bytes."""
 
 
 class Index(TypedDict):
-    """What says which files hold the weights."""
+    """The index that maps tensors to files of weights."""
 
     weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Those of the model that a user calls `model`, in `folder`."""
+    """The weight files in `folder` of the model that a user calls `model`."""
 
     model: str
     folder: Path
 
     @functools.cached_property
     def paths(self) -> list[Path]:
-        """Return the safetensors that the index names, or the single one.
+        """Return the safetensors files that the index names, or the single one.
 
         Raises:
             UserError: there are none, or one that the index names is missing.
@@ -82,17 +82,17 @@ class WeightFiles:
 
     @property
     def parameters(self) -> int:
-        """Return how many numbers they hold."""
+        """Return the number of values in the files."""
         return sum(size for _, size, _ in self._tensors())
 
     def nbytes(self, itemsize: int | None = None) -> int:
-        """Return the bytes of the weights, as they are stored or with `itemsize` bytes each."""
+        """Return the bytes of the weights, as stored or with `itemsize` bytes a value."""
         return sum(size * (itemsize or _BYTES.get(dtype, 8)) for _, size, dtype in self._tensors())
 
     def check(self) -> None:
-        """Refuse with a UserError files that are cut short, and weights in fewer than 16 bits."""
+        """Refuse with a UserError truncated files, and weights in fewer than 16 bits."""
         for name, _, dtype in self._tensors():
-            # Integers and booleans may be buffers (masks, ids); as weights they are quantised, as the config says.
+            # Integers and booleans may be buffers (masks, ids); as weights they are quantised, which the config says.
             if dtype.startswith("F") and dtype not in _BYTES:
                 raise UserError(
                     f"'{name}' of {self.model} has dtype {dtype}: expected {', '.join(_BYTES)}; save a dequantised "
@@ -100,8 +100,8 @@ class WeightFiles:
                 )
 
     def digest(self) -> bytes:
-        """Return a hash that differs where the weights do: of samples of each file, and of the residual's tensors
-        whole, which may be all that was trained and are small."""
+        """Return a hash that changes with the weights: of samples of each file, and of all of the residual's tensors,
+        which are small and may be all that was trained."""
         state = hashlib.sha256()
         for path in self.paths:
             size = path.stat().st_size
@@ -110,15 +110,15 @@ class WeightFiles:
                 for i in range(min(_SAMPLES, -(-size // _SAMPLE))):
                     file.seek(max(i * _SAMPLE, (size - _SAMPLE) * i // (_SAMPLES - 1)))
                     state.update(file.read(_SAMPLE))
-            with contextlib.suppress(SafetensorError), safe_open(path, framework="pt") as tensors:  # damaged: no more
+            # a damaged file is not read further
+            with contextlib.suppress(SafetensorError), safe_open(path, framework="pt") as tensors:
                 for name in sorted(tensors.keys()):
                     if "residual" in name and math.prod(tensors.get_slice(name).get_shape()) < _SAMPLES * _SAMPLE:
                         state.update(tensors.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes())
         return state.digest()
 
     def _tensors(self) -> Iterator[tuple[str, int, str]]:
-        """Yield the name, number of elements and dtype of each tensor. Raises UserError for a file that is cut
-        short."""
+        """Yield the name, number of elements and dtype of each tensor. Raises UserError for a truncated file."""
         for path in self.paths:
             try:
                 with safe_open(path, framework="pt") as file:
@@ -130,8 +130,8 @@ class WeightFiles:
 
 
 def other_weights(path: Path) -> str | None:
-    """Return a file of weights that is no safetensors, `path` or in the folder `path`, with what it is and what to do;
-    None without."""
+    """Return the path of a weight file that is no safetensors, at `path` or in the folder `path`, with its kind and
+    what to do; None if there is none."""
     for pattern, what in _OTHERS.items():
         files = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
         if files:
@@ -140,10 +140,11 @@ def other_weights(path: Path) -> str | None:
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Return names of the files that hold a model's weights: those in its index, or the one that is there without.
+    """Return the names of the files that hold a model's weights: those in its index, or the single file without an
+    index.
 
     Raises:
-        UserError: an index that names none, files that lie in another folder, or that are no safetensors.
+        UserError: the index names no file, a file in another folder, or one that is no safetensors.
     """
     if not (folder / INDEX).is_file():
         return [SINGLE]
@@ -162,13 +163,13 @@ def weight_names(folder: Path) -> list[str]:
 
 
 BESIDE = (*TOKENIZER_FILES, "chat_template*", "generation_config.json", "LICENSE*")
-"""Files that go along with a model."""
+"""Patterns of files that are copied along with a model."""
 ADAPTER = "adapter_config.json"
-"""By which PEFT, and Transformers where it loads a model, know the folder of an adapter."""
+"""File by which PEFT, and Transformers when it loads a model, recognise the folder of an adapter."""
 
 
 class Fields(TypedDict, total=False):
-    """What is looked at in a config.json before Transformers makes a config of it."""
+    """The fields of config.json that are used before Transformers makes a config of it."""
 
     model_type: str | None
     auto_map: dict[str, Any] | None
@@ -182,13 +183,13 @@ class Fields(TypedDict, total=False):
 
 
 def place_of(name: str, *, code: bool) -> tuple[Path, Path | None]:
-    """Folder of the model, and of the run that it is of.
+    """Return the folder of a model, and the run folder that it belongs to or None.
 
     Args:
-        code: Python files are fetched too, of a model on the hub.
+        code: also fetch Python files of a model on the hub.
 
     Raises:
-        UserError: nothing there, an unfinished run, or no config.json of a model.
+        UserError: nothing is there, the run is unfinished, or there is no config.json of a model.
     """
     path = _path(name)
     if _is_remote(name, path):
@@ -199,7 +200,7 @@ def place_of(name: str, *, code: bool) -> tuple[Path, Path | None]:
 
 
 def config_place(name: str) -> Path:
-    """Folder of a model of which no more than config.json need be there or is fetched. Raises UserError."""
+    """Return the folder of a model for which config.json suffices; nothing else is fetched. Raises UserError."""
     path = _path(name)
     if _is_remote(name, path):
         return _described(name, ["config.json"])
@@ -208,7 +209,7 @@ def config_place(name: str) -> Path:
 
 
 def _path(name: str) -> Path:
-    """Return where a model would lie on the disk: the package's own for "example", unless the user has a folder of that
+    """Return the path of a model on the disk: the package's own for "example", unless the user has a folder of that
     name."""
     path = user_path(name)
     return EXAMPLE if name == "example" and not path.exists() else path
@@ -224,12 +225,12 @@ def _on_disk(name: str, path: Path) -> tuple[Path, Path | None]:
     inner = path / "model"
     if (path / "shares").is_dir() and (path / "state.json").is_file():
         raise UserError(
-            f"{name} is in the shares of several processes, which attnres train --resume reads: let the run finish, or "
+            f"{name} is a sharded checkpoint, which attnres train --resume reads: let the run finish, or "
             f"write its model as it is with attnres export {name} OUT --weights"
         )
     if (inner / "config.json").is_file() and (path / "state.json").is_file():
         if (path / "adapter.safetensors").is_file():
-            raise UserError(f"{name} has LoRA's tensors beside its model, which become one when the run is finished")
+            raise UserError(f"{name} has LoRA's tensors beside its model, which are merged when the run is finished")
         return inner, path.parent
     if (inner / "config.json").is_file():
         return inner, path
@@ -245,7 +246,8 @@ def _on_disk(name: str, path: Path) -> tuple[Path, Path | None]:
 
 
 def _refuse_adapter(name: str, folder: Path) -> None:
-    """Refuse with a UserError a folder of an adapter: beside a model Transformers would add it, from a pickle too."""
+    """Refuse with a UserError the folder of an adapter: Transformers would add an adapter beside a model to it, also
+    from a pickle."""
     if (folder / ADAPTER).is_file():
         raise UserError(
             f"{name} holds {ADAPTER}, a PEFT adapter (LoRA, say), which changes another model: give that model, or "
@@ -254,7 +256,7 @@ def _refuse_adapter(name: str, folder: Path) -> None:
 
 
 def _what_else(path: Path) -> str:
-    """Say what lies where no config.json is, and what to give instead, as the end of a sentence."""
+    """Return the end of a sentence that says what lies in a folder without config.json, and what to give instead."""
     expected = "expected a run folder, or a folder with config.json and safetensors"
     # A cache of the hub (models--OWNER--NAME), what Transformers' Trainer wrote (checkpoint-500), a folder of runs.
     inner = [file.parent for pattern in ("snapshots/*", "*") for file in path.glob(f"{pattern}/config.json")]
@@ -265,7 +267,7 @@ def _what_else(path: Path) -> str:
 
 
 def fields_of(name: str, folder: Path) -> dict[str, Any]:
-    """Return config.json of a model. Raises UserError."""
+    """Read config.json of a model. Raises UserError."""
     fields = dict(checked(read_json(folder / "config.json", ours=False), Fields, folder / "config.json", AGAIN))
     if not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
         raise UserError(f"config.json of {name} is not that of a model: it names no model_type")
@@ -279,13 +281,14 @@ def fields_of(name: str, folder: Path) -> dict[str, Any]:
 
 @functools.cache
 def _fetched(name: str, *, code: bool) -> Path:
-    """Return the folder of a model of the hub, which is asked once: first for what says which files are the weights."""
+    """Fetch a model from the hub and return its folder; the index is fetched first, because it names the weight
+    files."""
     folder = _described(name, [*BESIDE, "config.json", INDEX, *(["*.py"] if code else [])])
     return fetch(name, weight_names(folder))
 
 
 def _described(name: str, patterns: list[str]) -> Path:
-    """Fetch files of a model of the hub, config.json among them. Raises UserError where it has none, or an adapter."""
+    """Fetch files of a model on the hub, with config.json. Raises UserError if it has none, or is an adapter."""
     folder = fetch(name, [*patterns, ADAPTER])
     _refuse_adapter(name, folder)
     if not (folder / "config.json").is_file():
@@ -294,12 +297,13 @@ def _described(name: str, patterns: list[str]) -> Path:
 
 
 LIGHT = 16 * 2**20
-"""Bytes of a snapshot at most: a residual that has more to learn (a matrix a read) is left to checkpoints."""
+"""Most bytes of a snapshot: a residual with larger parameters (a matrix for each read) is stored in checkpoints
+only."""
 _ADVICE = "remove it: the run and its other snapshots do not need it"
 
 
 def tensors_of(residual: Residual) -> dict[str, Tensor]:
-    """Return the tensors of a residual that a snapshot holds, by name; none if it has none or is too large."""
+    """Return the tensors of a residual that a snapshot holds, by name; empty if it has none or is too large."""
     tensors = residual.state_dict()
     return tensors if sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()) <= LIGHT else {}
 
@@ -316,10 +320,10 @@ def snapshots(run: str | Path) -> dict[int, Path]:
 
 
 def residual_at(config: Any, path: Path) -> Residual:
-    """Return the residual of a model of this config, as a snapshot has it.
+    """Return the residual of a model with this config, loaded from a snapshot.
 
     Raises:
-        UserError: it is damaged, or of another residual.
+        UserError: the snapshot is damaged, or of another residual.
     """
     refuse_special(path)
     residual = config.make_residual()
@@ -332,7 +336,7 @@ def residual_at(config: Any, path: Path) -> Residual:
 
 
 def _misfit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
-    """Return why tensors are not those of a residual; empty if they are."""
+    """Return why tensors do not fit a residual; empty if they do."""
     if expected.keys() != tensors.keys():
         return f"it holds {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(expected))}"
     for name, tensor in tensors.items():

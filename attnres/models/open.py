@@ -1,4 +1,4 @@
-"""Opens a model, wherever it is: `open_checkpoint` says what lies there, `Checkpoint.load` gives the model.
+"""Find and load a model: `open_checkpoint` finds out what a name refers to, `Checkpoint.load` loads it.
 
 A name is one of
 
@@ -8,9 +8,8 @@ A name is one of
     OWNER/NAME         a model on the hub, which is fetched
     example            the small trained model that comes with the package
 
-and what lies there is a plain Hugging Face model, one of attnres, or another project's checkpoint with depth reads.
-Looking reads no weight and runs no code. Weights are safetensors; code that comes with a model runs only where it is
-trusted.
+It refers to a plain Hugging Face model, one of attnres, or another project's checkpoint with depth reads. Finding it
+reads no weight and runs no code. Weights are safetensors; code that comes with a model runs only if it is trusted.
 """
 
 import functools
@@ -41,19 +40,19 @@ from attnres.text import first_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""Of attention and experts, in Transformers and torch themselves."""
+"""Implementations of attention and experts in Transformers and torch themselves."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that was looked at and not loaded.
+    """A model that was found and not loaded.
 
     Attributes:
-        name: what the user called it.
+        name: the name that the user gave.
         folder: where config.json and the weights lie.
         fields: config.json.
-        run: the run folder that the model is of, or None.
-        trusted: whether code that comes with it may run.
+        run: the run folder that the model belongs to, or None.
+        trusted: whether code that comes with the model may run.
     """
 
     name: str
@@ -69,24 +68,25 @@ class Checkpoint:
 
     @property
     def kind(self) -> Literal["plain", "attnres", "foreign"]:
-        """Whose model it is: plain Transformers', of attnres, or another project's with depth reads."""
+        """Return whether the model is a plain Transformers model, one of attnres, or another project's with depth
+        reads."""
         if str(self.fields.get("model_type")).startswith("attnres_"):
             return "attnres"
         return "foreign" if formats_of(self.fields) else "plain"
 
     @property
     def code(self) -> dict[str, str]:
-        """Classes that are code in the folder and have to run, such as "AutoConfig" -> "module.Class"; none where
-        Transformers' or ours do."""
+        """Return the classes whose code lies in the folder and has to run, such as "AutoConfig" -> "module.Class";
+        empty if Transformers' or this package's classes suffice."""
         if self.kind == "attnres":
             return (self.fields.get("residual_family") or {}).get("remote") or {}
-        if self.kind == "foreign":  # assembled here, whatever classes its config names
+        if self.kind == "foreign":  # this package builds it, whatever classes its config names
             return {}
         return (self.fields.get("auto_map") or {}) if self.fields.get("model_type") not in CONFIG_MAPPING else {}
 
     def title(self, parts: int = 1) -> str:
-        """Return a hub name as it is; else the last `parts` parts of the path of the run or folder, and which
-        checkpoint."""
+        """Return a hub name unchanged; else the last `parts` parts of the path of the run or folder, and the
+        checkpoint's step."""
         if not user_path(self.name).exists():
             return self.name
         path = [part for part in self.folder.absolute().parts if part != "model"]
@@ -94,7 +94,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int | None:
-        """Return the training step that it is of, where its run says."""
+        """Return the model's training step, if its run says; else None."""
         for file in (self.folder.parent / "summary.json", self.folder.parent / "state.json"):
             if file.is_file():
                 value = read_json(file)
@@ -117,10 +117,10 @@ class Checkpoint:
 
     @functools.cached_property
     def config(self) -> Any:
-        """Return the Transformers config; of another project's checkpoint, that of the model that it makes here.
+        """Return the Transformers config; for another project's checkpoint, that of the attnres model made from it.
 
         Raises:
-            UserError: code that is not trusted, an unknown type, or fields that make no config.
+            UserError: code that is not trusted, an unknown model type, or fields that make no valid config.
         """
         if self.code and not self.trusted:
             raise UserError(
@@ -146,7 +146,7 @@ class Checkpoint:
         """Return the tokenizer.
 
         Raises:
-            UserError: there is none, it is damaged, or it is another model's.
+            UserError: there is no tokenizer, it is damaged, or it belongs to another model.
         """
         if not self.has_tokenizer:
             raise UserError(
@@ -158,14 +158,14 @@ class Checkpoint:
         with foreign(f"the tokenizer in {self.folder} cannot be opened", advice):
             tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, config=config, trust_remote_code=self.trusted)
             largest = tokenizer.vocab_size - 1
-            for name in ("bos", "eos", "unk", "pad"):  # a damaged one may fail at whatever is asked of it first
+            for name in ("bos", "eos", "unk", "pad"):  # a damaged tokenizer may fail only when it is first used
                 getattr(tokenizer, f"{name}_token_id")
         check_ids([largest], self.vocab_size, self.name)
         return tokenizer
 
     @property
     def vocab_size(self) -> int | None:
-        """Rows of the token embedding, where the config says."""
+        """Return the rows of the token embedding, None if the config does not say."""
         return getattr(text_config(self.config), "vocab_size", None)
 
     @property
@@ -177,11 +177,12 @@ class Checkpoint:
 
     @functools.cached_property
     def weights(self) -> WeightFiles:
-        """Its files of weights, unopened."""
+        """Return the model's weight files, unopened."""
         return WeightFiles(self.name, self.folder)
 
     def check_added_tokens(self) -> None:
-        """Refuse with a UserError a tokenizer.json that is damaged or has ids, added ones too, past the embedding's."""
+        """Refuse with a UserError a tokenizer.json that is damaged or has ids (also of added tokens) outside the
+        embedding."""
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             return
@@ -190,7 +191,7 @@ class Checkpoint:
         check_ids(ids or [0], self.vocab_size, self.name)
 
     def files_beside(self) -> dict[str, Path]:
-        """Return the files that go along when the model is written elsewhere, by name; Python files where they are
+        """Return, by name, the files to copy when the model is written to another folder; Python files only if
         trusted."""
         patterns = (*BESIDE, "*.py") if self.trusted and self.code else BESIDE
         files = (file for pattern in patterns for file in sorted(self.folder.glob(pattern)))
@@ -204,19 +205,19 @@ class Checkpoint:
         """Return the model, in evaluation mode.
 
         Args:
-            dtype: of the weights: auto (as stored), a name in `DTYPES` or torch's; a residual's own are always fp32.
-            options: for `from_pretrained`.
+            dtype: dtype of the weights: auto (as stored), a name in `DTYPES` or a torch.dtype; a residual's parameters
+                are always fp32.
+            options: arguments of `from_pretrained`.
 
         Raises:
-            UserError: weights that are damaged, missing or not of this config; code that is not trusted.
+            UserError: weights that are damaged, missing or do not fit the config; code that is not trusted.
         """
         model: Any = self.load_all(dtype, **options)[0]
         model.tokenizer_folder = str(self.folder)
         return model if "device_map" in options else model.to(device)
 
     def load_all(self, dtype: str | torch.dtype = "auto", **options: Any) -> tuple[PreTrainedModel, list[str]]:
-        """Return the model as from `load`, on the CPU, and the names of stored tensors that its class has no use
-        for."""
+        """Load the model on the CPU; return it and the names of stored tensors that its class does not use."""
         if isinstance(dtype, str) and dtype != "auto":
             if dtype not in DTYPES:
                 raise unknown("dtype", dtype, ["auto", *DTYPES])
@@ -225,7 +226,7 @@ class Checkpoint:
         with quiet_transformers():
             if self.kind == "foreign":
                 self.weights.check()
-                return assemble(self.name, self.fields, config, self.weights.paths, dtype), []
+                return assemble(self.name, self.fields, config, self.weights.paths, dtype, **options), []
             named = None if self.code else _named_class(self.name, config)
             options |= {} if named else {"trust_remote_code": bool(self.code)}
             with foreign(f"{self.name} cannot be loaded", "is it a model of Transformers, and whole?"):
@@ -235,21 +236,21 @@ class Checkpoint:
                     dtype=dtype,
                     use_safetensors=True,
                     output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # said below, by name
+                    ignore_mismatched_sizes=True,  # raised below, with the tensor's name
                     **options,
                 )
         model, info = loaded
-        for tensor, stored, expected in sorted(info["mismatched_keys"]):  # a set: another order in every process
+        for tensor, stored, expected in sorted(info["mismatched_keys"]):  # a set, whose order differs between processes
             raise UserError(
                 f"'{tensor}' of {self.name} has shape {tuple(stored)}, and its config says {tuple(expected)}: {AGAIN}"
             )
-        if info["missing_keys"]:  # Transformers would draw them at random and go on
+        if info["missing_keys"]:  # Transformers would initialise them randomly and continue
             raise UserError(f"{self.name} lacks {first_of(sorted(info['missing_keys']), 'other tensor')}: {AGAIN}")
         return model.eval(), sorted(info["unexpected_keys"])
 
 
 def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Checkpoint:
-    """Find a model by its name (see above); no weight is read and no code is run.
+    """Find a model by its name (see the module's docstring); no weight is read and no code is run.
 
     >>> open_checkpoint("runs/demo/block-seed0").residual  # doctest: +SKIP
     'block'
@@ -258,7 +259,7 @@ def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Che
         trust_remote_code: code that comes with the model may run when it is loaded.
 
     Raises:
-        UserError: nothing there, an unfinished run, no config.json of a model, or no weights in safetensors.
+        UserError: nothing is there, the run is unfinished, or there is no config.json of a model or no safetensors.
     """
     folder, run = place_of(str(name), code=trust_remote_code)
     checkpoint = Checkpoint(str(name), folder, fields_of(str(name), folder), run, trust_remote_code)
@@ -267,10 +268,10 @@ def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Che
 
 
 def open_config(name: str | Path) -> Checkpoint:
-    """Find what a model is by its name, of which no more than config.json need be there or is fetched.
+    """Find a model of which only config.json is needed; nothing else is fetched from the hub.
 
     Raises:
-        UserError: nothing there, or no config.json of a model.
+        UserError: nothing is there, or no config.json of a model.
     """
     folder = config_place(str(name))
     return Checkpoint(str(name), folder, fields_of(str(name), folder), None, False)
@@ -284,7 +285,7 @@ def load(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> PreTrainedModel:
-    """Return a model with a residual, in evaluation mode.
+    """Load a model with a residual, in evaluation mode.
 
     >>> model = load("runs/demo/block-seed0")               # doctest: +SKIP
     >>> model = load("wdlctc/open-attnres-block")           # doctest: +SKIP
@@ -293,7 +294,7 @@ def load(
         name: a run folder, a checkpoint of a run, a model folder or a name on the hub, of attnres or of another
             project's depth reads.
         dtype, device, options: as for `Checkpoint.load`.
-        trust_remote_code: run code that comes with the model (one that was converted from such).
+        trust_remote_code: run code that comes with the model, if it was converted from such a model.
 
     Raises:
         UserError: no such model, a plain one, damaged or missing weights, or code that is not trusted.
@@ -309,10 +310,11 @@ def load(
 
 
 def _named_class(name: str, config: Any) -> Any:
-    """Return the class of ours or of Transformers that a config names, whatever its head; None where it names none.
+    """Return the class of this package or of Transformers that a config names, with whatever head; None if it names
+    none.
 
     Raises:
-        UserError: a class of ours that was made of one which is not there.
+        UserError: the config names a class of this package whose plain class is missing.
     """
     names = getattr(config, "architectures", None)
     label = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
@@ -324,8 +326,8 @@ def _named_class(name: str, config: Any) -> Any:
     ours = class_named(label, type(config))
     if ours is None:
         raise UserError(
-            f"{name} is of class '{label}', and neither Transformers nor this process has the one that it was made of: "
-            "AutoModelForCausalLM and the like load it with a head of Transformers' own"
+            f"{name} is of class '{label}', and neither Transformers nor this process has its plain class: "
+            "AutoModelForCausalLM and similar classes load it with another head"
         )
     return ours
 

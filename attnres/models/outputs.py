@@ -1,4 +1,4 @@
-"""What a pass gives besides its result, as a plain model does and more: hidden states, and weights of the reads."""
+"""Extra outputs of a forward pass: hidden states, as a plain model gives them, and the weights of reads."""
 
 import functools
 import inspect
@@ -17,16 +17,16 @@ from attnres.streams.stream import Stream
 
 
 def note_hidden_states(parts: Parts, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Take note of whether the pass that begins is asked for its hidden states."""
+    """Note whether the starting pass is asked for its hidden states."""
     option = kwargs.get("output_hidden_states")
     option = getattr(base.config, "output_hidden_states", None) if option is None else option
     parts.shown = option is not None and option is not False
-    if not torch.compiler.is_compiling():  # which has no context variables, and takes no bank
+    if not torch.compiler.is_compiling():  # a compiled pass has no context variables, and takes no bank
         hidden_states_wanted.set(parts.shown)
 
 
 def show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """With `output_hidden_states`, streams become vectors: the running sum, as for a plain model."""
+    """With `output_hidden_states`, replace each stream by its running sum, the hidden state of a plain model."""
     if not torch.compiler.is_compiling():
         hidden_states_wanted.set(False)
 
@@ -44,11 +44,11 @@ def show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> A
 
 
 _observing = threading.RLock()
-"""A residual has one observer: those of several threads take turns."""
+"""Held while a residual is observed, since it has a single observer: threads take turns."""
 
 
 class _Weights:
-    """Keeps the routing weights of this thread's forward pass, and hands on to the observer that was there."""
+    """Collects the routing weights of this thread's forward pass, and forwards all events to the previous observer."""
 
     def __init__(self, before: Observer | None) -> None:
         self.before, self.reads = before, list[Tensor]()
@@ -74,7 +74,7 @@ class _Weights:
 
 
 def routing_forward(base_forward: Callable) -> Callable:
-    """Return a family's forward with one more argument, `output_routing_weights`."""
+    """Return a family's forward with an additional argument, `output_routing_weights`."""
 
     @functools.wraps(base_forward)
     def forward(self: Any, *args: Any, output_routing_weights: bool = False, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where a Transformers model that nobody listed reads and writes its stream, found by watching one forward pass."""
+"""Find where an unlisted Transformers model reads and writes its stream, by observing one forward pass."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def probe(model: PreTrainedModel) -> Family:
     """Return the family of this model, by a forward pass over four tokens (or a picture, or a sound).
 
     Raises:
-        UserError: it does not follow the pattern, with the reason.
+        UserError: the model does not follow the pattern; the message has the reason.
     """
     name = type(model).__name__
     base: nn.Module = getattr(model, model.base_model_prefix, model)
@@ -38,7 +38,7 @@ def probe(model: PreTrainedModel) -> Family:
 
 
 def _find_layers(base: Any, config: Any) -> tuple[str, nn.ModuleList]:
-    """Return path and layers of the text's decoder, or of the only stack."""
+    """Return the path and the layers of the text decoder, or of the only stack."""
     count = layer_count(config)
     inside, prefix = base, ""
     if config.is_encoder_decoder or config.get_text_config() is not config:

@@ -1,7 +1,7 @@
-"""Passes over copies of one text that begin at a layer: what lies before it is what one pass of the text gave.
+"""Run copies of one text from a layer onwards; the layers before it return what one pass of the text computed.
 
-A change of what a layer reads leaves the layers before it as they are. Where a text is run many times with a change
-each, as when every edge is cut, half of the work and more is of these layers.
+A change to a layer's input does not affect the layers before it. If a text is run many times with one change each, as
+when every edge is ablated, at least half of the work is in these layers.
 """
 
 from collections.abc import Generator, Sequence
@@ -19,12 +19,12 @@ from attnres.streams.stream import Stream
 
 
 class Replay:
-    """One text (1, T) in a model, in evaluation mode and without gradients; `begun` begins later passes.
+    """One text (1, T) in a model in evaluation mode, without gradients; `begun` starts later passes at a layer.
 
     Args:
-        model: a model of this package, or what wraps one. Passes of any other, whose layers are not known, and of
+        model: a model of this package, or a wrapper of one. Passes of other models, whose layers are not known, and of
             mechanisms that are watched from the start (`Residual.watched_from_start`) begin at the embedding.
-        residual: the model's.
+        residual: the model's residual.
         run: makes a forward pass of the text.
     """
 
@@ -54,8 +54,8 @@ class Replay:
 
     @contextmanager
     def begun(self, read: int, copies: int) -> Generator[None]:
-        """Inside, a forward pass of `copies` of the text begins at the layer that makes read number `read`; an editor
-        is told of what was written before."""
+        """Inside the block, a forward pass of `copies` copies of the text begins at the layer of read number `read`; an
+        editor receives the earlier outputs first."""
         count = self.residual.places()[read][0] // self.depth if self.layers else 0
         with ExitStack() as stack:
             for number, layer in enumerate(self.layers[:count], 1):
@@ -64,8 +64,8 @@ class Replay:
             yield
 
     def _pass_on(self, number: int, last: bool, copies: int, *args: Any, **kwargs: Any) -> Any:
-        """Return what layer `number` - 1 puts out in place of its own forward; of the layers before the last skipped
-        one nobody reads it."""
+        """Return the stored output of layer `number` - 1 in place of its forward. Only the last skipped layer's output
+        is read."""
 
         def replayed(value: Any) -> Any:
             if isinstance(value, _Packed):
@@ -81,14 +81,14 @@ class Replay:
 
 
 class _Packed:
-    """A stream of one text between two layers."""
+    """The stream of one text between two layers, as tensors."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: Stream) -> None:
         self.tensors, self.values = tensors, stream.values
         self.residual, self.index, self.like = stream.residual, stream.index, stream.like
 
     def stream_of(self, copies: int, *, read: bool) -> Stream:
-        """Return the stream of so many copies; without `read` only its place."""
+        """Return the stream of `copies` copies; with `read` False only its position, without a state."""
         like = _copies(self.like, copies)
         if not read:
             return Stream(self.residual, None, self.index, like)
@@ -98,7 +98,7 @@ class _Packed:
 
 
 class _Written(Observer):
-    """An observer that keeps the embedding and what sublayers write."""
+    """An observer that stores the embedding and the outputs of sublayers."""
 
     def __init__(self, outputs: list[Tensor]) -> None:
         self.outputs = outputs
@@ -111,7 +111,7 @@ class _Written(Observer):
 
 
 def _copies(tensor: Tensor, copies: int) -> Tensor:
-    """Return a tensor of one text as that of several: no memory is taken."""
+    """Expand a tensor of one text to several copies, without copying memory."""
     return tensor.expand(copies, *tensor.shape[1:]) if tensor.dim() and tensor.shape[0] == 1 else tensor
 
 

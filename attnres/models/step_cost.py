@@ -1,9 +1,11 @@
-"""Cost of a training step: floating-point operations, the share of a device's peak (MFU), and bytes that reads move.
+"""Count the cost of a training step: floating-point operations, the fraction of a device's peak (MFU), and bytes that
+reads move.
 
 Operations are counted as in PaLM (Chowdhery et al., arXiv 2204.02311, appendix B): for each token, two for each weight
 that multiplies it, and 4 H Q T a layer for attention's scores and mixtures (H heads of size Q, T tokens; the causal
 mask leaves none out); twice that again for the gradients. Recomputation (activation checkpointing), reads of a residual
-and the recurrence of linear attention do not count: MFU is of the plain model's work, and falls by what these take.
+and the recurrence of linear attention do not count: MFU is the rate of the plain model's operations, and falls by the
+time that these take.
 
 Bytes are those between a device's memory and its cores, counted vector by vector: one vector of width d per token, in
 the stream's dtype. Scalars per token (logits, maxima, 1/rms) and the one read of the output are left out. A Triton or C
@@ -36,14 +38,13 @@ PEAKS = {
     "A10": (125e12, 31.2e12),
     "RTX 4090": (165.2e12, 82.6e12),
 }
-"""Part of a device's name -> dense operations a second in bf16 (sums in fp32) and in fp32 (without TF32): NVIDIA's data
-sheets. The first that fits counts."""
+"""Part of a device's name -> dense operations a second in bf16 (sums in fp32) and in fp32 (without TF32), from NVIDIA's
+data sheets. The first match counts."""
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Return the operations a second that a device can do in "bf16" or "fp32"; None where nobody has written it down
-    here."""
-    # the sheets are of GPUs that CUDA runs, which rounds fp32 to TF32 if asked to
+    """Return the peak operations a second of a device in "bf16" or "fp32"; None for a device that is not listed."""
+    # the data sheets are for CUDA GPUs, which round fp32 to TF32 if asked to
     if device.type != "cuda" or (dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32):
         return None
     words = torch.cuda.get_device_name(device).replace("-", " ").split()
@@ -54,18 +55,19 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def forward_flops(model: Any, length: int) -> float:
-    """Return the operations of a forward pass for each token of sequences of `length`."""
+    """Return the operations of a forward pass for each token of sequences of `length` tokens."""
     return 2 * _multiplying(model) + _attention(model.config, length)
 
 
 def step_flops(model: Any, length: int) -> float:
-    """Return the same of a forward and a backward pass; a frozen weight has no gradient of its own."""
+    """Return the operations of a forward and a backward pass for each token; a frozen weight needs no gradient."""
     gradients = 2 * (_multiplying(model) + _multiplying(model, trained=True)) + 2 * _attention(model.config, length)
     return forward_flops(model, length) + gradients
 
 
 def _multiplying(model: Any, *, trained: bool = False) -> float:
-    """Return the number of weights (of those that are trained) that multiply a token: of the experts' its share."""
+    """Return the number of weights (or of trained weights) that multiply a token; of experts the fraction that a token
+    uses."""
     residual = getattr(model, "residual", None)
     apart = {id(p) for p in residual.parameters()} if isinstance(residual, nn.Module) else set()
     head = {id(p) for p in model.get_output_embeddings().parameters()}
@@ -78,17 +80,19 @@ def _multiplying(model: Any, *, trained: bool = False) -> float:
 
 
 def share_of_token(name: str, parameter: nn.Parameter, config: Any) -> float:
-    """Return the part of a parameter that multiplies a token: of experts those that it is given to; 0 of a vector."""
+    """Return the fraction of a parameter that multiplies a token: for experts the fraction of experts used; 0 for a
+    vector."""
     if parameter.ndim < 2 or name.endswith("bias"):
         return 0.0
     if parameter.ndim == 3 and "experts" in name:
-        chosen = getattr(config, "num_experts_per_tok", 1)  # in some configs by layer
+        chosen = getattr(config, "num_experts_per_tok", 1)  # some configs list it by layer
         return (sum(chosen) / len(chosen) if isinstance(chosen, list) else chosen) / len(parameter)
     return 1.0
 
 
 def _attention(config: Any, length: int) -> float:
-    """Return the operations of scores and mixtures for each token in a forward pass; linear attention has none."""
+    """Return the operations of attention scores and mixtures for each token in a forward pass; linear attention has
+    none."""
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     key = getattr(config, "qk_nope_head_dim", 0) + getattr(config, "qk_rope_head_dim", 0) or size
@@ -100,54 +104,58 @@ def _attention(config: Any, length: int) -> float:
 
 
 ADD = 3
-"""a + b out of place."""
+"""Vectors moved by a + b into new memory."""
 SIZED_SUM = 3 + 3 + ADD
-"""A sublayer's part in a sum of outputs of other sizes (`block_sum`): the output and the sum in, the sum out. Backward:
-the sum's gradient and the output in, the output's gradient out, which is added to that of the plain sum."""
+"""Vectors moved by a sublayer's part in a weighted sum of outputs (`block_sum`): reads the output and the sum, writes
+the sum. Backward: reads the sum's gradient and the output, writes the output's gradient, and adds it to that of the
+plain sum."""
 SCALED_SUM = 4 + 3
-"""A sublayer's part in a sum that is a source by a factor (`count_power`): the output and the sum in, the sum and the
-source out. Backward: the source's and the sum's gradients in, the output's out. A learned factor (`block_scale`) has
-one more, the sum in. An output that begins a sum is that sum: forward 2, backward 2."""
+"""Vectors moved by a sublayer's part in a sum that is a source times a factor (`count_power`): reads the output and the
+sum, writes the sum and the source. Backward: reads the source's and the sum's gradients, writes the output's. A learned
+factor (`block_scale`) moves one more, reading the sum. An output that begins a sum is that sum: forward 2, backward
+2."""
 STANDARD = 8
-"""A sublayer of the standard residual, addition and norm fused: h, f -> h, x. Backward: dx, h and the stream's gradient
--> that gradient."""
+"""Vectors moved by a sublayer of the standard residual, with addition and norm fused: h, f -> h, x. Backward: reads dx,
+h and the stream's gradient, writes that gradient."""
 
 
 def read_sealed(n: float, reads: int) -> float:
-    """Phase 1: sources in, an output for each read out."""
+    """Return the vectors moved by phase 1: reads the sources, writes an output for each read."""
     return n + reads
 
 
 def read_sealed_backward(n: float, reads: int, carried: float) -> float:
-    """Return the vectors moved: the sources, outputs' gradients and what later reads left for the sources in; the
-    sources' gradients out."""
+    """Return the vectors moved by phase 1's backward: reads the sources, the outputs' gradients and the sources'
+    gradients from later reads; writes the sources' gradients."""
     return n + reads + carried + n
 
 
 def merge(opens: int, *, added: bool, sealed: bool = True, norm: bool = True, kept: bool = True) -> float:
-    """Open sources, what is added to the last of them and the phase-1 output in; the sum, h and x out.
+    """Return the vectors moved by phase 2: reads the open sources, the output added to the last of them and phase 1's
+    output; writes the sum, h and x.
 
-    h goes to memory only if a backward needs it (`kept`) and it is not the phase-1 output itself; in fp32 if no norm
-    follows, when x is h rounded.
+    h is written only if a backward needs it (`kept`) and it is not the phase-1 output itself. It is fp32 if no norm
+    follows; then x is h rounded.
     """
     h = (1 if norm else 2) if kept and opens else 0
     return opens + added + sealed + added + 1 + h
 
 
 def merge_backward(opens: int, *, carried: int, sealed: bool = True) -> float:
-    """Return the vectors moved: the gradient, h, the open sources and their carried gradients in; gradients of these
-    and of the output out."""
+    """Return the vectors moved by phase 2's backward: reads the gradient, h, the open sources and their gradients from
+    later reads; writes gradients of the open sources and of phase 1's output."""
     return 2 + opens + carried + opens + sealed
 
 
 def group(n: float, opens: Sequence[int], *, sums: int) -> float:
-    """Return the vectors of a group of reads, forward and backward, with their pre-norms and the sublayers' additions.
+    """Return the vectors moved by a group of reads, forward and backward, with their pre-norms and the sublayers'
+    additions.
 
     Args:
-        n: sealed sources of the group.
-        opens: open sources of each of its reads, the first of which has none.
-        sums: how many open sources outputs are added to, in turn: 1 of Block, 2 with `summaries=split`; 0 where each
-            output is a source of its own (Full).
+        n: number of sealed sources of the group.
+        opens: number of open sources of each read of the group; the first read has none.
+        sums: number of open sums that outputs are added to, alternating: 1 for Block, 2 with `summaries=split`; 0 if
+            each output is a source (Full).
     """
     reads = len(opens)
     added = [0 < sums < i for i in range(reads)]
@@ -157,17 +165,17 @@ def group(n: float, opens: Sequence[int], *, sums: int) -> float:
 
 
 def connect(streams: int) -> int:
-    """Return the vectors of a sublayer of parallel streams, forward and backward, with its pre-norm and addition.
+    """Return the vectors moved by a sublayer of parallel streams, forward and backward, with its pre-norm and addition.
 
-    Streams before the write and the output in, streams after it and x out. Backward: both, and the gradients of x and
-    of the streams after the write in; those of the streams before it and of the output out.
+    Forward: reads the old streams and the output, writes the new streams and x. Backward: reads all of these inputs and
+    the gradients of x and of the new streams, writes those of the old streams and of the output.
     """
     return 2 * streams + 2 + 4 * streams + 3
 
 
 def step_vectors(residual: Residual) -> float | None:
-    """Return the vectors a token that all sublayers of a network move in a step; None for a mechanism that is not
-    counted: another one than standard, Block, Full or parallel streams, or settings that no kernel has."""
+    """Return the vectors a token that all sublayers of a network move in a step; None for mechanisms other than
+    standard, Block, Full and parallel streams, and for settings without a kernel."""
     if type(residual) is residual_class("standard"):
         return float(STANDARD * residual.num_sublayers)
     if isinstance(residual, ParallelStreams):

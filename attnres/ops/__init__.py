@@ -1,4 +1,4 @@
-"""A depth read as a function: the oracle, and the two-phase block schedule with its own backward."""
+"""Depth reads as functions: a plain reference, and the two-phase block schedule with its own backward."""
 
 from attnres.ops.dispatch import Plan, explain, in_two_phases, stored_dtype
 from attnres.ops.norms import Norm, inverse_rms

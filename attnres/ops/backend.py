@@ -1,7 +1,7 @@
-"""What a backend is: its functions, what they take and give, and the row by which dispatch finds it.
+"""The interface of a backend: its functions, their inputs and outputs, and the row by which dispatch finds it.
 
-Shapes: T tokens, n sealed sources, k open sources, S reads, d width. `eager` is the specification of each function of
-depth reads, `streams` that of `connect`.
+Shapes: T tokens, n sealed sources, k open sources, S reads, d width. `eager` specifies each function of depth reads,
+`streams` specifies `connect`.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,24 +15,24 @@ from attnres.errors import UserError
 from attnres.ops.norms import Norm
 
 MAX_ONE_PASS = 32
-"""Open sources of one pass, over which kernels' loops are unrolled: more are read in two phases."""
+"""Most open sources of one pass, because kernels' loops over them are unrolled; more sources are read in two phases."""
 
 MAX_SHARED = 256
-"""The most sources, and the most reads, of the Triton kernels' phase 1: those of a token are one tile."""
+"""Most sources, and most reads, of the Triton kernels' phase 1: those of a token are one tile."""
 
 
 MAX_STREAMS = 8
-"""Parallel streams of the kernels: the coefficients of a token are held in registers."""
+"""Most parallel streams of the kernels: the coefficients of a token are held in registers."""
 
 MAX_STEPS = 64
-"""Sinkhorn's steps in the kernels, whose sums are held on a stack."""
+"""Most Sinkhorn steps in the kernels, whose sums are held on a stack."""
 
 CACHED = 1 << 20
-"""Bytes of sources that stay in a core's cache from one read to the next."""
+"""Bytes of sources that stay in a core's cache between two reads."""
 
 
 def check_shapes(tensors: Sequence[Tensor | None], shape: tuple[int, ...]) -> None:
-    """Raise a UserError for one of another shape: the kernels would read past its end."""
+    """Raise a UserError for a tensor of another shape: the kernels would read past its end."""
     for tensor in tensors:
         if tensor is not None and tensor.shape != shape:
             raise UserError(f"a depth read got a tensor of shape {tuple(tensor.shape)}: expected {tuple(shape)}")
@@ -44,8 +44,8 @@ class ReadInputs(NamedTuple):
     Attributes:
         queries: (S, d), pseudo-query times key gain, in the compute dtype.
         sources: n tensors (T, d).
-        eps: of the key norm.
-        dtype: outputs are stored in it.
+        eps: eps of the key norm.
+        dtype: dtype of the stored outputs.
     """
 
     queries: Tensor
@@ -55,14 +55,14 @@ class ReadInputs(NamedTuple):
 
 
 class Sealed(NamedTuple):
-    """Phase 1 of S reads over n sealed sources.
+    """Results of phase 1 of S reads over n sealed sources.
 
     Attributes:
         outputs: S tensors (T, d), each read's mixture of the sealed sources.
-        top, total: (S, T), the largest logit and the sum of exp(logit - top). Not their log-sum-exp: rounding that
-            would cost a digit where logits are of order ten.
-        logits: (T, n, S). inv_rms: (T, n), 1 / sqrt(mean(v^2) + eps) of each source. Both are for the backward, and may
-            be None in a bank, which has none.
+        top, total: (S, T), the largest logit and the sum of exp(logit - top). They are separate, because rounding their
+            log-sum-exp would cost a digit for logits of order ten.
+        logits: (T, n, S). inv_rms: (T, n), 1 / sqrt(mean(v^2) + eps) of each source. Both are for the backward; a bank
+            has no backward, so there they may be None.
     """
 
     outputs: list[Tensor]
@@ -76,9 +76,9 @@ class ReadGradInputs(NamedTuple):
     """Inputs of phase 1's backward.
 
     Attributes:
-        queries, sources, inv_rms, logits: as phase 1 had and made them.
-        grads: S gradients (T, d) of its outputs. dtop: S gradients (T,) of its tops.
-        carried: for each source the gradient (T, d) that it already has from later reads, or None: it is added.
+        queries, sources, inv_rms, logits: inputs and results of phase 1.
+        grads: S gradients (T, d) of phase 1's outputs. dtop: S gradients (T,) of its tops.
+        carried: for each source its gradient (T, d) from later reads, which is added, or None.
     """
 
     queries: Tensor
@@ -95,13 +95,12 @@ class MergeInputs(NamedTuple):
 
     Attributes:
         opens: k tensors (T, d). added: (T, d), to be added to the last of them, or None.
-        query: (d,), or None without open sources. eps: of the key norm.
+        query: (d,), or None without open sources. eps: eps of the key norm.
         output, top, total: (T, d) and (T,) of the read's phase 1, or None without sealed sources.
-        norm: that consumes the read, or None.
-        dtype: the sum and the read are rounded to it.
-        saves: "nothing" if no backward follows; "least" leaves out an h that this backend's backward makes again from
-            what there is; "h" has it in any case, for those who watch; "h alone" has nothing else, as no backward
-            follows.
+        norm: the norm after the read, or None.
+        dtype: the sum and the read are rounded to this dtype.
+        saves: the parts of `MergeSaved` to return. "nothing" if no backward follows; "least" omits h if this backend's
+            backward can recompute it; "h" always has h, for observers; "h alone" has only h, if no backward follows.
     """
 
     opens: Sequence[Tensor]
@@ -117,12 +116,12 @@ class MergeInputs(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What a merge knows of each token, in the compute dtype.
+    """Values of a merge for each token, in the compute dtype.
 
     Attributes:
-        rstd: (T,), 1 / the deviation of the read, if a norm follows.
+        rstd: (T,), 1 / the standard deviation (or RMS) of the read, if a norm follows.
         weights, scores, inv_rms: (T, k), the open sources' weights, logits and 1/rms, if k > 0.
-        sealed: (T,), the weight of the sealed sources together, if there are both kinds.
+        sealed: (T,), the total weight of the sealed sources, if there are sealed and open ones.
     """
 
     rstd: Tensor | None = None
@@ -133,10 +132,10 @@ class Scalars(NamedTuple):
 
 
 class MergeSaved(NamedTuple):
-    """What the backward of a merge needs.
+    """Values that the backward of a merge needs.
 
     Attributes:
-        h: (T, d), the read before its norm; None where the backward makes it again from `output` and the open sources.
+        h: (T, d), the read before its norm; None if the backward recomputes it from `output` and the open sources.
         scalars: (rows, T), the parts of `Scalars` one after another in memory: a row for rstd, k each for weights,
             scores and inv_rms, and one for sealed if there are sealed sources beside open ones.
     """
@@ -145,7 +144,7 @@ class MergeSaved(NamedTuple):
     scalars: Tensor | None = None
 
     def named(self, k: int, *, normed: bool) -> Scalars:
-        """Return the parts of `scalars`, of a merge of k open sources with a norm after it or without."""
+        """Return the parts of `scalars` for a merge of k open sources; `normed`: a norm follows."""
         scalars = self.scalars
         if scalars is None:
             return Scalars()
@@ -157,7 +156,8 @@ class MergeSaved(NamedTuple):
 
 
 def scalar_rows(k: int, *, sealed: bool) -> int:
-    """Return the rows of `MergeSaved.scalars` of a merge of k open sources, with sealed ones or without."""
+    """Return the number of rows of `MergeSaved.scalars` for a merge of k open sources; `sealed`: there are sealed ones
+    too."""
     return 1 + 3 * k + (k > 0 and sealed)
 
 
@@ -165,13 +165,13 @@ class MergeGradInputs(NamedTuple):
     """Inputs of a merge's backward.
 
     Attributes:
-        grad: (T, d), of x.
-        carried: for each open source the gradient that it already has from later reads, or None: it is added.
+        grad: (T, d), the gradient of x.
+        carried: for each open source its gradient from later reads, which is added, or None.
         opens: the k sources that were scored, the last with `added` in it.
-        query, norm, dtype: as the merge had them. saved: what it kept.
-        output: phase 1's, where `saved` has no h.
-        output_dtype, last_dtype, added_dtype: of phase 1's output, of the last open source before `added` was in it and
-            of `added`: a backend may hand back gradients in them, where None says nothing.
+        query, norm, dtype: inputs of the merge. saved: its `MergeSaved`.
+        output: phase 1's output, if `saved` has no h.
+        output_dtype, last_dtype, added_dtype: dtypes of phase 1's output, of the last open source before adding, and of
+            `added`. A backend may return gradients in these dtypes; None is unknown.
     """
 
     grad: Tensor
@@ -190,7 +190,7 @@ class MergeGradInputs(NamedTuple):
 class MergeGrads(NamedTuple):
     """Gradients of a merge: of phase 1's output and top, of the open sources, of the query and the norm.
 
-    That of `added` is the last open source's, but for a backend that gives it in another dtype.
+    The gradient of `added` equals that of the last open source; a backend may return it separately in another dtype.
     """
 
     output: Tensor | None
@@ -203,13 +203,13 @@ class MergeGrads(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """How parallel streams are connected with a sublayer: see `streams`.
+    """The connection of parallel streams with a sublayer: see `streams`.
 
     Attributes:
-        kind: of the coefficients.
-        eps: of the norm before their product. read_eps: added to the shares of a read.
-        steps, over_in, sinkhorn_eps: of Sinkhorn's normalisation, as `streams.sinkhorn` has them.
-        late: a read has the shares that the sublayer before it chose; the first one reads stream 0.
+        kind: kind of the coefficients, a row of the table in `streams`.
+        eps: eps of the norm before the product with the table. read_eps: added to the shares of a read.
+        steps, over_in, sinkhorn_eps: arguments of `streams.sinkhorn`.
+        late: a read uses the shares that the previous sublayer computed; the first one reads stream 0.
     """
 
     kind: Literal["sum", "gate", "identity", "sinkhorn", "permutations", "tanh"]
@@ -222,7 +222,7 @@ class Connection(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of the kind, as kernels know it."""
+        """Return the number of the kind in the kernels."""
         return ("sum", "gate", "identity", "sinkhorn", "tanh").index(self.kind)
 
     def columns(self, n: int) -> int:
@@ -230,11 +230,11 @@ class Connection(NamedTuple):
         return {"sum": 0, "gate": n, "identity": 2 * n, "sinkhorn": 2 * n + n * n, "tanh": n + 2}[self.kind]
 
     def groups(self, n: int) -> int:
-        """Return G, how many products with the table a token has: one, or one for each stream."""
+        """Return G, the number of products with the table for a token: one, or one for each stream."""
         return n if self.kind == "tanh" else 1
 
     def count(self, n: int) -> int:
-        """Return C, the coefficients of a token."""
+        """Return C, the number of coefficients of a token."""
         return 2 * n + n * n if self.kind == "tanh" else self.columns(n)
 
 
@@ -250,12 +250,13 @@ class Connect(NamedTuple):
 
 
 class ConnectGradInputs(NamedTuple):
-    """Inputs of its backward.
+    """Inputs of the backward of `connect`.
 
     Attributes:
-        inputs: what it had. made: the streams after its write, None where nothing was pending or they are not read.
+        inputs: the inputs of the forward. made: the streams after its write, None if no write was pending or nothing
+            reads them.
         coefficients: (T, C). products: (T, G, M + 1), N(H) W and 1 / rms, in the compute dtype; None without a table.
-        dx, dmade, dcoefficients: gradients of its results; all but the first may be None.
+        dx, dmade, dcoefficients: gradients of the results; the last two may be None.
     """
 
     inputs: Connect
@@ -268,9 +269,9 @@ class ConnectGradInputs(NamedTuple):
 
 
 class Backend(Protocol):
-    """A module that makes depth reads. It computes in at least fp32, under autocast too.
+    """A module that computes depth reads, in at least fp32, under autocast too.
 
-    Vectors have any shape (..., d), one for all of a call, where the records say (T, d), and so have its results.
+    Where the records say (T, d), vectors and results have any shape (..., d), one for all of a call.
     """
 
     def read_sealed(self, r: ReadInputs) -> Sealed: ...
@@ -285,7 +286,7 @@ class Backend(Protocol):
 
 
 class ConnectingBackend(Backend, Protocol):
-    """A backend that connects parallel streams too; where it does not, plain torch does."""
+    """A backend that also connects parallel streams; without one, plain torch does."""
 
     def connect(self, c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]: ...
 
@@ -293,13 +294,13 @@ class ConnectingBackend(Backend, Protocol):
 
 
 class Call(NamedTuple):
-    """What a backend is asked about before it is chosen.
+    """A call, as dispatch describes it to a backend.
 
     Attributes:
         tensors: (..., d), sources of phase 1 or all vectors of a merge.
-        compute: the dtype of the arithmetic. outputs: the dtypes of the vectors that are made.
-        reads: of phase 1. opens: how many of the tensors are a merge's open sources.
-        streams: how many there are, and `form`, where they are parallel streams.
+        compute: dtype of the arithmetic. outputs: dtypes of the resulting vectors.
+        reads: number of reads of phase 1. opens: how many of the tensors are a merge's open sources.
+        streams, form: for parallel streams, their number and connection.
     """
 
     tensors: Sequence[Tensor]
@@ -312,31 +313,33 @@ class Call(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """A row of `devices.KERNELS`: the kernels of one device, and what else depends on that device.
+    """A row of `devices.KERNELS`: the kernels of one type of device, and other properties of it.
 
     Attributes:
-        device: its type.
-        bank: the class of `bank.Bank` that has the sources of a pass without gradients; None for none.
-        name: as `Plan.backend` has it. title: in a sentence. found: why they are taken where they can be.
-        load: returns the backend, or why it cannot be had.
-        why_not: returns why the backend cannot take a call, or None.
-        turned_off: whether the user wanted none, so that nobody is told of the fallback.
-        narrow: under bf16 autocast finished sources, and what is made of them for the next product, are stored in bf16.
-        cached: phase 1's outputs stay in a cache and are stored in the compute dtype; else in their sources'.
-        few_compiled: by phase, the values of a source up to which a compiler is given torch operations; of larger ones
-            our operators make faster reads and keep less for backward.
-        most_open: open sources of a merge up to which it is; None for any number.
-        host: its tensors are in the process's memory and computed by its threads.
-        devices: returns those of the type that are here. missing: returns why there are none, None where there is one.
-        visible: the environment variable that names the devices which a process sees.
-        bf16: whether a device computes in bf16 natively; elsewhere bf16 is slower than fp32.
+        device: the type of device.
+        bank: the subclass of `bank.Bank` for passes without gradients; None for none.
+        name: value of `Plan.backend`. title: name in a sentence. found: the reason given when the kernels are used.
+        load: returns the backend, or the reason why it is not available.
+        why_not: returns the reason why the backend cannot take a call, or None.
+        turned_off: returns whether the user turned the kernels off, so that the fallback is not logged.
+        narrow: under bf16 autocast finished sources, and normed reads, are stored in bf16.
+        cached: phase 1's outputs stay in a cache and are stored in the compute dtype; else in the sources' dtype.
+        few_compiled: by phase, the largest number of values of a source for which a compiler is given torch operations;
+            for larger sources this package's operators are faster and store less for backward.
+        most_open: most open sources of a merge for which it is given them; None for any number.
+        host: its tensors lie in the process's memory and are computed by its threads.
+        devices: returns this machine's devices of the type. missing: returns the reason why there are none, or None.
+        visible: the environment variable that selects the devices which a process sees.
+        bf16: returns whether a device computes in bf16 natively; otherwise bf16 is slower than fp32.
         unrounded: dtypes to which plain torch does not round a read before its norm (`is_read_rounded`).
         whole_scores: the longest sequence for which attention is faster with whole score matrices than fused.
-        version: of the build, which decides the last bits. switched: gives a context with or without the kernels.
-        torch_norm: PyTorch's own RMSNorm, forward and backward, is one kernel of the device and less work for the host
-            than a call of ours: it makes norms that no read is fused with. Where the normed vector is rounded to a
-            narrower dtype, that is one more pass: so only of at most so many values, for which the host takes longer.
-        traced: the backend is made of torch operations and launches that a compiler's graph can hold.
+        version: returns the build, on which the last bits of results depend. switched: returns a context with or
+            without the kernels.
+        torch_norm: PyTorch's RMSNorm is one kernel forward and one backward, with less work for the host than a call of
+            this package, so it computes norms that are not fused with a read. If the normed vector is rounded to a
+            narrower dtype, that takes one more pass: then it is used only up to this number of values, for which the
+            host is slower than the device.
+        traced: the backend consists of torch operations and launches that a compiler's graph can hold.
     """
 
     device: str
@@ -365,11 +368,12 @@ class Kernels(NamedTuple):
 
 
 KERNELS: dict[str, Kernels] = {}
-"""The kernels of each type of device, as `devices` has registered them."""
+"""The kernels of each type of device; `devices` registers them."""
 
 
 def why_not_connected(call: Call) -> str | None:
-    """Return why no backend's kernel connects such parallel streams, None for a depth read or where one does."""
+    """Return the reason why no backend's kernel connects such parallel streams; None for a depth read, or if one
+    does."""
     form = call.form
     if form is None:
         return None
@@ -381,13 +385,13 @@ def why_not_connected(call: Call) -> str | None:
 
 
 def is_read_rounded(like: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a read is rounded to `dtype` before its norm, and kept so for backward."""
+    """Return whether a read is rounded to `dtype` before its norm, and stored so for backward."""
     kernels = KERNELS.get(like.device.type)
     return kernels is None or dtype not in kernels.unrounded
 
 
 def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]:
-    """Vectors of width d moved per token for the sealed part of `reads` reads: (in one pass each, in two phases).
+    """Return the vectors of width d moved per token for the sealed part of `reads` reads: (one pass each, two phases).
 
     Forward, one pass reads n sources a read; two phases read n, and write and read an output for each read. The
     backward of a pass reads n sources and their gradients so far and writes n gradients; phase 1 does so once for all
@@ -400,9 +404,10 @@ def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]
 
 
 def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1, nbytes: int | None = None) -> bool:
-    """Return whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases.
+    """Return whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better computed in two
+    phases.
 
-    `nbytes` are those of the sealed sources, where a kernel takes any number of them: what is in a cache is not moved.
+    `nbytes`: bytes of the sealed sources, for a kernel that takes any number of them; sources in a cache are not moved.
     """
     one, two = vectors_moved(sealed, reads, training=training)
     if nbytes is not None:

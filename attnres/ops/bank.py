@@ -1,8 +1,8 @@
-"""The sources of one forward pass without gradients, whose reads are made by a fixed program.
+"""The sources of one forward pass without gradients, whose reads follow a fixed program.
 
-A `Program` says in numbers which rows of a bank each read mixes and where each output goes; it depends on a network's
-depth and layout alone. A `Bank` is the memory of one running pass, and `Banks` keeps those that no pass uses: a pass
-takes one out and puts it back, so that two passes, in turn or in two threads, never share one.
+A `Program` lists the rows of a bank that each read mixes and the row that each output goes to; it depends only on a
+network's depth and layout. A `Bank` is the memory of one running pass, and `Banks` holds the idle ones: a pass takes
+one out and puts it back, so that two passes, interleaved or in two threads, never share one.
 """
 
 import threading
@@ -16,24 +16,24 @@ from attnres.ops.norms import Norm
 from attnres.ops.precision import rounded_sum
 
 KEPT = 32 << 20
-"""Bytes of all banks that wait for their next pass; the memory of a long prompt is given back."""
+"""Most bytes of all idle banks; the memory of a long prompt is freed."""
 
 MOST = 16
-"""Banks of a network that wait: lengths of prompts differ."""
+"""Most idle banks of a network; prompts of different lengths need different ones."""
 
 
 class Step(NamedTuple):
-    """One read, and how the output before it comes into the bank. Rows are numbers.
+    """One read, and how the output before it enters the bank. Rows are numbers.
 
     Attributes:
-        target, before: the row that the latest output goes into, and the row that it is added to; None where the output
-            itself is the row. The first read has neither.
-        rows: what the read mixes, in order.
-        opens: how many of them, at the end, the reads of its group have not in common.
+        target, before: the row that the latest output goes into, and the row that it is added to, or None if the output
+            itself becomes the row. Both are None for the first read.
+        rows: the rows that the read mixes, in order.
+        opens: how many of them, at the end, are not shared by all reads of the group.
         query: the row of the queries that scores them; None for one source, which has weight one.
-        keeps: the row that takes the read before its norm, where that goes on as a source.
-        scale: of the read.
-        done: rows that no read needs any more once this one is made.
+        keeps: the row that stores the read before its norm, if that becomes a source; else None.
+        scale: factor of the read.
+        done: rows that no read after this one needs.
     """
 
     target: int | None
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Reads `start` to `stop` - 1 have these finished rows in common, and queries from `query` on."""
+    """Reads `start` to `stop` - 1 share these finished rows; their queries start at `query`."""
 
     start: int
     stop: int
@@ -56,13 +56,13 @@ class Group(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A network's reads, the head's last, in rows of a bank.
+    """A network's reads, the head's last, as steps over rows of a bank.
 
     Attributes:
-        count: how many rows there are; row 0 is the embedding.
-        sums: those that are memory of the bank.
-        eps: of the key norm.
-        alone: the most rows of a read that is in no group.
+        count: number of rows; row 0 is the embedding.
+        sums: the rows that are memory of the bank.
+        eps: eps of the key norm.
+        alone: the most rows of a read that belongs to no group.
     """
 
     steps: tuple[Step, ...]
@@ -85,21 +85,21 @@ class Program(NamedTuple):
 
 
 class Bank:
-    """One forward pass: its sources, (T, d) a row, and how far it is. A backend makes its reads, and writes nothing
+    """The sources of one forward pass, (T, d) a row, and its progress. A backend makes the reads, and writes nothing
     that only a backward needs.
 
-    A row is an output where it lies, which is never written to, or memory of the bank, in which sums are made. A sum is
-    made in place only where no later read needs what it was before: what is sealed is never written to. Phase 1 of a
-    group writes where that of the group before it did.
+    A row is an output itself, which is never written to, or memory of the bank that holds a sum. A sum is updated in
+    place only if no later read needs its old value: sealed sources are never written to. Phase 1 of a group reuses the
+    memory of the previous group's.
 
     Attributes:
-        order: what `Banks.order_of` says of its pass.
-        embedding: that of the pass, (..., d); reads have its shape.
-        index: the number of the coming read; of the last one, once its output may be taken.
-        was_read: whether that read was made.
-        number: which of the passes that it served this is.
-        norms: what the caller knows of the norm that it set last for each read.
-        nbytes: of the memory that it keeps between passes.
+        order: the value of `Banks.order_of` for its pass.
+        embedding: the embedding of the pass, (..., d); reads have its shape.
+        index: the number of the next read; of the last read, once its output may be written.
+        was_read: whether read `index` was made.
+        number: counts the passes that used this bank.
+        norms: the caller's notes on the norm that it last set for each read.
+        nbytes: bytes of the memory that stays allocated between passes.
     """
 
     embedding: Tensor
@@ -126,11 +126,11 @@ class Bank:
 
     @staticmethod
     def takes(vector: Tensor) -> bool:
-        """Return whether reads are made of the vector where it lies; else of a copy."""
+        """Return whether reads can use the vector itself; otherwise they use a copy."""
         return True
 
     def scale(self) -> float:
-        """Return what the coming read is multiplied by, where no norm follows that takes its eps."""
+        """Return the factor by which the caller multiplies the next read if it has no fused norm (`set_norm`)."""
         return self.program.steps[self.index].scale
 
     def begin(self, embedding: Tensor, queries: Tensor) -> None:
@@ -140,11 +140,11 @@ class Bank:
         self._queries = queries.unbind(0)
         self._all_queries = queries
         if embedding.shape != self._shape:
-            with torch.inference_mode(False):  # memory of inference could not be written to in any other pass
+            with torch.inference_mode(False):  # inference tensors could not be written to in other passes
                 self._take_memory(embedding)
 
     def _take_memory(self, embedding: Tensor) -> None:
-        """Take memory for the sums, and for phase 1 of the largest group, in the shape of the embedding."""
+        """Allocate the sums, and phase 1 of the largest group, in the shape of the embedding."""
         self._shape = embedding.shape
         rows = list(dict.fromkeys(step.target for step in self.program.steps if step.before is not None))
         counts = {start: group.stop - group.start for start, group in self._groups.items()}
@@ -152,7 +152,7 @@ class Bank:
         memory = embedding.new_empty(len(rows) + most, *self._shape, dtype=self.dtype)
         top, total = embedding.new_empty(2, most, self.tokens, dtype=torch.float32)
         outputs, sums = memory.split((most, len(rows)))
-        # One tensor to read and one to write: a call is replayed where its inputs are as many tensors.
+        # Separate tensors for reading and writing: a replayed call needs as many inputs as the planned one had.
         self._sums = dict(zip(rows, zip(sums.unbind(0), sums.unbind(0), strict=True), strict=True))
         each = outputs.unbind(0)
         self._phase1_of = {
@@ -161,19 +161,20 @@ class Bank:
         self.nbytes = memory.nbytes
 
     def set_norm(self, norm: Norm | None) -> None:
-        """Let the coming read, of this pass and of later ones, end with this norm; with None it is times its scale."""
+        """Set the norm fused with the next read, in this pass and later ones; its eps is divided by the square of the
+        read's scale, which has the effect of scaling. With None the caller applies `scale`."""
         scale = self.program.steps[self.index].scale
         out_dtype = self.dtype if norm is None else norm.out_dtype or self.dtype
         self._set[self.index] = None if norm is None else norm._replace(eps=norm.eps / scale**2, out_dtype=out_dtype)
 
     def read(self) -> Tensor:
-        """Make the coming read and its norm, in the shape of the embedding."""
+        """Return the next read after its norm, in the shape of the embedding."""
         index, added, rows = self.index, self._output, self._rows
         step, norm = self.program.steps[index], self._set[index]
         target: Any = step.target
         group = self._groups.get(index)
         opens = step.rows if index not in self._in_group else step.rows[len(step.rows) - step.opens :]
-        # The latest output joins its sum in the read's own pass, if that has the sum as its last source.
+        # The read itself adds the latest output to its sum, if that sum is the read's last source.
         alone = group is not None or step.query is None or step.target not in opens[-1:] or opens.count(step.target) > 1
         row, memory = self._sums.get(target, (None, None))
         if added is not None and step.before is not None and alone:
@@ -214,7 +215,7 @@ class Bank:
         )
         if partial is not None:
             rows[target] = row if partial is memory else partial
-        if x is output:  # where the next group's phase 1 writes
+        if x is output:  # the next group's phase 1 overwrites this memory
             x = x.clone()
         if step.keeps is not None:
             h = x if norm is None else saved.h
@@ -225,7 +226,7 @@ class Bank:
         return x
 
     def write(self, output: Tensor) -> None:
-        """Take the output (..., d) of the sublayer whose input was read last."""
+        """Write the output (..., d) of the sublayer whose input was read last."""
         index = self.index = self.index + 1
         self.was_read, self._output = False, output
         step = self.program.steps[index]
@@ -234,14 +235,14 @@ class Bank:
             self._rows[step.target] = output
 
     def end(self) -> None:
-        """Let go of the pass's tensors, but for the bank's memory."""
+        """Release the pass's tensors, except the bank's memory."""
         self.number += 1
         self._rows, self._output = [], None
         del self.embedding
 
 
 class Banks:
-    """The banks of one network that wait for their next pass. Copies and pickles of it are empty."""
+    """The idle banks of one network. Copies and pickles of this object are empty."""
 
     def __init__(self) -> None:
         self._waiting: list[Bank] = []
@@ -249,8 +250,9 @@ class Banks:
 
     @staticmethod
     def order_of(embedding: Tensor) -> Any:
-        """Return what a pass shares with one that may write over its memory as soon as it is launched: on CUDA the
-        stream. None of a pass that a graph records, whose memory is the graph's alone."""
+        """Return a value that is equal for two passes if the second may reuse the first's memory as soon as it is
+        launched: on CUDA their stream. Return None for a pass that a graph records, whose memory belongs to the
+        graph."""
         if not embedding.is_cuda:
             return embedding.device
         if torch.cuda.is_current_stream_capturing():
@@ -261,7 +263,7 @@ class Banks:
         return Banks, ()
 
     def take(self, kind: type[Bank], backend: Any, program: Program, embedding: Tensor) -> Bank:
-        """Return a bank of this class for (..., d) like the embedding, one that nobody else has."""
+        """Return an unused bank of this class for an embedding (..., d) of this shape, dtype and device."""
         width, dtype, order = embedding.shape[-1], embedding.dtype, self.order_of(embedding)
         tokens = embedding.numel() // width
         with self._lock:
@@ -273,7 +275,7 @@ class Banks:
         return bank
 
     def put(self, bank: Bank) -> None:
-        """Keep a bank whose pass is over for the next, the latest first; of all at most `KEPT` bytes and `MOST`."""
+        """Store a bank whose pass is over, and drop the oldest beyond `KEPT` bytes or `MOST` banks."""
         bank.end()
         if bank.order is None:
             return

@@ -1,6 +1,6 @@
-"""A backend's functions on C kernels, compiled on first use: several times faster than plain torch on a CPU.
+"""A backend in C kernels, compiled on first use: several times faster than plain torch on a CPU.
 
-Where `cpu_build` has no library (no compiler, or ATTNRES_CPU_KERNELS=0), `load()` is None and plain torch is used.
+Without a library from `cpu_build` (no compiler, or ATTNRES_CPU_KERNELS=0) `load()` is None and plain torch is used.
 """
 
 import ctypes
@@ -41,14 +41,14 @@ LANES = 16
 """Widths must be a multiple of this: one vector register of fp32."""
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of the vectors that the kernels read and write."""
+"""Dtypes of the vectors that the kernels read and write."""
 
 _opened = dict[str, Any]()
-"""The library: a graph that its kernels made goes back through them, whatever reads take since."""
+"""The library, once opened: the backward of a graph made by its kernels uses it, whatever later reads use."""
 
 
 def load() -> Any:
-    """Return the compiled kernels, or None where they cannot be had. Never raises."""
+    """Return the compiled kernels, or None if they are not available. Never raises."""
     kernels = library()
     if isinstance(kernels, str):
         return None
@@ -57,15 +57,14 @@ def load() -> Any:
 
 
 def version() -> str | None:
-    """Return which build of the kernels this process has: the name of the library, a hash of what decides what is in
-    it."""
+    """Return the name of the build of the kernels in this process, a hash of everything that determines the library."""
     kernels = load()
     return None if kernels is None else Path(kernels._name).stem
 
 
 @contextmanager
 def switched(on: bool) -> Generator[None]:
-    """Take the C kernels inside the block, or plain torch, whatever ATTNRES_CPU_KERNELS says."""
+    """Use the C kernels inside the block, or plain torch, whatever ATTNRES_CPU_KERNELS says."""
     before = os.environ.get(SWITCH)
     try:
         os.environ[SWITCH] = "1" if on else "0"
@@ -80,7 +79,7 @@ def switched(on: bool) -> Generator[None]:
 
 
 def usable() -> Backend | str:
-    """Return this module, or why its kernels cannot be had."""
+    """Return this module, or the reason why its kernels are not available."""
     if load() is not None:
         this: Any = sys.modules[__name__]
         return this
@@ -89,7 +88,7 @@ def usable() -> Backend | str:
 
 
 def why_not(call: Call) -> str | None:
-    """Return why the kernels cannot take a call, None if they can."""
+    """Return the reason why the kernels cannot take a call, None if they can."""
     tensors, compute, outputs, *_ = call
     if compute is not torch.float32:
         return f"the C kernels compute in fp32, this call in {_name(compute)}"
@@ -114,19 +113,19 @@ def _name(dtype: torch.dtype) -> str:
 
 
 _HIGH = 1 << 32
-"""No offset into a tensor without numbers comes as far; most addresses lie above."""
+"""Offsets into a tensor without storage are below this; most addresses are above."""
 
 
 def address(tensor: Tensor, shape: tuple[int, ...]) -> int:
-    """Return where a tensor of this shape has its numbers: what an address that goes to C is held against.
+    """Return the address of a tensor's values, after checking its shape and storage, for use in C.
 
     Raises:
-        UserError: it has another shape, or no numbers on this CPU (on another device or on meta, offloaded, freed,
-            sharded, in flight).
+        UserError: the tensor has another shape, or no values on this CPU (on another device or meta, offloaded, freed,
+            sharded, or the result of a pending collective).
     """
     try:
         place, begin = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # what torch.func wraps, sparse ones
+    except RuntimeError:  # tensors wrapped by torch.func, and sparse ones
         place = begin = 0
     if torch._C._functorch.is_legacy_batchedtensor(tensor):
         raise UserError(
@@ -138,17 +137,18 @@ def address(tensor: Tensor, shape: tuple[int, ...]) -> int:
     if not tensor.is_cpu or not (begin or 0 in shape):
         raise UserError(
             f"a depth read got a {type(tensor).__name__} on {tensor.device} that has no numbers on this CPU: it is "
-            "offloaded, sharded or on the meta device; load the residual whole, or let what offloads or shards it wrap "
-            "the module `residual` itself"
+            "offloaded, sharded or on the meta device; load the residual unsharded, or let the offloading or "
+            "sharding code wrap the module `residual` itself"
         )
     return place
 
 
 def _place(tensor: Tensor) -> int:
-    """Return a tensor's address as `address` does, in less time: part of one without numbers lies at its offset."""
+    """Return a tensor's address as `address` does, faster: the full check runs only for an address that could be an
+    offset."""
     try:
         place = tensor.data_ptr()
-    except RuntimeError:  # `address` says it in a sentence
+    except RuntimeError:  # `address` raises the error with a sentence
         place = 0
     return place if place >= _HIGH and tensor.is_cpu else address(tensor, tensor.shape)
 
@@ -167,10 +167,11 @@ def _call(
     last: Sequence[Tensor] = (),
 ) -> None:
     """Fill a kernel's struct and call it: threads, tokens, counts, eps, `rows` of tensors of this shape (..., d), those
-    of vectors (d,), pointers to fp32 (of tensors, or addresses), more `rows`, more pointers.
+    of vectors (d,), pointers to fp32 (tensors or addresses), more `rows`, more pointers.
 
-    A `rows` is an address, the bytes from row to row, and whether it is bf16; zeros stand for None. Arguments that the
-    kernels cannot read (another dtype, no unit stride along the width) are copied; results are never such.
+    A `rows` entry is an address, the bytes from row to row, and whether the tensor is bf16; None becomes zeros.
+    Arguments that the kernels cannot read (another dtype, no unit stride along the width) are copied; results always
+    are readable.
     """
     words, alive, width = list[int](), list[Tensor](), shape[-1]
     nothing: tuple[Tensor, ...] = ()
@@ -218,16 +219,16 @@ def _call(
 
 
 new = functools.partial(torch.empty, dtype=torch.float32, device=torch.device("cpu"))
-"""Memory for the kernels: fp32 unless told otherwise, whatever torch's default dtype and device are."""
+"""Allocates memory for the kernels: fp32 by default, whatever torch's default dtype and device are."""
 
 
 def threads_for(tokens: int) -> int:
-    """Return how many threads share `tokens`: one for every 16, at most torch's."""
+    """Return the number of threads for `tokens`: one for every 16, at most torch's number."""
     return max(1, min(torch.get_num_threads(), tokens // 16))
 
 
 def read_sealed(r: ReadInputs) -> Sealed:
-    """Make phase 1 as `eager.read_sealed` does, in the sources' shape."""
+    """Compute phase 1 as `eager.read_sealed` does, in the sources' shape."""
     queries, sources, eps, dtype = r
     shape, n, (reads, d) = sources[0].shape, len(sources), queries.shape
     tokens = sources[0].numel() // d
@@ -236,7 +237,7 @@ def read_sealed(r: ReadInputs) -> Sealed:
     top, total = new(reads, tokens), new(reads, tokens)
     logits, inv_rms = new(tokens, n, reads), new(tokens, n)
     outputs = list[Tensor]()
-    for _ in range(reads):  # apart: what one read keeps must not keep the others alive
+    for _ in range(reads):  # separate tensors: one that a read keeps must not keep the others alive
         outputs.append(new(shape, dtype=dtype))
     _call(
         "attnres_read_sealed",
@@ -271,7 +272,7 @@ def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
 
 
 def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
-    """Make phase 2 and the norm as `eager.merge` does, in the sources' shape."""
+    """Compute phase 2 and the norm as `eager.merge` does, in the sources' shape."""
     opens, added, query, eps, output, top, total, norm, dtype, _ = m
     k = len(opens)
     if not k and norm is None:
@@ -287,7 +288,7 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
         opens = (*earlier, partial)
     weight = bias = None
     kind, norm_eps = norm_kind(norm), 0.0
-    if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
+    if norm is None:  # <dh, h> then is a true term of the gradient, so h is stored unrounded
         h = written = new(shape)
         x = h if dtype is torch.float32 else new(shape, dtype=dtype)
     else:
@@ -315,7 +316,8 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
 
 
 def _parts(scalars: Tensor | None, k: int) -> tuple[int, ...]:
-    """Return the addresses of a merge's rstd, weights, sealed, scores and inv_rms (`MergeSaved`); 0 for none."""
+    """Return the addresses of a merge's rstd, weights, sealed, scores and inv_rms (`MergeSaved`); 0 for an absent
+    one."""
     if scalars is None:
         return 0, 0, 0, 0, 0
     rows, tokens = scalars.shape
@@ -361,7 +363,7 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
 
 
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mix as `eager.mix` does, in the sources' shape."""
+    """Compute the mixture as `eager.mix` does, in the sources' shape."""
     shape = sources[0].shape
     h, n, d = new(shape, dtype=dtype), len(sources), shape[-1]
     _call("attnres_mix", h.numel() // d, (n, d), shape, pointers=(weights,), lists=(h, *sources))
@@ -369,7 +371,7 @@ def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def connect(c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """Return the streams after the write (None without one, or where nobody reads them again), the read, and the
+    """Return the streams after the write (None without a write, or if they are not read again), the read, and the
     coefficients and products of `ConnectGradInputs` (None without a table)."""
     streams, _, output, table, norm, form = c
     tokens, n = streams.shape[:-2], streams.shape[-2]
@@ -408,7 +410,7 @@ def _connected(
     given: ConnectGradInputs | None = None,
     grads: tuple[Tensor | None, ...] = (None,) * 6,
 ) -> None:
-    """Fill the struct of a kernel of parallel streams, which has one layout for both directions, and call it."""
+    """Fill the struct of a parallel-streams kernel, which has one layout for both directions, and call it."""
     streams, earlier, output, table, norm, form = c
     weight, bias, eps, *_ = norm or Norm()
     dstreams, dearlier, doutput, *dparameters = grads
@@ -416,7 +418,8 @@ def _connected(
     shape, n, alive = x.shape, streams.shape[-2], list[Tensor]()
 
     def placed(tensor: Tensor | None) -> tuple[int, ...]:
-        """Address of streams, bytes from token to token and from stream to stream, whether they are bf16."""
+        """Return the address of streams, the bytes from token to token and from stream to stream, and whether they are
+        bf16."""
         if tensor is None:
             return 0, 0, 0, 0
         if tensor.shape != streams.shape:
@@ -450,18 +453,18 @@ def _connected(
 
 
 _HEAD = struct.Struct("3qd5q")
-"""The kernels' `bank` before its table of rows."""
+"""Layout of the kernels' `bank` up to its table of rows."""
 _THREADS, _QUERIES, _EMBEDDING = 2, 4, 9
-"""Which of its words change from pass to pass."""
+"""Indices of its words that change from pass to pass."""
 _ROW = 24
-"""Bytes of one `rows`."""
+"""Bytes of one `rows` entry."""
 _NORM = struct.Struct("qd6q")
-"""The kernels' `step` up to the end of its norm: kind, eps, `rows` of weight and bias."""
+"""Layout of the kernels' `step` up to the end of its norm: kind, eps, `rows` of weight and bias."""
 
 
 def _packed(step: Step, place: int | None) -> bytes:
-    """Return the kernels' `step` after its norm: one pass over all rows, or over the open ones after phase 1, of which
-    it is read `place`."""
+    """Pack the kernels' `step` after its norm: one pass over all rows, or over the open ones after phase 1, in which
+    this read has the index `place`."""
     rows = step.rows if place is None else step.rows[len(step.rows) - step.opens :]
     alone = step.target not in rows[-1:] or rows.count(step.target) > 1
     numbers = (step.target, step.before, int(alone), place, step.keeps, step.query)
@@ -469,10 +472,10 @@ def _packed(step: Step, place: int | None) -> bytes:
 
 
 class CpuBank(Bank):
-    """A bank in memory that the next pass uses again: one C call a read.
+    """A bank whose memory is reused by the next pass, with one C call a read.
 
-    A row is an output where it lies, which is never written to, or memory of the bank, in which sums are made. A sum is
-    made in place only where no later read needs what it was before: what is sealed is never written to.
+    A row is an output itself, which is never written to, or memory of the bank that holds a sum. A sum is updated in
+    place only if no later read needs its old value: sealed sources are never written to.
     """
 
     cached = True
@@ -508,7 +511,7 @@ class CpuBank(Bank):
         self._vectors: list[tuple[Tensor | None, Tensor | None] | None] = [None] * len(program.steps)
 
     def _row(self, tensor: Tensor) -> bytes:
-        """Return the kernels' `rows` of a contiguous (..., d)."""
+        """Return the kernels' `rows` entry of a contiguous tensor (..., d)."""
         return struct.pack("3q", tensor.data_ptr(), self.width * tensor.element_size(), tensor.dtype is torch.bfloat16)
 
     def begin(self, embedding: Tensor, queries: Tensor) -> None:
@@ -521,7 +524,7 @@ class CpuBank(Bank):
             words[_THREADS] = threads_for(self.tokens)
 
     def set_norm(self, norm: Norm | None) -> None:
-        """Let the coming read, of this pass and of later ones, end with this norm; with None it is times its scale."""
+        """Set the norm fused with the next read, in this pass and later ones; with None the caller applies `scale`."""
         index = self.index
         weight, bias, eps, _, dtype = norm or Norm()
         vectors = self._vectors[index] = _readable(weight), _readable(bias)
@@ -533,7 +536,7 @@ class CpuBank(Bank):
         _NORM.pack_into(self._steps[index], 0, kind, eps / scale**2, *rows)
 
     def read(self) -> Tensor:
-        """Make the coming read and its norm, in the shape of the embedding."""
+        """Return the next read after its norm, in the shape of the embedding."""
         index, output = self.index, self._output
         if index in self._groups and not self.was_read:
             self._share(self._groups[index])
@@ -550,7 +553,7 @@ class CpuBank(Bank):
         return x
 
     def _share(self, group: Group) -> None:
-        """Make phase 1 of a group's reads, once the latest output has come into the bank."""
+        """Compute phase 1 of a group's reads, once the latest output is in the bank."""
         self._kernels.attnres_bank_write(self._place, self._addresses[group.start], *_pointer(self._output))
         n, reads, floats = len(group.rows), group.stop - group.start, self.tokens * len(group.rows)
         queries = self._alive[-1].data_ptr() + 4 * self.width * group.query
@@ -566,7 +569,7 @@ class CpuBank(Bank):
             raise MemoryError("attnres_read_sealed found no memory for its workspace")
 
     def write(self, output: Tensor) -> None:
-        """Take the output (..., d) of the sublayer whose input was read last."""
+        """Write the output (..., d) of the sublayer whose input was read last."""
         if not output.is_contiguous() or output.dtype not in DTYPES:
             output = _readable(output)
         index = self.index = self.index + 1
@@ -577,7 +580,7 @@ class CpuBank(Bank):
             self._alive[step.target] = output
 
     def end(self) -> None:
-        """Let go of the pass's tensors."""
+        """Release the pass's tensors."""
         self.number += 1
         self._alive.clear()
         self._output = None
@@ -589,14 +592,14 @@ class CpuBank(Bank):
 
 
 def _readable(tensor: Any) -> Any:
-    """Return the tensor, or None, as the kernels read it: contiguous, in a dtype of theirs; a copy where it is not."""
+    """Return the tensor, or None, in a form that the kernels read (contiguous, fp32 or bf16), copied if needed."""
     if tensor is None or (tensor.dtype in DTYPES and tensor.is_contiguous()):
         return tensor
     return (tensor if tensor.dtype in DTYPES else tensor.float()).contiguous()
 
 
 def _pointer(tensor: Tensor | None) -> tuple[int, bool]:
-    """Address, and whether it is bf16."""
+    """Return the address of a tensor, and whether it is bf16."""
     return (0, False) if tensor is None else (tensor.data_ptr(), _is_bf16(tensor))
 
 
@@ -605,7 +608,7 @@ def _is_bf16(tensor: Tensor) -> bool:
 
 
 def has_bf16(_: torch.device) -> bool:
-    """Return whether the processor multiplies in bf16."""
+    """Return whether the CPU multiplies in bf16 natively."""
     features = torch.cpu.get_capabilities()
     return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("arm_bf16"))
 
@@ -624,10 +627,10 @@ KERNELS = Kernels(
     host=True,
     devices=lambda: [torch.device("cpu")],
     bf16=has_bf16,
-    # Plain torch computes fp16 here, where the gradient of a weight is a small difference of products with the read: a
-    # rounded read makes it two to four times as inexact as rounding the gradient does.
+    # Plain torch computes fp16 here, where the gradient of a weight is a small difference of products with the read:
+    # rounding the read would double to quadruple the error that rounding the gradient makes.
     unrounded=frozenset({torch.float16}),
-    whole_scores=512,  # in bf16 faster, in fp32 no slower: benchmarks/results/attention_cpu.json
+    whole_scores=512,  # faster in bf16 and not slower in fp32: benchmarks/results/attention_cpu.json
     version=version,
     switched=switched,
 )

@@ -1,7 +1,7 @@
-"""Compiles `cpu_kernels.c` with the machine's own compiler, once, into the cache folder.
+"""Compile `cpu_kernels.c` with the machine's C compiler, once, into the cache folder.
 
-The library is kept under a key of everything that decides what is in it and what it is linked to: source, flags,
-compiler and its version, processor, torch's OpenMP runtime. Processes that need it at the same time build it once.
+The file name of the library contains a hash of everything that determines its content: source, flags, compiler and its
+version, processor, and torch's OpenMP runtime. Processes that need it at the same time build it once.
 """
 
 import ctypes
@@ -21,15 +21,15 @@ import torch
 from attnres.errors import UserError
 from attnres.files import cache_dir, lock
 
-_SOURCE = Path(__file__).with_name("cpu_kernels.c")  # includes the other
+_SOURCE = Path(__file__).with_name("cpu_kernels.c")  # this file includes the other one
 _SOURCES = (_SOURCE, _SOURCE.with_name("cpu_streams.c"))
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC")
 SWITCH = "ATTNRES_CPU_KERNELS"
-"""Environment variable: 0 takes plain torch."""
+"""Environment variable: 0 uses plain torch."""
 _OF_PROCESSOR = ("model name", "flags", "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
-"""Lines of /proc/cpuinfo, on x86 and on ARM."""
+"""Keys of /proc/cpuinfo that identify a processor, on x86 and on ARM."""
 _SECONDS = 120
-"""A compiler that takes longer is given up."""
+"""Time limit of the compiler, in seconds."""
 
 
 def turned_off() -> bool:
@@ -39,7 +39,7 @@ def turned_off() -> bool:
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """Return the compiled kernels, or in a few words why there are none. Never raises."""
+    """Return the compiled kernels, or the reason in a few words why there are none. Never raises."""
     if turned_off():
         return "ATTNRES_CPU_KERNELS is 0"
     if platform.system() != "Linux":
@@ -63,12 +63,13 @@ def library() -> ctypes.CDLL | str:
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
         return f"the C kernels do not build with {name}: {lines[0] if lines else error}"
-    except (OSError, RuntimeError, UserError, subprocess.SubprocessError) as error:  # no home, no space, not executable
+    # no home, no space left, no permission to execute
+    except (OSError, RuntimeError, UserError, subprocess.SubprocessError) as error:
         return f"the C kernels cannot be built or loaded ({type(error).__name__}: {error})"
 
 
 def _with_prototypes(kernels: Any) -> ctypes.CDLL:
-    """Return the library with the types of its functions' arguments and results."""
+    """Set the argument and result types of the library's functions, and return it."""
     for name in (
         "read_sealed",
         "read_sealed_backward",
@@ -81,33 +82,34 @@ def _with_prototypes(kernels: Any) -> ctypes.CDLL:
         function = getattr(kernels, f"attnres_{name}")
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
     write, read = kernels.attnres_bank_write, kernels.attnres_bank_read
-    # bank, step, address of an output, whether that is bf16; of a read the same of its result
+    # bank, step, address of the output and whether it is bf16; the same two for the read's result
     write.argtypes, write.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], None
     read.argtypes, read.restype = [*write.argtypes, ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
     return kernels
 
 
 def _is_strange(path: Path) -> bool:
-    """Return whether somebody other than this user and the administrator may change what is there."""
+    """Return whether a user other than this one and the administrator can change the file."""
     status = path.stat()
     return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
 
 
 def torch_openmp() -> list[Path]:
-    """Torch's own OpenMP runtime: a second one in the process would fight it for the cores."""
+    """Return torch's OpenMP runtime; a second one in the process would compete with it for the cores."""
     root = Path(torch.__file__).parent
     return sorted(path for folder in (root / "lib", root.parent / "torch.libs") for path in folder.glob("libgomp*"))
 
 
 def _key(compiler: list[str], runtimes: list[Path]) -> str:
-    """Sixteen hexadecimal digits that change with whatever changes the library."""
+    """Return sixteen hexadecimal digits that change with everything that changes the library."""
     texts = [" ".join(_FLAGS), " ".join(compiler), _processor(), *(path.name for path in runtimes)]
     parts = [*(source.read_bytes() for source in _SOURCES), _run(*compiler, "--version"), *map(str.encode, texts)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _processor() -> str:
-    """Its kind and what it can do: a cache folder may be shared by machines on which one build does not run."""
+    """Return the processor's model and features, because machines that cannot run one build may share a cache
+    folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -117,7 +119,7 @@ def _processor() -> str:
 
 
 def _make(target: Path, compiler: list[str], *, link_openmp: bool) -> None:
-    """Build the library unless it is there, one process at a time."""
+    """Build the library if it is missing, one process at a time."""
     if not target.exists():
         with lock(target.with_suffix(".lock"), wait=True):
             if not target.exists():  # another process may have built it meanwhile
@@ -126,7 +128,7 @@ def _make(target: Path, compiler: list[str], *, link_openmp: bool) -> None:
 
 def _build(target: Path, compiler: list[str], *, link_openmp: bool) -> None:
     folder = target.with_suffix(".build")
-    shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a build that was killed
     folder.mkdir()
     try:
         built, object_file = folder / "kernels.so", folder / "kernels.o"
@@ -134,7 +136,7 @@ def _build(target: Path, compiler: list[str], *, link_openmp: bool) -> None:
         _run(*compiler, "-shared", str(object_file), *(["-fopenmp"] if link_openmp else []), "-o", str(built), "-lm")
         built.chmod(0o755)
         with built.open("rb+") as file:
-            os.fsync(file.fileno())  # a library of which a part is missing kills the process that loads it
+            os.fsync(file.fileno())  # loading an incomplete library would kill the process
         built.replace(target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

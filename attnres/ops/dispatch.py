@@ -1,8 +1,8 @@
-"""Which implementation a read takes, and why: the one place that decides.
+"""Choose the implementation of a read, with the reasons: no other module decides this.
 
-Two decisions. The *schedule*: one pass over all sources of a read, or two phases that share the pass over the sealed
-ones among a block's reads; whichever moves less memory. The *backend*: the kernels of the device, or plain torch. What
-a kernel cannot take goes to plain torch, and says so once.
+There are two decisions. The *schedule* is one pass over all sources of a read, or two phases that share the pass over
+the sealed sources among a block's reads, whichever moves less memory. The *backend* is the kernels of the device, or
+plain torch for calls that the kernels cannot take; the fallback is logged once.
 """
 
 import functools
@@ -35,13 +35,13 @@ _log = logging.getLogger("attnres")
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is made. `str(plan)` is a sentence.
+    """How a call is executed. `str(plan)` is a sentence.
 
     Attributes:
         backend: the name of a row of KERNELS, or "eager" (plain torch).
         schedule: "one pass" or "two phases".
         reasons: why this backend and why this schedule.
-        path: "bank", where a pass has its sources in a bank (bank.py), else "general".
+        path: "bank" if the pass has its sources in a bank (bank.py), else "general".
     """
 
     backend: str
@@ -56,7 +56,7 @@ class Plan:
 
 
 def _choose(call: Call) -> tuple[str, Backend, str, bool]:
-    """Return the backend's name, the backend, the reason, and whether the fallback (if it is one) is worth a word."""
+    """Return the backend's name, the backend, the reason, and whether to log the fallback (if it is one)."""
     device = call.tensors[0].device.type
     kernels = KERNELS.get(device)
     if call.compute != torch.float32:
@@ -86,10 +86,11 @@ def backend_for(
     streams: int = 0,
     form: Connection | None = None,
 ) -> Backend:
-    """Return the backend that takes these (..., d) tensors and makes such vectors, with queries and norms'
-    `parameters`.
+    """Return the backend for vectors `tensors` (..., d), results of dtypes `outputs`, and `parameters` of queries and
+    norms.
 
-    `reads` share them in phase 1, or `opens` of them are the open sources of one merge, or they are parallel streams.
+    Either `reads` reads share the vectors in phase 1, or `opens` of them are the open sources of one merge, or they are
+    parallel streams (`streams`, `form`).
 
     Raises:
         UserError: a tensor or a parameter is sharded.
@@ -99,7 +100,7 @@ def backend_for(
         kinds += (tensor.device, tensor.dtype, type(tensor))
     kinds += map(type, parameters)
     kernels = KERNELS.get(tensors[0].device.type)
-    width = tensors[0].shape[-1]  # of all: kernels refuse another
+    width = tensors[0].shape[-1]  # of all vectors: the kernels refuse others
     key = (_choose, kernels and kernels.load(), compute, outputs, width, reads, opens, streams, form, *kinds)
     module = _CHOSEN.get(key)
     if module is None:
@@ -113,12 +114,12 @@ def backend_for(
 
 
 _CHOSEN: dict[Any, Backend] = {}
-"""What `backend_for` chose for tensors of these devices, dtypes, widths and types, of which a program has a few; where
-plain torch is slower than it need be, it is asked each time, for that is said."""
+"""Choices of `backend_for` by device, dtypes, widths and types, of which a program has a few. A fallback that is logged
+is not stored, so that every call can log."""
 
 
 def connection_backend(c: Connect) -> ConnectingBackend | None:
-    """Return the backend whose kernel connects these parallel streams, None for plain torch.
+    """Return the backend whose kernel connects these parallel streams, or None for plain torch.
 
     Raises:
         UserError: a tensor or a parameter is sharded.
@@ -139,22 +140,22 @@ def connection_backend(c: Connect) -> ConnectingBackend | None:
 
 
 def explain_connection(stream: Tensor, form: Connection, streams: int) -> Plan:
-    """Say how reads of parallel streams are made whose embedding is `stream` (..., d), and why."""
+    """Explain how reads of parallel streams with the embedding `stream` (..., d) are executed."""
     name, _, reason, _ = _choose(Call([stream], compute_dtype(stream.dtype), (), streams=streams, form=form))
     return Plan(name, "one pass", (reason,))
 
 
 def bank_plan(device: str, *, in_common: bool) -> Plan:
-    """Return how the reads of a pass in a bank (bank.py) are made, whose groups share sources in two phases or do
-    not."""
+    """Return how the reads of a pass in a bank (bank.py) are executed; `in_common`: groups share sources in two
+    phases."""
     schedule = "two phases" if in_common else "one pass"
     why = "a group's sources are more than a cache holds" if in_common else "its sources are few, or stay in a cache"
     return Plan(KERNELS[device].name, schedule, ("no gradients are needed and nobody watches", why), "bank")
 
 
 def stored_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which finished sources of a stream of this dtype are stored: bf16 for one in fp32 where the
-    model computes in bf16 and the device's kernels are `narrow`, else the stream's own."""
+    """Return the dtype in which finished sources of a stream of this dtype are stored: bf16 for an fp32 stream if the
+    model computes in bf16 and the device's kernels are `narrow`, else the stream's dtype."""
     narrow = device in KERNELS and KERNELS[device].narrow and torch.is_autocast_enabled(device)
     if narrow and dtype == torch.float32 and torch.get_autocast_dtype(device) == torch.bfloat16:
         return torch.bfloat16
@@ -162,13 +163,13 @@ def stored_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, training: bool | None = None) -> Plan:
-    """Return which path `reads` reads over these sources take, and why.
+    """Explain how `reads` reads over these sources are executed, and why.
 
     Args:
         sources: the sealed sources, (..., d).
-        reads: how many reads share them (`block_size`); 1 for `depth_read`.
-        opens: open sources each of them may have besides (1 in a block, up to the group size in Full).
-        training: whether a backward follows; None asks `torch.is_grad_enabled()`.
+        reads: number of reads that share them (`block_size`); 1 for `depth_read`.
+        opens: most open sources of each read (1 in a block, up to the group size in Full).
+        training: whether a backward follows; None takes `torch.is_grad_enabled()`.
 
     Example:
         >>> import torch

@@ -1,11 +1,11 @@
-"""The arithmetic of both phases and of their backward, in plain torch: any device, any floating dtype.
+"""Both phases and their backward in plain torch: any device, any floating dtype.
 
-This is the fallback of every faster backend (`backend.Backend`), and what each of them must give. Shapes: T tokens,
-n sealed sources, k open sources, S reads, d width. Vectors may have any dtype; arithmetic is in the compute dtype: at
+This is the fallback of every faster backend (`backend.Backend`), and the specification of each. Shapes: T tokens, n
+sealed sources, k open sources, S reads, d width. Vectors may have any dtype; arithmetic is in the compute dtype: at
 least fp32, fp64 for fp64 sources.
 
-The functions at the end are the backend. They take vectors (..., d) and hand them as (T, d) to those above, which have
-the formulas.
+The functions at the end are the backend. They take vectors (..., d), reshape them to (T, d) and call the functions
+above, which hold the formulas.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,8 @@ from attnres.ops.sharded import settled
 
 
 def _token_major(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """(T, n, d) in the compute dtype: transient, so that one matrix product serves all sources of a token."""
+    """Stack the sources as (T, n, d) in the compute dtype, temporarily, so that one matrix product serves all sources
+    of a token."""
     first = sources[0]
     if all(source.dtype == dtype for source in sources):
         return torch.stack(tuple(sources), 1)
@@ -43,7 +44,8 @@ def _token_major(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _read_sealed(r: ReadInputs) -> Sealed:
-    """Phase 1. queries: (S, d), pseudo-query times key gain, in the compute dtype; outputs are stored in `dtype`."""
+    """Compute phase 1. queries: (S, d), pseudo-query times key gain, in the compute dtype; outputs are stored in
+    `dtype`."""
     queries, sources, eps, dtype = r
     values = _token_major(sources, queries.dtype)
     inv_rms = inverse_rms(values, eps)
@@ -52,14 +54,15 @@ def _read_sealed(r: ReadInputs) -> Sealed:
     p = (logits - top.unsqueeze(1)).exp_()
     total = p.sum(1)
     outputs = torch.bmm(p.div_(total.unsqueeze(1)).transpose(1, 2), values).to(dtype)
-    # A slice of all reads' outputs would keep them all for as long as one is needed.
+    # A slice of the stacked outputs would keep all of them alive as long as one is needed.
     return Sealed([o.contiguous() for o in outputs.unbind(1)], top.t(), total.t(), logits, inv_rms)
 
 
 def _read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
-    """dqueries (S, d) and the gradient of each source, from S gradients (T, d) and (T,).
+    """Return dqueries (S, d) and the gradient of each source, from the gradients (T, d) of S outputs and (T,) of S
+    tops.
 
-    `carried[j]` is the gradient that source j already has from later reads: it is added, in the same pass.
+    `carried[j]`, the gradient of source j from later reads, is added in the same pass.
     """
     queries, sources, inv_rms, logits, grads, dtop, carried = r
     d = queries.shape[1]
@@ -80,13 +83,14 @@ def _read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
 
 
 def _merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
-    """Phase 2 and the norm: x (T, d), what its backward needs, and the last open source once `added` is in it.
+    """Compute phase 2 and the norm: x (T, d), the tensors that its backward needs, and the last open source with
+    `added` in it.
 
         v_k = opens[-1] + added (rounded to `dtype`);    h = sealed * output + sum_j p_j v_j;    x = norm(h)
 
     h is rounded to `dtype` (before a norm, if `is_read_rounded`). Without `added` no source is returned. Without
-    `output` (and `top` and `total`) there are no sealed sources: a whole read in one pass. Without open sources it is a
-    norm alone. `eps` is that of the key norm.
+    `output` (and `top` and `total`) there are no sealed sources: this is a whole read in one pass. Without open sources
+    only the norm is applied. `eps` belongs to the key norm.
     """
     opens, added, query, eps, output, top, total, norm, dtype, _ = m
     compute = compute_dtype(dtype)
@@ -126,7 +130,7 @@ def _merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
             h.addcmul_(p[:, j : j + 1], values[j])
         parts = [p.flatten(), scores.flatten(), inv_rms.flatten(), *(() if sealed is None else (sealed,))]
         torch.cat(parts, out=scalars[1:].view(-1))
-    if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
+    if norm is None:  # <dh, h> then is a true term of the gradient, so h is stored unrounded
         return h.to(dtype), MergeSaved(h, scalars), partial
     if is_read_rounded(h, dtype):
         h = h.to(dtype)
@@ -136,10 +140,10 @@ def _merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
 
 
 def _merge_backward(m: MergeGradInputs) -> MergeGrads:
-    """Gradients of a merge; that of `top` follows the convention of two_phase.py.
+    """Return the gradients of a merge; that of `top` follows the convention of two_phase.py.
 
-    `opens` are the sources that were scored (the last with `added` in it); `carried[j]` is the gradient that open
-    source j already has from later reads, which is added.
+    `opens` are the sources that were scored (the last with `added` in it); `carried[j]`, the gradient of open source j
+    from later reads, is added.
     """
     grad, carried, opens, query, norm, saved, *_ = m
     assert saved.h is not None
@@ -171,7 +175,7 @@ def _merge_backward(m: MergeGradInputs) -> MergeGrads:
 
 
 def _rows(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Return vectors (..., d) as (T, d), None as it is, and the result of a collective once it has arrived."""
+    """Reshape vectors (..., d) to (T, d), pass on None, and wait for the result of a pending collective."""
     rows = []
     for t in tensors:
         if t is not None:
@@ -181,12 +185,13 @@ def _rows(tensors: Sequence[Tensor | None]) -> list[Any]:
 
 
 def _shaped(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Return (T, d) as `shape`, no view to autograd: a view that a Function returns may not be changed in place."""
+    """Reshape (T, d) to `shape`, as a tensor that autograd does not see as a view: a view returned by a Function may
+    not be changed in place."""
     return torch.ops.aten._unsafe_view(tensor, shape)
 
 
 def read_sealed(r: ReadInputs, out: Sealed | None = None) -> Sealed:
-    """Phase 1 of S reads. out: memory that a backend may put the results into, which this one does not."""
+    """Compute phase 1 of S reads. out: memory that a backend may use for the results; this one does not."""
     first = r.sources[0]
     check_shapes(r.sources, first.shape)
     check_shapes((r.queries,), (len(r.queries), first.shape[-1]))
@@ -206,8 +211,8 @@ def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
 
 
 def merge(m: MergeInputs, partial: Tensor | None = None) -> tuple[Tensor, MergeSaved, Tensor | None]:
-    """Phase 2 and the norm: return x, what backward needs, and the last open source with `added` in it, if that is.
-    partial: memory that a backend may put that into, which this one does not."""
+    """Compute phase 2 and the norm: return x, the tensors that backward needs, and the last open source with `added` in
+    it, if there is one."""
     first = m.opens[0] if m.opens else m.output
     assert first is not None
     shape = first.shape
@@ -238,7 +243,7 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
 
 
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sum_j weights[:, j] v_j in `dtype`: a read made again from its weights, (T, n) in the compute dtype."""
+    """Return sum_j weights[:, j] v_j in `dtype`: a read recomputed from its weights, (T, n) in the compute dtype."""
     with full_precision(weights):
         first, *others = _rows(sources)
         h = weights[:, :1] * first

@@ -1,4 +1,4 @@
-"""The norm that consumes a read, as a value, and its arithmetic in plain torch."""
+"""The norm after a read, as a value, and its arithmetic in plain torch."""
 
 from typing import NamedTuple
 
@@ -29,27 +29,28 @@ class Norm(NamedTuple):
 
 
 def norm_kind(norm: Norm | None) -> int:
-    """Return the number by which operators and kernels know a norm: 0 none, 1 RMSNorm, 2 LayerNorm."""
+    """Return the number of a norm's kind in operators and kernels: 0 none, 1 RMSNorm, 2 LayerNorm."""
     return 0 if norm is None else 2 if norm.center else 1
 
 
 def normed_product(vectors: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return N(vectors) W for an RMSNorm N without gain, and keep no normed copy of the vectors.
+    """Return N(vectors) W for an RMSNorm N without gain, without storing a normed copy of the vectors.
 
     Args:
-        vectors: (..., k). weight: (k, m), in the vectors' dtype as the result (..., m) is.
+        vectors: (..., k). weight: (k, m), in the dtype of the vectors and of the result (..., m).
     """
     squares = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).square()
     return (vectors @ weight) * (squares / vectors.shape[-1] + eps).rsqrt()
 
 
 def one_over_rms(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / sqrt(mean(x^2) + eps) of x (..., d), (..., 1), of operations that autograd differentiates."""
+    """Return 1 / sqrt(mean(x^2) + eps) of x (..., d), with shape (..., 1), in operations that autograd
+    differentiates."""
     return (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / sqrt(mean(x^2) + eps) over the last axis, in the compute dtype; carries no gradient."""
+    """Return 1 / sqrt(mean(x^2) + eps) over the last axis, in the compute dtype, without a gradient."""
     with torch.no_grad():
         dtype = compute_dtype(x.dtype)
         squares = torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()
@@ -57,7 +58,7 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def normalise(h: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Return the norm's forward on h (T, d) in the compute dtype: (y, rstd), rstd of shape (T,)."""
+    """Apply the norm to h (T, d) in the compute dtype; return (y, rstd), rstd of shape (T,)."""
     d = h.shape[-1]
     weight, bias = (v if v is None else v.to(h.dtype) for v in (norm.weight, norm.bias))
     if norm.center:
@@ -75,7 +76,7 @@ def normalise(h: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
 def normalise_backward(
     grad: Tensor, h: Tensor, rstd: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Gradients (dh, dweight, dbias), and <dh, h>, which is almost zero because a norm removes scale.
+    """Return the gradients (dh, dweight, dbias), and <dh, h>, which is almost zero because a norm removes scale.
 
     With hat = (h - mean) * rstd, t = weight * grad and c = mean(t * hat):
     dh = rstd * (t - hat * c - center * mean(t)), and <dh, h> = d * c * eps * rstd^2 exactly.

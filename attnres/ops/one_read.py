@@ -1,4 +1,4 @@
-"""One read of sources that lie in a list, for models that are not of this package."""
+"""One read of a list of sources, for models outside this package."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from attnres.ops.reference import scaled_query
 from attnres.ops.two_phase import apply_norm, merge, read_sealed
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Of the sources, and of all that they are read with."""
+"""Dtypes that sources, query and gain may have."""
 
 
 def depth_read(
@@ -26,7 +26,7 @@ def depth_read(
     return_weights: bool = False,
     checkpoint_level: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """One Attention Residuals read, for people with a model of their own.
+    """Compute one Attention Residuals read, in a model of your own.
 
     >>> depth_read([torch.ones(2, 4), 3 * torch.ones(2, 4)], query=torch.zeros(4))[0]
     tensor([2., 2., 2., 2.])
@@ -34,14 +34,14 @@ def depth_read(
         h = sum_i a_i v_i,    a = softmax_i( w . (g * v_i / sqrt(mean(v_i^2) + eps)) )
 
     Args:
-        sources: n >= 1 tensors (..., d) of one shape: the embedding and earlier outputs or block sums. They are read
-            where they lie: no stack of them is kept for backward.
+        sources: n >= 1 tensors (..., d) of one shape: the embedding and earlier outputs or block sums. They are not
+            copied or stacked for backward.
         query: the pseudo-query w, (d,). Start it at zero: the read is then the plain mean.
         gain: the key norm's gain g, (d,), or None for ones.
-        norm: apply this norm to h in the same pass (`attnres.Norm(weight, eps=...)`).
-        eps: of the key norm.
+        norm: norm applied to h in the same pass (`attnres.Norm(weight, eps=...)`).
+        eps: eps of the key norm.
         return_weights: also return the weights a, (n, ...), detached, in the compute dtype.
-        checkpoint_level: 0 keeps h for backward; 1 keeps only its weights and makes h again from the sources.
+        checkpoint_level: 0 stores h for backward; 1 stores only the weights and recomputes h from the sources.
 
     Returns:
         h, or norm(h), of the sources' shape and the first source's dtype (`norm.out_dtype` if given); then the weights
@@ -56,7 +56,7 @@ def depth_read(
     _check_read(sources, query, gain, norm, checkpoint_level)
     shape = sources[0].shape
     dtype, n = sources[0].dtype, len(sources)
-    if n == 1:  # the source itself, exactly, and exactly no gradient for its query
+    if n == 1:  # h is the source itself, exactly, and the query's gradient is exactly zero
         weights = torch.ones((1, *shape[:-1]), dtype=compute_dtype(dtype), device=sources[0].device)
         h = sources[0] + (scaled_query(query, gain) * 0.0).sum().to(dtype)
         x = h if norm is None else apply_norm(h, norm)
@@ -80,12 +80,12 @@ def depth_read(
 def _check_read(
     sources: list[Tensor], query: Tensor, gain: Tensor | None, norm: Norm | None, checkpoint_level: int
 ) -> None:
-    """Raise ValueError for what `depth_read` cannot take."""
+    """Raise ValueError for arguments that `depth_read` cannot take."""
     if not sources:
         raise ValueError("depth_read got no sources: expected a list of at least one tensor (..., d)")
     if checkpoint_level not in (0, 1):
         raise ValueError(
-            f"depth_read got checkpoint_level={checkpoint_level!r}: expected 0 (keep h) or 1 (make it again)"
+            f"depth_read got checkpoint_level={checkpoint_level!r}: expected 0 (keep h) or 1 (recompute it)"
         )
     if norm is not None and not isinstance(norm, Norm):
         raise ValueError(f"depth_read got a norm of type {type(norm).__name__}: expected an attnres.Norm or None")
@@ -108,7 +108,7 @@ def _check_read(
 
 
 def _check_dtype(name: str, tensor: Tensor) -> None:
-    """Raise ValueError for one that no read is made of: integers, complex numbers, 8 bits, no tensor."""
+    """Raise ValueError for an argument that is no tensor or has an unsupported dtype: integer, complex, 8 bits."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"depth_read got {name} of type {type(tensor).__name__}: expected a tensor")
     if tensor.dtype not in DTYPES:

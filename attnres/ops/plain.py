@@ -1,8 +1,8 @@
-"""Both phases as torch operations that autograd itself differentiates, where the kernels' own backward cannot serve.
+"""Both phases as differentiable torch operations, for cases in which the kernels' own backward cannot be used.
 
-That is so in torch.func's transforms, forward-mode derivatives, exports and traces, which are recognised, and for
-derivatives of derivatives, which are refused unless they are asked for by `plain_torch`. A compiler makes of them one
-fused kernel a read, where the call of an operator that it cannot look into costs more than a short read does.
+These are torch.func's transforms, forward-mode derivatives, exports and traces, which are recognised, and second
+derivatives, which are refused outside `plain_torch`. A compiler also fuses these operations into one kernel a read,
+where calling an opaque operator would cost more than a short read does.
 """
 
 import functools
@@ -23,17 +23,17 @@ from attnres.ops.norms import Norm
 from attnres.ops.precision import compute_dtype, rounded_sum
 
 MOST_COMPILED = 40
-"""Tensors of a read that a compiler is given as torch operations; its work grows with their square."""
+"""Most tensors of a read that a compiler is given as torch operations; its work grows with their square."""
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
-"""Of `make_fx`, which records operations."""
+"""Key of the dispatch mode of `make_fx`, which records operations."""
 
 _asked: ContextVar[bool] = ContextVar("plain_torch", default=False)
 
 
 @contextmanager
 def plain_torch() -> Generator[None]:
-    """Make depth reads inside the block of plain torch operations: slower, and with derivatives of any order.
+    """Compute depth reads inside the block with plain torch operations: slower, and with derivatives of any order.
 
     Under activation checkpointing the block has to be open in backward too, where layers run again.
 
@@ -53,21 +53,21 @@ def plain_torch() -> Generator[None]:
 
 
 def is_needed() -> bool:
-    """Return whether the kernels' own backward cannot serve here: see above."""
+    """Return whether the kernels' own backward cannot be used here (see the module's docstring)."""
     if torch.compiler.is_compiling():
-        return torch.compiler._is_exporting_flag  # dynamo of PyTorch 2.11 takes is_exporting() for true, always
+        return torch.compiler._is_exporting_flag  # in PyTorch 2.11 dynamo evaluates is_exporting() to True, always
     return is_transformed()
 
 
 def is_transformed() -> bool:
-    """Return `is_needed` where no compiler is at work."""
+    """Return `is_needed` for code that no compiler traces."""
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return transformed or torch._C._is_tracing() or _asked.get() or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def is_compiled(tensors: Sequence[Tensor | None], source: Tensor, *, phase: int, opens: int) -> bool:
-    """Return whether a compiler is at work that makes a faster phase 1 or 2 of these tensors, of so many open sources,
-    than our operators are."""
+    """Return whether a compiler is tracing that makes phase 1 or 2 of these tensors, with `opens` open sources, faster
+    than this package's operators."""
     if not torch.compiler.is_compiling() or len(tensors) > MOST_COMPILED:
         return False
     kernels = KERNELS.get(source.device.type)
@@ -77,7 +77,8 @@ def is_compiled(tensors: Sequence[Tensor | None], source: Tensor, *, phase: int,
 
 
 def refuse_second_derivative() -> None:
-    """In a backward of our own: raise a UserError where a graph of it is asked for, which would lack paths."""
+    """Raise a UserError in a backward of this package if a graph of it is requested, because that graph would lack
+    paths."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UserError(
             "a derivative of a gradient was asked for (create_graph=True), which the backward of depth reads does not "
@@ -92,8 +93,8 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 def read_sealed(
     queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
-    """Return outputs, top, total and logits as `two_phase.SealedReads` has them, of sources (..., d); here `top` is the
-    whole log-sum-exp and `total` one. Their gradients are those of the kernels: see `merge`."""
+    """Return outputs, top, total and logits as in `two_phase.SealedReads`, for sources (..., d); here `top` is the
+    whole log-sum-exp and `total` is one. Their gradients are those of the kernels: see `merge`."""
     values = torch.stack([source.to(queries.dtype) for source in sources], -2)
     logits = (values @ queries.t()) * _inverse_rms(values, eps).unsqueeze(-1)
     top = logits.logsumexp(-2)
@@ -138,7 +139,7 @@ def merge(m: MergeInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]
 
 
 def apply(h: Tensor, norm: Norm) -> Tensor:
-    """Return the norm of h (..., d), which is in the compute dtype."""
+    """Apply the norm to h (..., d), which is in the compute dtype."""
     weight, bias = (None if v is None else v.to(h.dtype) for v in (norm.weight, norm.bias))
     if norm.center:
         return F.layer_norm(h, h.shape[-1:], weight, bias, norm.eps)

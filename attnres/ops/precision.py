@@ -1,4 +1,4 @@
-"""In which precision a read is made, whatever that of its sources and of autocast."""
+"""The precision of a read, independent of the dtype of its sources and of autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,14 +15,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rounded_sum(x: Tensor, y: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Return x + y rounded once, to `dtype`: under autocast both may be in less than the stream is. It is written into
-    `out`, of that dtype, where there is one; no gradient passes then."""
+    """Return x + y rounded once, to `dtype`; under autocast both may be narrower than the stream. With `out`, of that
+    dtype, the sum is written into it, without a gradient."""
     x = x.to(torch.promote_types(x.dtype, dtype))
     return (x + y).to(dtype) if out is None else torch.add(x, y, out=out)
 
 
 def full_precision(reference: Tensor) -> AbstractContextManager[Any]:
-    """Turn autocast off: depth mixing is a softmax or a sum of many terms, which bf16 loses. On meta there is none."""
-    if not torch.amp.is_autocast_available(reference.device.type):
+    """Turn autocast off: depth mixing is a softmax or a sum of many terms, too inexact in bf16."""
+    if reference.device.type == "meta":  # PyTorch 2.11 cannot trace is_autocast_available
         return nullcontext()
     return torch.autocast(reference.device.type, enabled=False)

@@ -1,4 +1,4 @@
-"""The read written out plainly: the oracle every faster path is tested against."""
+"""A depth read written out plainly: the oracle against which every faster implementation is tested."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ from attnres.ops.precision import compute_dtype
 
 
 def scaled_query(query: Tensor, gain: Tensor | None) -> Tensor:
-    """Return w * g, what a read takes its logits with, in at least fp32: rounded to 16 bits it would move weights by a
-    percent."""
+    """Return w * g, with which a read computes its logits, in at least fp32: rounded to 16 bits it would move weights
+    by a percent."""
     dtype = compute_dtype(query.dtype)
     return query.to(dtype) if gain is None else query.to(dtype) * gain.to(dtype)
 
@@ -18,7 +18,7 @@ def scaled_query(query: Tensor, gain: Tensor | None) -> Tensor:
 def depth_read_reference(
     sources: Sequence[Tensor], query: Tensor, gain: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    """One depth read: a softmax over sources, computed token by token.
+    """Compute one depth read: a softmax over sources, token by token.
 
     >>> h, weights = depth_read_reference([torch.ones(2, 4), 3 * torch.ones(2, 4)], torch.zeros(4))
     >>> h[0], weights[:, 0]
@@ -30,7 +30,7 @@ def depth_read_reference(
         sources: n tensors `v_i` of shape (..., d).
         query: the pseudo-query `w`, shape (d,).
         gain: the key norm's gain `g`, shape (d,); None means ones.
-        eps: of the key norm.
+        eps: eps of the key norm.
 
     Returns:
         `h` (..., d) and the weights `a` (n, ...), in fp32 or more. Keys are normed, values are raw, and there is no

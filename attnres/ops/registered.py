@@ -1,10 +1,11 @@
-"""The five functions of a backend as `torch.library` operators `attnres::*`, which torch.compile sees as one call each.
+"""The five functions of a backend as `torch.library` operators `attnres::*`, each of which torch.compile sees as one
+call.
 
-An operator is made from the record that the function takes: its arguments are the record's fields, those of a record
-within it in its place. It picks its backend when it runs. What it returns of fake tensors is what plain torch returns,
-with which every backend agrees in shapes and dtypes. Autograd stays in two_phase.py, whose Functions call these while a
-graph is traced. An operator whose backend launches Triton kernels is taken apart before the graph comes to a compiler's
-backend, as `torch.library.triton_op` does: Inductor then launches the kernels as its own, with no call of Python.
+An operator is generated from the record that the function takes: its arguments are the record's fields, and those of a
+nested record in its place. It picks its backend when it runs. For fake tensors it runs plain torch, with which every
+backend agrees in shapes and dtypes. Autograd stays in two_phase.py, whose Functions call the operators while a graph is
+traced. An operator whose backend launches Triton kernels is decomposed before the graph reaches the compiler's backend,
+as `torch.library.triton_op` does: Inductor then launches the kernels itself, without calling Python.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,7 @@ _SCHEMA: dict[Any, str] = {
 }
 
 Path = tuple[int, ...]
-"""Where a value is in a record: the place of its field, and for one of a record within it the place in there."""
+"""Where a value is in a record: the index of its field, followed by the index in the nested record if it is in one."""
 
 
 class MixInputs(NamedTuple):
@@ -53,19 +54,19 @@ class MixInputs(NamedTuple):
 
 
 def _arguments(record: Any, path: Path = (), prefix: str = "", *, optional: bool = False) -> Iterator[tuple[Path, str]]:
-    """Yield the path and the schema of each argument. Of a record that may be absent every field may be None."""
+    """Yield the path and the schema of each argument. If the record is optional, every field may be None."""
     for place, (name, kind) in enumerate(get_type_hints(record).items()):
         absent = optional or type(None) in get_args(kind)
         inner = next((part for part in (kind, *get_args(kind)) if hasattr(part, "_fields")), None)
         if inner is not None:
             yield from _arguments(inner, (*path, place), f"{prefix}{name}_", optional=absent)
             continue
-        value = _SCHEMA.get(kind) or _SCHEMA.get(get_args(kind)[0], "str")  # of a Literal its strings
+        value = _SCHEMA.get(kind) or _SCHEMA.get(get_args(kind)[0], "str")  # of a Literal the type of its strings
         yield (*path, place), f"{value}{'?' if absent else ''} {prefix}{name}"
 
 
 def _nested(record: Any, values: Iterator[Any]) -> Any:
-    """Return the record of an operator's arguments; None of one within it whose fields are all None."""
+    """Return the record made from an operator's arguments; a nested record whose fields are all None becomes None."""
     fields = list[Any]()
     for kind in get_type_hints(record).values():
         inner = next((part for part in (kind, *get_args(kind)) if hasattr(part, "_fields")), None)
@@ -74,21 +75,21 @@ def _nested(record: Any, values: Iterator[Any]) -> Any:
 
 
 def _leaves(nest: Any) -> list[Tensor | None]:
-    """Return the tensors of a nest, and None where it has that; what is neither is left out."""
+    """Return the tensors of a nest, and its Nones; other values are left out."""
     if nest is None or isinstance(nest, Tensor):
         return [nest]
     return [leaf for part in nest for leaf in _leaves(part)] if isinstance(nest, (list, tuple)) else []
 
 
 class _Operator:
-    """A function of a backend as an operator. It returns tensors: one without numbers where the function has None, and
-    a copy where it has one that shares memory with an argument or another result, which no operator may return.
+    """A function of a backend as an operator. It returns only tensors: an empty one in place of None, and a copy of a
+    result that shares memory with an argument or another result, which an operator may not return.
 
     Args:
-        name: after `attnres::`.
-        record: of the function's inputs.
-        call: calls the function on a backend.
-        choose: returns the backend.
+        name: the name after `attnres::`.
+        record: the class of the function's inputs.
+        call: calls the function of a backend.
+        choose: returns the backend for a record.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class _Operator:
         ]
 
     def __call__(self, inputs: Any) -> list[Tensor]:
-        values: list[Any] = []  # list[Any]() is no call that dynamo traces
+        values: list[Any] = []  # dynamo cannot trace the call list[Any]()
         for path in self.paths:
             value = inputs
             for place in path:
@@ -151,7 +152,7 @@ def _or_none(tensor: Tensor) -> Tensor | None:
 
 def _merged(backend: Backend, m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     x, saved, partial = backend.merge(m)
-    if saved.h is not None and saved.h is m.output:  # an input, which `merge` puts there if h has its dtype
+    if saved.h is not None and saved.h is m.output:  # an input, which `merge` returns as h if it has h's dtype
         saved = saved._replace(h=None if m.output.dtype == m.dtype else m.output.to(m.dtype))
     return x, saved, partial
 

@@ -1,7 +1,7 @@
-"""Tensors that are no memory a kernel could read: results of collectives under way, and shares of a distributed tensor.
+"""Tensors that a kernel cannot read directly: results of pending collectives, and shards of a distributed tensor.
 
-A kernel takes an address. `AsyncCollectiveTensor`, which tensor and sequence parallelism hand to the next operation,
-has none of its own, and what it stands for may not have arrived yet; a `DTensor` holds one rank's part only.
+A kernel takes an address. An `AsyncCollectiveTensor`, which tensor and sequence parallelism pass to the next operation,
+has none, and its result may not have arrived yet; a `DTensor` holds one rank's shard only.
 """
 
 import sys
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 
 PLAIN = (Tensor, nn.Parameter)
-"""Types whose numbers lie where they say; other ones (sharded, in flight, fake) know better what is to be done."""
+"""Types whose memory can be read directly; others (sharded, pending, fake) are handled by their own operations."""
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """Return `tensor`, or what it stands for where it is the result of a collective: waits until that has arrived."""
+    """Return `tensor`, or, for the result of a pending collective, wait for it and return the plain tensor."""
     if type(tensor) in PLAIN or torch.compiler.is_compiling():
         return tensor
     collectives = sys.modules.get("torch.distributed._functional_collectives")

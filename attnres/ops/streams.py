@@ -1,13 +1,13 @@
-"""Parallel streams between two sublayers: the write of one and the read of the next, as one operation `connect`.
+"""Parallel streams between two sublayers: the write of one and the read of the next, in one operation `connect`.
 
     H_j <- sum_i A_ij H_i + b_j f                  the write of sublayer l-1, with the A and b that its read chose
     [p, b, A] = coefficients of N(H) W             those of sublayer l
     x = norm(sum_i p_i H_i)                        the read of sublayer l
 
-A read so needs each stream once: n vectors in, n out, and the output and x. The device's kernels make it in one launch
-(dispatch.py chooses), forward and backward; plain torch makes it of many operations, which autograd differentiates.
+So each stream is read once: n vectors in, n out, and the output and x. The device's kernels do this in one launch
+forward (dispatch.py chooses them); plain torch needs many operations, which autograd differentiates.
 
-Coefficients of a token lie in one row, [p (n), b (n), A (n, n)], A as [in, out]. What they are made of is one table for
+The coefficients of a token are one row, [p (n), b (n), A (n, n)], A as [in, out]. Their parameters are one table for
 each sublayer, (G + 1 + K, M): G rows of statics, a row of scales, the K rows of W.
 
 | kind | logits of | G, K, M | p, b, A |
@@ -44,14 +44,14 @@ def connect(
     output: Tensor | None = None,
     norm: Norm | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Write a sublayer's output to the streams, if one is pending, and make the read of the next sublayer.
+    """Write a sublayer's output to the streams, if one is pending, and compute the read of the next sublayer.
 
     Args:
         streams: (..., n, d), without the pending write.
         table: of this sublayer, see above; None for kind "sum".
-        form: how coefficients are made of it.
-        earlier: coefficients (..., C) of the sublayer before. output: what it gave, (..., d), to be written.
-        norm: that consumes the read; None returns the read itself, in the streams' dtype.
+        form: how coefficients are computed from it.
+        earlier: coefficients (..., C) of the previous sublayer. output: its output (..., d), to be written.
+        norm: the norm after the read; None returns the read itself, in the streams' dtype.
 
     Returns:
         The streams (..., n, d) after the write; the read (..., d); its coefficients (..., C), None for kind "sum".
@@ -69,7 +69,7 @@ def connect(
 
 
 def _connect(c: Connect) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return what `connect` does, of operations that autograd itself differentiates."""
+    """Compute `connect` in operations that autograd differentiates."""
     dtype, n = c.streams.dtype, c.streams.shape[-2]
     streams = c.streams if c.output is None else write(c.streams, c.earlier, c.output)
     values = streams.to(compute_dtype(dtype))
@@ -85,7 +85,7 @@ def _connect(c: Connect) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def write(streams: Tensor, earlier: Tensor | None, output: Tensor) -> Tensor:
     """Return A^T H + b (outer) f of streams (..., n, d), rounded once, to their dtype."""
-    assert earlier is not None  # a write follows its read
+    assert earlier is not None  # every write follows a read
     n, values = streams.shape[-2], streams.to(compute_dtype(streams.dtype))
     _, b, carry = split(earlier, n)
     with full_precision(streams):
@@ -95,13 +95,13 @@ def write(streams: Tensor, earlier: Tensor | None, output: Tensor) -> Tensor:
 
 
 def split(coefficients: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return p (..., n), b (..., n) and A (..., n, n), None where it is I, of the coefficients of n streams."""
+    """Split the coefficients of n streams into p (..., n), b (..., n) and A (..., n, n), None if A is I."""
     p, b, carry = coefficients.tensor_split((n, 2 * n), -1)
     return p, b, carry.unflatten(-1, (n, n)) if carry.shape[-1] else None
 
 
 def coefficients(streams: Tensor, table: Tensor, form: Connection) -> Tensor:
-    """Return the coefficients (..., C) of streams (..., n, d), which are in the compute dtype, as the result is."""
+    """Return the coefficients (..., C) of streams (..., n, d); streams and result are in the compute dtype."""
     n, table = streams.shape[-2], table.to(streams.dtype)
     if form.kind == "tanh":
         statics, scale, weight = table[:n], table[n], table[n + 1 :]
@@ -150,7 +150,8 @@ class _Connect(torch.autograd.Function):
         made, x, coefficients, products = backend.connect(Connect(streams, earlier, output, table, norm, form))
         ctx.save_for_backward(streams, earlier, output, table, weight, bias, made, coefficients, products)
         ctx.backend, ctx.form, ctx.norm = backend, form, norm and norm._replace(weight=None, bias=None)
-        nothing = x.new_empty(0)  # an input is handed on as a new output, so that its later gradient comes here
+        # an input is returned as a new output, so that gradients of its later uses arrive here
+        nothing = x.new_empty(0)
         handed_on = made if output is not None else streams.detach()
         return nothing if handed_on is None else handed_on, x, nothing.clone() if coefficients is None else coefficients
 
@@ -170,16 +171,16 @@ class _Connect(torch.autograd.Function):
 def sinkhorn(logits: Tensor, steps: int = 20, *, over_in: bool = False, eps: float = 0.0) -> Tensor:
     """Normalise the columns of exp(logits), then its rows, `steps` times.
 
-    The first step is made on logarithms, for logits of any size; after it every row and column holds an entry of at
-    least 1/n^2, and the other steps are made on vectors, with the same result to rounding and in less time than on
-    matrices of logarithms. An entry of all matrices lies together, (n, n, B), so that a step is a few long operations
-    and no product of small matrices: half of the time on a CPU. Backward goes through all steps.
+    The first step works on logarithms, for logits of any size. After it every row and column has an entry of at least
+    1/n^2, so the other steps work on scaling vectors, with the same result to rounding and in less time. The layout is
+    (n, n, B), so that a step is a few long operations and no product of small matrices, which halves the time on a CPU.
+    Backward goes through all steps.
 
     Args:
         logits: (..., n, n), columns last.
         steps: at least 1; each is one normalisation of the columns and one of the rows.
-        over_in: rows first, then columns: columns sum to one, rows nearly. Of A [in, out] the sums over the old streams
-            are then exact, those of a new stream's shares.
+        over_in: rows first, then columns, so that columns sum to one and rows nearly. For A [in, out] the shares of the
+            old streams in each new stream then sum to one exactly.
         eps: added to the first softmax and to every sum after it.
 
     Returns:
@@ -208,7 +209,7 @@ def sinkhorn(logits: Tensor, steps: int = 20, *, over_in: bool = False, eps: flo
 
 
 def _balanced(matrix: Tensor, steps: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return diag(u) K diag(v) of matrices K (n, n, B), and all u and v (n, B) on the way; see `_Steps`."""
+    """Return diag(u) K diag(v) of matrices K (n, n, B), and u and v (n, B) of every step; see `_Steps`."""
     us, vs = [torch.ones_like(matrix[0])], []
     for _ in range(steps):
         vs.append((matrix * us[-1].unsqueeze(1)).sum(0).reciprocal())
@@ -217,7 +218,7 @@ def _balanced(matrix: Tensor, steps: int) -> tuple[Tensor, list[Tensor], list[Te
 
 
 class _Steps(torch.autograd.Function):
-    """diag(u) K diag(v) of matrices K (n, n, B) after `steps` times v = 1 / K^T u, u = 1 / K v, from u = 1."""
+    """Computes diag(u) K diag(v) of matrices K (n, n, B) after `steps` times v = 1 / K^T u, u = 1 / K v, from u = 1."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, steps: int) -> Tensor:
@@ -243,5 +244,5 @@ class _Steps(torch.autograd.Function):
 
 
 def _outer(rows: Tensor, columns: Tensor) -> Tensor:
-    """Sum over steps the outer products of (steps, n, B): (n, n, B)."""
+    """Return the outer products of (steps, n, B), summed over steps: (n, n, B)."""
     return (rows.unsqueeze(2) * columns.unsqueeze(1)).sum(0)

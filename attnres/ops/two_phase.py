@@ -11,14 +11,14 @@ p_j, logits s_j, r_j = 1/rms(v_j), the scaled query q = w * g and delta = <dh, h
     dv_j = p_j dh + ds_j r_j q - ds_j s_j r_j^2 v_j / d
     dq   = sum_j ds_j r_j v_j
 
-The two functions split this between them. `merge` hands back, for a phase-1 output o, (1 - p_open) dh, and for the
-largest of its logits (`top`) the scalar -(1 - p_open) delta, which stands for what phase 2 knows of the softmax's own
--<do, o>. Where do is handed back in a narrow dtype, the scalar is -<do, h> of the rounded do: phase 1's <do, v> has the
-same rounding, and only their difference counts. So the gradient of `top` is a private convention between the two,
-`total` takes none, and neither function is used without the other.
+The two functions share this work. The backward of `merge` returns, for a phase-1 output o, (1 - p_open) dh, and for the
+largest of its logits (`top`) the scalar -(1 - p_open) delta, which takes the place of the softmax's -<do, o>. If do is
+returned in a narrow dtype, the scalar is -<do, h> of the rounded do: phase 1's <do, v> has the same rounding, and only
+their difference counts. So the gradient of `top` is a private convention between the two, `total` has no gradient, and
+neither function is used without the other.
 
-Both hand the sources on: whoever reads them next uses the ones that came out. The gradient that later reads leave
-for a source then arrives in the backward of the earlier read, whose own pass adds to it: no sum is made apart.
+Both return their sources, and the next read must use the returned ones. The gradient of a source from later reads then
+arrives in the backward of the earlier read, which adds to it in its own pass: no separate sum is needed.
 
 Shapes: T tokens (leading axes flattened), n sources, S reads, d width. All arithmetic is in the compute dtype (at
 least fp32), whatever the sources' dtypes are, also under autocast.
@@ -49,10 +49,10 @@ from attnres.ops.sharded import settled
 
 
 class SealedReads(NamedTuple):
-    """Phase 1 of S reads: what each of them holds before its open sources are known.
+    """Phase 1 of S reads: each read's result before its open sources are known.
 
     Attributes:
-        sources: the sources, to be used from now on in place of those given.
+        sources: the sources, to be used from now on in place of the arguments.
         outputs: S tensors of the sources' shape (..., d), each read's mixture of the sealed sources.
         top: S tensors (T,), the largest of a token's logits. total: the sum of exp(logit - top), (T,); no gradient.
             Plain torch has the whole log-sum-exp in `top` and one in `total`.
@@ -66,12 +66,12 @@ class SealedReads(NamedTuple):
     logits: Tensor
 
     def read(self, index: int) -> "SealedRead":
-        """Phase 1 of the read `index`."""
+        """Return phase 1 of the read number `index`."""
         return SealedRead(self.outputs[index], self.top[index], self.total[index], self.sources, self.logits, index)
 
 
 class SealedRead(NamedTuple):
-    """Phase 1 of one read: its output, top and total, and where it comes from (sources, all logits, which of them)."""
+    """Phase 1 of one read: its output, top and total, and the sources, all logits and the read's index."""
 
     output: Tensor
     top: Tensor
@@ -82,15 +82,15 @@ class SealedRead(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """A finished read. `h`, `sealed` and `weights` carry no gradient and are there to be looked at; None of a read that
-    nobody watches.
+    """A finished read. `h`, `sealed` and `weights` carry no gradient and are for observers; None if nobody watches the
+    read.
 
     Attributes:
         x: the read after its norm (or the read itself without one), of the sources' shape.
-        opens: the open sources, `added` in the last one, to be used from now on in place of those given.
+        opens: the open sources, with `added` in the last one, to be used from now on in place of the arguments.
         h: (T, d), the read before its norm.
-        sealed: (T,), the weight of the sealed sources together; each one's is this times their softmax.
-        weights: (T, k), those of the open sources.
+        sealed: (T,), the total weight of the sealed sources; the weight of each is this times their softmax.
+        weights: (T, k), the weights of the open sources.
     """
 
     x: Tensor
@@ -101,8 +101,8 @@ class Merged(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What is fixed of a merge, or of phase 1: all but its tensors. kind: of a merge's norm, 0 for none, 1 for RMSNorm,
-    2 for LayerNorm. index: which of phase 1's reads it is. recorded: gradients are on."""
+    """All parameters of a merge, or of phase 1, that are no tensors. kind: kind of a merge's norm, 0 for none, 1 for
+    RMSNorm, 2 for LayerNorm. index: number of the read in phase 1. recorded: gradients are enabled."""
 
     backend: Backend
     k: int
@@ -122,7 +122,7 @@ class _Form(NamedTuple):
 
 
 class _Unrecorded:
-    """Stands for a Function's context where no gradient is wanted."""
+    """Replaces a Function's context if no gradient is needed."""
 
     def set_materialize_grads(self, value: bool) -> None: ...
 
@@ -134,7 +134,7 @@ class _Unrecorded:
 class _ReadSealed(torch.autograd.Function):
     @staticmethod
     def plainly(form: _Form, queries: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
-        """Return what `forward` returns, of operations that autograd itself differentiates."""
+        """Return the results of `forward`, computed in operations that autograd differentiates."""
         outputs, top, total, logits = plain.read_sealed(queries, sources, form.eps, form.dtype)
         return (*outputs, *top, *total, logits.reshape(-1, *logits.shape[-2:]), *sources)
 
@@ -155,7 +155,7 @@ class _ReadSealed(torch.autograd.Function):
         queries, logits, inv_rms, *sources = ctx.saved_tensors
         form, reads, shape = ctx.form, len(queries), sources[0].shape
         # A read that nothing used has no gradient.
-        outputs: list[Tensor] = []  # list[Tensor]() is no call that dynamo traces
+        outputs: list[Tensor] = []  # dynamo cannot trace the call list[Tensor]()
         tops: list[Tensor] = []
         for output, top in zip(grads[:reads], grads[reads : 2 * reads], strict=True):
             outputs.append(queries.new_zeros(shape, dtype=form.dtype) if output is None else output)
@@ -179,7 +179,7 @@ class _Merge(torch.autograd.Function):
         added: Tensor | None,
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return what `forward` returns, of operations that autograd itself differentiates."""
+        """Return the results of `forward`, computed in operations that autograd differentiates."""
         norm = form.norm(weight, bias)
         x, h, sealed, weights, opens = plain.merge(
             MergeInputs(rest[: form.k], added, query, form.eps, output, top, total, norm, form.dtype)
@@ -199,7 +199,7 @@ class _Merge(torch.autograd.Function):
         added: Tensor | None,
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
-        # rest: k open sources; then, if the read is to be recomputed in backward, the sealed ones and their logits.
+        # rest: k open sources; then, if the read is to be recomputed in backward, the sealed sources and their logits.
         ctx.set_materialize_grads(False)
         k = form.k
         opens = rest[:k]
@@ -227,7 +227,7 @@ class _Merge(torch.autograd.Function):
             results.append(source.detach())
         if not form.watched:
             return tuple(results)
-        # What is only looked at; empty where it is an input, x itself or known beforehand.
+        # Results for observers only; empty if the value is an input, x itself or known beforehand.
         none, scalars = x.new_empty(0), saved.named(k, normed=form.kind > 0)
         h = none if saved.h is None or not k or norm is None else saved.h.to(form.dtype)
         weights = none.clone() if scalars.weights is None else scalars.weights
@@ -261,8 +261,8 @@ class _Merge(torch.autograd.Function):
 
 
 def _handed_on(sources: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sources as new outputs of a Function, not as views of its inputs: FSDP2 warns of views, each costs a
-    node."""
+    """Return the sources as new outputs of a Function, not as views of its inputs: FSDP2 warns about views, and each
+    costs a node."""
     handed_on = []
     for source in sources:
         handed_on.append(source.detach())
@@ -276,7 +276,7 @@ def _read_again(
     saved: MergeSaved,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the read before its norm, from its weights: what `recompute` does instead of keeping it."""
+    """Return the read before its norm, recomputed from its weights, for `recompute`."""
     _, weights, sealed, *_ = saved.named(form.k, normed=form.kind > 0)
     parts = [] if weights is None else [weights]
     if recomputed:
@@ -295,14 +295,15 @@ def _backend(
     reads: int = 1,
     opens: int = 0,
 ) -> Backend:
-    """Return the backend of a call: the operators, of which each picks its own, while a compiler traces it."""
+    """Return the backend of a call; while a compiler traces, the operators, each of which picks its backend when it
+    runs."""
     if torch.compiler.is_compiling():
         return registered
     return backend_for(vectors, compute, *outputs, reads=reads, opens=opens, parameters=parameters)
 
 
 def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return what the function gives: of a backend, or of torch operations where one cannot serve."""
+    """Return the function's results, from a backend, or from torch operations if a backend cannot be used."""
     if form.backend is not registered and not plain.is_transformed():
         if torch.is_grad_enabled():
             return _recorded(function)(form, *arguments)
@@ -320,7 +321,7 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
 
 @functools.cache
 def _recorded(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return the function's `apply` without what it does for torch.func, whose transforms take plain torch."""
+    """Return the function's `apply` without its checks for torch.func, whose transforms take plain torch here."""
     above: Any = super(torch.autograd.Function, function)
     return above.apply
 
@@ -331,14 +332,14 @@ _UNRECORDED = _Unrecorded()
 def read_sealed(
     sources: Sequence[Tensor], queries: Tensor, *, eps: float = 1e-6, dtype: torch.dtype | None = None
 ) -> SealedReads:
-    """Phase 1: S reads over n sealed sources in one pass.
+    """Compute phase 1: S reads over n sealed sources in one pass.
 
     Args:
         sources: n tensors (..., d), of any floating dtypes.
         queries: (S, d), each pseudo-query times its key gain.
-        eps: of the key norm.
-        dtype: outputs are stored in it. None is the compute dtype where they stay in a cache (`Kernels.cached`), and
-            the first source's own elsewhere.
+        eps: eps of the key norm.
+        dtype: dtype of the stored outputs. None is the compute dtype if outputs stay in a cache (`Kernels.cached`),
+            else the first source's dtype.
     """
     first = sources[0]
     compute = compute_dtype(first.dtype)
@@ -363,20 +364,20 @@ def merge(
     recompute: bool = False,
     watched: bool = True,
 ) -> Merged:
-    """Phase 2: finish one read with its k open sources (k may be 0), then its norm.
+    """Compute phase 2: finish one read with its k open sources (k may be 0), then apply its norm.
 
         v_k = opens[-1] + added
         h = (1 - sum_j p_j) o + sum_j p_j v_j,    p = softmax over [top + log(total), s_1 .. s_k],    x = norm(h)
 
     Args:
         read: one read of `read_sealed`; None reads the open sources alone, in one pass.
-        opens: k tensors (..., d). added: (..., d), what has still to be added to the last of them, or None.
+        opens: k tensors (..., d). added: (..., d), an output to be added to the last of them, or None.
         query: (d,), pseudo-query times key gain; None if there are no open sources.
-        norm: the norm that consumes the read; None returns h as x.
-        eps: of the key norm.
+        norm: the norm after the read; None returns h as x.
+        eps: eps of the key norm.
         dtype: h and the last open source's sum are rounded to this (the stream's own dtype); None is that of the first
             open source or else of phase 1's output.
-        recompute: keep no h for backward, but make it again there from the sources and their weights.
+        recompute: do not store h for backward, but recompute it there from the sources and their weights.
         watched: also return h and the weights.
     """
     k, recomputed, index = len(opens), (), 0
@@ -435,8 +436,8 @@ class _RoundedSum(torch.autograd.Function):
 
 
 def sealed_sum(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `precision.rounded_sum` of two tensors of one shape; in one pass where that narrows them, which a compiler
-    does by itself."""
+    """Return `precision.rounded_sum` of two tensors of one shape, in one pass if it narrows them; a compiler fuses it
+    by itself."""
     wide = torch.promote_types(x.dtype, y.dtype)
     narrows = dtype != wide == torch.promote_types(wide, dtype)
     if narrows and type(x) is type(y) is Tensor and not torch.compiler.is_compiling() and not plain.is_transformed():
@@ -445,14 +446,15 @@ def sealed_sum(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def apply_norm(h: Tensor, norm: Norm) -> Tensor:
-    """norm(h) for h (..., d), with a backward of its own that saves h and one scalar a token.
+    """Return norm(h) for h (..., d), with a backward of its own that saves h and one scalar a token.
 
     Every residual of this package uses it, the standard one included, so that comparisons compare residuals.
     """
     weight, bias, eps, _, out_dtype = norm
     dtype = h.dtype
     out_dtype = out_dtype or dtype
-    if torch.compiler.is_compiling() and h.device.type in KERNELS:  # which fuses it with what is around it
+    # the compiler fuses it with the operations around it
+    if torch.compiler.is_compiling() and h.device.type in KERNELS:
         return plain.apply(h.to(compute_dtype(dtype)), norm).to(out_dtype)
     kernels = KERNELS.get(h.device.type)
     fits = weight is not None and weight.dtype == dtype and bias is None and not norm.center
@@ -460,7 +462,7 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
         if dtype == out_dtype and kernels.torch_norm:
             with full_precision(h):
                 return torch.rms_norm(h, h.shape[-1:], weight, eps)
-        if dtype == torch.float32 and h.numel() <= kernels.torch_norm:  # autocast leaves it in fp32
+        if dtype == torch.float32 and h.numel() <= kernels.torch_norm:  # autocast leaves its result in fp32
             return torch.rms_norm(h, h.shape[-1:], weight, eps).to(out_dtype)
     backend = _backend(_settled((h,)), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
     recorded = torch.is_grad_enabled()

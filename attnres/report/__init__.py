@@ -1,6 +1,6 @@
-"""From run folders on disk to a table, figures and one self-contained page.
+"""Make a table, figures and one self-contained page from run folders on disk.
 
-Nothing here trains or runs a model: everything shown was written by `attnres.training` while it ran.
+Nothing here trains or runs a model: `attnres.training` wrote everything that is shown.
 """
 
 from attnres.report.runs import Run, Study, load_run, load_study

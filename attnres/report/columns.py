@@ -1,4 +1,4 @@
-"""The columns of the comparison table, in the terminal and as CSV, and the CSV of all held-out losses."""
+"""The columns of the comparison table, in the terminal and as CSV, and a CSV of all held-out losses."""
 
 import math
 from collections.abc import Callable
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """A property of the variants.
+    """A column of the table.
 
     Attributes:
         name: heading in the CSV file.
-        value: what stands there; NaN and None are empty.
-        title: heading in the table, which does not have the column without one. short: in the terminal.
-        text: what stands in the table.
-        optional: the table has it only where it is known of a variant.
+        value: the cell's value; NaN and None are empty cells.
+        title: heading in the table; empty leaves the column out of the table. short: heading in the terminal.
+        text: formats the value for the table.
+        optional: the table shows the column only if some variant has a value.
     """
 
     name: str
@@ -63,8 +63,10 @@ def _tokens_saved(row: VariantRow, table: ComparisonTable) -> str:
 
 
 def _time_saved(row: VariantRow, table: ComparisonTable) -> float:
-    """Return how many times this row's time the baseline needs for the same loss, each by its own step."""
-    base = table.row(table.baseline).step_ratio if table.baseline else math.nan  # both beside the plain model, if timed
+    """Return the factor by which the baseline needs more time than this row for the same loss, each with its own time a
+    step."""
+    # both relative to the plain model, if it was timed
+    base = table.row(table.baseline).step_ratio if table.baseline else math.nan
     return math.nan if row.saving is None else row.saving.of_compute(row.step_ratio / base)
 
 
@@ -141,11 +143,11 @@ COLUMNS = (
     ),
     Column("time_saved", _time_saved, "Time saved", _time_saved_text, optional=True),
 )
-"""All there is to say of a variant: in this order in the CSV file, those with a title in the table."""
+"""All columns in the order of the CSV file; those with a title are in the table."""
 
 
 def shown(table: ComparisonTable) -> list[Column]:
-    """Return the columns of a table that is printed."""
+    """Return the columns that the table shows."""
 
     def known(column: Column) -> bool:
         return not column.optional or any(column.text(row, table) != UNKNOWN for row in table.rows)
@@ -154,8 +156,7 @@ def shown(table: ComparisonTable) -> list[Column]:
 
 
 def plain_cells(table: ComparisonTable, columns: list[Column]) -> list[str]:
-    """Return the cells of the plain model's row, which was timed and not trained; none where there is nothing to
-    show."""
+    """Return the cells of the plain model's row, which was timed but not trained; empty if there is nothing to show."""
     if table.doubt or math.isnan(table.plain_tokens_per_s):
         return []
     known = {"label": "plain model", "tokens_per_s": number(table.plain_tokens_per_s, 0), "step_time_ratio": "1.00×"}
@@ -172,7 +173,8 @@ def print_table(table: ComparisonTable, verdict: str, console: "Console | None" 
     console = console or Console()
     grid = Grid(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     columns = shown(table)
-    if any(column.name == "tokens_saved" for column in columns):  # eighty columns: it takes others' place
+    # the terminal has eighty columns: this column takes the place of others
+    if any(column.name == "tokens_saved" for column in columns):
         left_out = ("perplexity", "extra_parameters", "time_saved")
         columns = [column for column in columns if column.name not in left_out]
     for column in columns:
@@ -181,7 +183,8 @@ def print_table(table: ComparisonTable, verdict: str, console: "Console | None" 
         grid.add_column(heading, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     for row in table.rows:
         cells = {}
-        for column in columns:  # eighty columns: what is in brackets or can be had from the CSV is left out
+        # the terminal has eighty columns: details in brackets, and columns in the CSV, are left out
+        for column in columns:
             text = column.text(row, table)
             text = text if column is columns[0] else text.split(" (")[0]
             cells[column.name] = Text(text if column.name == "difference" else text.split(" ± ")[0])
@@ -199,7 +202,8 @@ def print_table(table: ComparisonTable, verdict: str, console: "Console | None" 
 
 
 def to_csv(table: ComparisonTable) -> str:
-    """Give one line a variant with plain numbers (SI units, nats), both standard errors and the 95 % interval."""
+    """Return the table as CSV, a line a variant with plain numbers (SI units, nats), both standard errors and the 95 %
+    interval."""
     rows = ([_plain(column.value(row, table)) for column in COLUMNS] for row in table.rows)
     return csv_text([column.name for column in COLUMNS], rows)
 
@@ -219,8 +223,9 @@ CURVE_COLUMNS = ("label", "seed", "step", "tokens", "loss", "windows", "differen
 
 
 def curves_csv(study: Study) -> str:
-    """Give one line a measurement: losses and paired differences in nats per token to the table's baseline; nothing
-    where a run has no partner of its seed under equal conditions, nor for the error over one window.
+    """Return a CSV with a line for each measurement: the loss and the paired difference to the table's baseline, in
+    nats per token. The difference is empty if the baseline has no run of that seed under equal conditions, and the
+    error is empty for a single window.
     """
     baseline = strongest_baseline(study)
     lines: list[list[object]] = []

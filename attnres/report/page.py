@@ -1,5 +1,5 @@
-"""report.html: everything a comparison says, in one file that opens offline, in light and in dark, on a wide screen
-and on a phone. No script, no font, no address is loaded.
+"""Write report.html: all results of a comparison in one file that opens offline, in light and dark themes, on wide
+screens and phones. It loads no script, font or address.
 """
 
 import json
@@ -31,13 +31,13 @@ from attnres.typed import leaves
 EXPLORER = "explorer.html"
 """The file of the explorer's page, which `attnres compare` writes beside the report."""
 ZOOM = 1.36
-"""Of figures, which are drawn for the columns of a paper, in this page."""
+"""Size of figures in this page relative to a paper, for whose columns they are drawn."""
 
 
 def write_report(study: Study, folder: Path | str, images: str | None = None) -> list[Path]:
     """Write `report.html`, `table.csv` and `curves.csv` into `folder`, and figures as files if `images` is a suffix.
 
-    `images`: "png" or "svg", into `folder/figures`. Returns what was written. Raises `UserError` if it cannot be.
+    `images`: "png" or "svg", into `folder/figures`. Returns the files. Raises `UserError` if one cannot be written.
     """
     folder = Path(folder)
     table, comparison = build_table(study), comparison_of(study)
@@ -57,7 +57,7 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
 def page(
     study: Study, table: ComparisonTable, comparison: Comparison, drawn: Sequence[Section], *, saved: bool = False
 ) -> str:
-    """Return the HTML text; `saved` says whether the explorer's page lies beside it."""
+    """Return the page as HTML text; `saved`: the explorer's page lies beside it."""
     parts = [
         _section("Comparison", _table(table, comparison) + _explorer(study, saved)),
         *(_section(part.title, _part(part), part.lead or _same_conditions(study)) for part in drawn),
@@ -69,8 +69,8 @@ def page(
 
 
 def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: str) -> str:
-    """Return a page that opens offline, as HTML: the first sentence of `text` is its headline; `sections` and `footer`
-    are HTML already."""
+    """Return a page that opens offline, as HTML. The first sentence of `text` becomes its headline; `sections` and
+    `footer` are HTML already."""
     headline, _, more = text.partition(". ")
     template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -86,7 +86,7 @@ def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: 
 
 
 def _linked(sections: list[str]) -> list[str]:
-    """Return sections with a list of links to their headings above them, where there are several."""
+    """Return the sections, preceded by a list of links to their headings if there are several."""
     names = [unescape(found[1]) for text in sections if (found := re.search(r"<h2>(.*?)</h2>", text))]
     if len(names) < 3:
         return sections
@@ -99,7 +99,7 @@ def _linked(sections: list[str]) -> list[str]:
 
 
 def anchor(title: str) -> str:
-    """Return a heading's id."""
+    """Return the id of a heading's element."""
     return "section-" + slug(title.lower())
 
 
@@ -122,18 +122,18 @@ def _kicker(study: Study) -> str:
 
 
 def _of_all(study: Study, name: str) -> Any:
-    """Return a field of the configuration where all runs agree on it, else None."""
+    """Return a field of the configuration if all runs agree on it, else None."""
     values = [dict(leaves(run.config)).get(name) for run in study.runs]
     return values[0] if all(value == values[0] for value in values) else None
 
 
 def _prose(text: str) -> str:
-    """Escape text, and keep numbers together with their errors and units."""
+    """Escape text, and keep numbers on one line with their errors and units."""
     return escape(text).replace(" ± ", "&nbsp;±&nbsp;").replace(" %", "&nbsp;%")
 
 
 def _same_conditions(study: Study) -> str:
-    """Return a sentence about whether the runs were trained under equal conditions, from their configurations and
+    """Return a sentence on whether the runs were trained under equal conditions, judged by their configurations and
     data."""
     if len(study.labels) < 2:
         return ""
@@ -145,7 +145,7 @@ def _same_conditions(study: Study) -> str:
 
 
 def explored(study: Study) -> list[Run]:
-    """Return the finished runs that the explorer shows side by side, two at most: depth reads first, the baseline
+    """Return the finished runs for the explorer to show side by side, at most two: depth reads first, the baseline
     last."""
     finished = {label: next((run for run in study.of(label) if run.finished), None) for label in study.labels}
     runs = sorted(
@@ -172,13 +172,13 @@ def _explorer(study: Study, saved: bool) -> str:
 
 
 def _part(part: Section) -> str:
-    """Return the figures of all variants in the open, those of single variants folded."""
+    """Return the figures of all variants visible, and those of single variants collapsed."""
     folded = (_details(label, figure_cards(plots), open_=False) for label, plots in part.folded.items())
     return (figure_cards(part.plots) if part.plots else "") + "".join(folded)
 
 
 def _examples(comparison: Comparison) -> str:
-    """Return the same held-out text for every variant that weighs its sources token by token."""
+    """Return the same held-out text for every variant whose weights differ by token."""
     variants = comparison.having("inspections").variants
     texts = {one.label: text for one in variants if (text := example(one.mean))}
     folded = (_details(label, text, open_=i == 0) for i, (label, text) in enumerate(texts.items()))
@@ -194,10 +194,10 @@ def _examples(comparison: Comparison) -> str:
 
 
 def figure_cards(plots: Sequence[Plot], anchor: str = "") -> str:
-    """Lay out figures side by side where there is room; those as wide as a page each in a row of its own, to scroll on
-    a phone.
+    """Lay out figures side by side where there is room; a figure as wide as a page gets a row, which scrolls on a
+    phone.
 
-    `anchor`: what makes their ids unlike those of other figures with the same names in the page.
+    `anchor`: prefix of the figures' ids, to tell them from other figures with the same names in the page.
     """
     broad = any(plot.figure.get_figwidth() > sheet().column for plot in plots)
     grid = " broad" if broad else " three" if len(plots) == 3 else ""
@@ -248,7 +248,7 @@ def _row(table: ComparisonTable, row: VariantRow, colour: str) -> str:
 
 def _configuration(study: Study) -> str:
     """Return tables of the settings that all runs share, of those that differ, and of the machine."""
-    # Seed, name and folder are each run's own.
+    # Seed, name and folder differ by design.
     hidden = {"seed", "name", "out", "resume"}
     by_label = {
         label: _of_seeds(study.of(label), hidden)
@@ -267,7 +267,7 @@ def _configuration(study: Study) -> str:
     environments = [dict(leaves(environment)) for run in study.runs for environment in run.environments]
     environment = {}
     for key in dict.fromkeys(key for values in environments for key in values):
-        # By length first, so that numbers are in order too.
+        # Shorter labels first, so that numbers are in numeric order.
         values = sorted({_text(values[key]) for values in environments if key in values}, key=lambda x: (len(x), x))
         environment[key] = values[0] if len(values) == 1 else f"{values[0]} … {values[-1]}"
     parts = []
@@ -288,7 +288,7 @@ def _configuration(study: Study) -> str:
 
 
 def _of_seeds(runs: list[Run], hidden: set[str]) -> dict[str, Any]:
-    """Return a variant's configuration; where its seeds were trained with different ones, all that they had."""
+    """Return a variant's configuration; a setting that differs between seeds has all its values."""
     configs = [{key: value for key, value in leaves(run.config) if key not in hidden} for run in runs]
     means = {}
     for key in dict.fromkeys(key for config in configs for key in config):
@@ -332,7 +332,7 @@ def _footer(study: Study) -> str:
 def show(*folders: Path, out: Path, images: str | None = None) -> Study:
     """Write table.csv, curves.csv and report.html into `out` from the runs in `folders`, and print the table.
 
-    `images`: "png" or "svg", to write every figure as a file of its own too. Raises `UserError`.
+    `images`: "png" or "svg" also writes every figure as a file. Raises `UserError`.
     """
     study = load_study(*folders)
     if not any(Path(folder).resolve() == Path(out).resolve() for folder in folders):

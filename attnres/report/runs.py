@@ -1,11 +1,10 @@
-"""Read run folders: what a training run left on disk, finished or not.
+"""Read run folders: the files that a training run wrote, finished or not.
 
 A run folder holds `config.json`, `data.json`, `environment.json`, `metrics.jsonl`, `val/STEP.npy` (mean loss of each
 held-out window), `inspection.json` (before that `routing.json`, mean weights alone) and, once finished, `summary.json`.
 A comparison is a folder of run folders, named `LABEL-seedK`, with `compare.json` and optionally `speed.json`.
 
-A run that is still going, or that was interrupted, is read as far as it came. What is not a run, or is damaged,
-raises `UserError`.
+An unfinished run is read up to its last record. A folder that is no run, or is damaged, raises `UserError`.
 """
 
 from contextlib import suppress
@@ -38,20 +37,22 @@ from attnres.typed import checked
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, as far as it came. Records are sorted by step, one for each step."""
+    """One training run up to its last record. Records are sorted by step, one for each step."""
 
     folder: Path
     label: str
     seed: int
     config: dict[str, Any]
-    data: dict[str, Any] = field(default_factory=dict)  # which tokens, with checksums; none from an earlier version
-    environments: list[dict[str, Any]] = field(default_factory=list)  # the first, and those of resumptions elsewhere
+    # source and checksums of the tokens; empty for runs of earlier versions
+    data: dict[str, Any] = field(default_factory=dict)
+    # the first, and those of resumptions on other machines
+    environments: list[dict[str, Any]] = field(default_factory=list)
     train: list[dict[str, Any]] = field(default_factory=list)
     val: list[dict[str, Any]] = field(default_factory=list)
     depth: list[dict[str, Any]] = field(default_factory=list)
     windows: dict[int, np.ndarray] = field(default_factory=dict)  # step -> (windows,) nats per token
     inspection: Inspection | None = None
-    unread: str = ""  # why there is none though there is a file
+    unread: str = ""  # why `inspection` is None although there is a file
     summary: dict[str, Any] | None = None
 
     @property
@@ -64,8 +65,8 @@ class Run:
 
     @property
     def traits(self) -> Traits:
-        """What its mechanism is, as the run says where it has finished."""
-        with suppress(TypeError):  # not what a run writes
+        """Return the traits of its mechanism, as stored in the run if it has finished."""
+        with suppress(TypeError):  # the file holds something that a run does not write
             return traits_of(self.residual, (self.summary or {}).get("traits"))
         return traits_of(self.residual)
 
@@ -81,11 +82,11 @@ class Run:
 
     @property
     def last_step(self) -> int:
-        """The last step of which something is known."""
+        """Return the last step with any record."""
         return max((records[-1]["step"] for records in (self.train, self.val) if records), default=0)
 
     def tokens_at(self, step: int) -> float:
-        """Return the tokens seen by `step`; the step itself where the run does not say."""
+        """Return the tokens seen by `step`; the step itself if the run does not record tokens."""
         for record in reversed(self.train):
             if record.get("tokens") and record["step"]:
                 return step * record["tokens"] / record["step"]
@@ -94,21 +95,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Study:
-    """Runs to be set side by side: the labels in order, the baseline, and an interleaved timing if there is one."""
+    """Runs to compare: the labels in order, the baseline, and an interleaved timing if there is one."""
 
     title: str
     labels: list[str]
     runs: list[Run]
     baseline: str | None
     speed: dict[str, Any] | None = None
-    missing: list[str] = field(default_factory=list)  # runs that were planned and left nothing on disk
+    missing: list[str] = field(default_factory=list)  # planned runs without files on the disk
 
     def of(self, label: str) -> list[Run]:
         """Return the runs of one label, by seed."""
         return sorted((run for run in self.runs if run.label == label), key=lambda run: run.seed)
 
     def counted(self, label: str) -> list[Run]:
-        """Return the runs that means are taken over: the finished ones, or all of them while none has finished."""
+        """Return the runs that means are taken over: the finished ones, or all if none has finished."""
         runs = self.of(label)
         return [run for run in runs if run.finished] or runs
 
@@ -131,7 +132,8 @@ def load_run(folder: Path | str) -> Run:
         )
     config: Any = with_all_settings(checked(fields, RunConfig, path, ADVICE))
     seed = int(config.get("seed") or 0)
-    names = (folder.resolve().name, str(config.get("name") or ""))  # the folder may have been renamed: it counts first
+    # the folder may have been renamed: its present name comes first
+    names = (folder.resolve().name, str(config.get("name") or ""))
     taken = (label_and_seed(name) for name in names)
     labels = [one[0] for one in taken if one is not None and one[1] == seed]
     label = labels[0] if labels else names[1] or names[0]
@@ -160,10 +162,10 @@ def load_study(*folders: Path | str) -> Study:
     >>> load_study("runs/demo").labels  # doctest: +SKIP
     ['standard', 'block', 'full', 'rescaled']
 
-    The same label and seed in two of the folders is told apart by the folder's name: `first/block`, `second/block`.
+    If two folders have runs of the same label and seed, labels get the folder's name: `first/block`, `second/block`.
 
     Raises:
-        UserError: a folder that holds no run, a damaged file, or a run that is given twice.
+        UserError: a folder without a run, a damaged file, or a run that is given twice.
     """
     if not folders:
         raise UserError("no folder given; give a run folder, or a folder of runs as `attnres compare` makes")
@@ -196,7 +198,7 @@ def _load_folder(folder: Path) -> Study:
     plan = _read(folder / "compare.json", Compared)
     labels = list(dict.fromkeys(run.label for run in runs))
     planned = [label for label in plan.get("labels", []) if label in labels]
-    # Without a plan: standard first, its control next, the rest by name.
+    # Without a plan: standard first, then its control, then the rest by name.
     first = {run.label: run for run in reversed(runs)}
     unplanned = sorted(
         (label for label in labels if label not in planned), key=lambda label: _label_order(first[label])
@@ -218,8 +220,8 @@ def _load_folder(folder: Path) -> Study:
 
 
 def _told_apart(runs: list[Run]) -> list[Run]:
-    """Return the runs of a folder, of which copies are no further seeds, as a run that was moved aside, NAME.saved:
-    what is there twice has its folder's name for a label, unless that is the run's own."""
+    """Return the runs of a folder with copies told apart: a copy of a run (such as NAME.saved) is no further seed, so
+    it is labelled by its folder's name, unless that is the run's own name."""
     keys = [(run.label, run.seed) for run in runs]
     return [
         run if keys.count(key) == 1 or run.folder.name == run_name(*key) else replace(run, label=run.folder.name)
@@ -259,7 +261,7 @@ def _prefixed(study: Study, name: str) -> Study:
 
 
 def _read(path: Path, kind: Any) -> dict[str, Any]:
-    """Return a JSON object of this kind, empty where there is no such file. Raises UserError."""
+    """Read a JSON object of this kind; empty if there is no such file. Raises UserError."""
     return checked(read_json(path), kind, path, ADVICE) if path.exists() else {}
 
 
@@ -279,7 +281,7 @@ def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _read_inspection(folder: Path, residual: str) -> tuple[Inspection | None, str]:
-    """Return a run's inspection, or None and the reason if it cannot be read: a report can do without."""
+    """Return a run's inspection, or None and the reason if it cannot be read; a report works without it."""
     try:
         if (folder / "inspection.json").is_file():
             return Inspection.load(folder / "inspection.json"), ""

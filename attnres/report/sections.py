@@ -1,4 +1,4 @@
-"""The sections of the page that hold figures: which figures each has, what stands above them, and the coloured text."""
+"""The sections of the page that hold figures: the figures of each, the text above them, and the coloured text."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -63,13 +63,14 @@ SECTIONS = {
     ),
     "Other learned parameters": "Gates and biases, or the coefficients of a residual that mixes without a softmax.",
 }
-"""In the order of the page. Figures name theirs in `attnres.figures.write.FIGURES`."""
+"""Section titles in the order of the page, with the text under each. Figures name their section in
+`attnres.figures.write.FIGURES`."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what is said under it, and figures; folded, by the title of their fold, those of which each variant
-    has its own."""
+    """A heading, the text under it, and its figures; `folded` holds figures of single variants by the title of their
+    fold."""
 
     title: str
     lead: str
@@ -78,12 +79,12 @@ class Section:
 
     @property
     def every(self) -> list[Plot]:
-        """All of its figures."""
+        """Return all figures of the section."""
         return [*self.plots, *(plot for plots in self.folded.values() for plot in plots)]
 
 
 def sections(comparison: Comparison) -> list[Section]:
-    """Return the sections for which there are figures; draw inside `style.style`."""
+    """Return the sections that have figures; draw inside `style.style`."""
     result = {title: Section(title, lead) for title, lead in SECTIONS.items()}
     for figure in FIGURES:
         if not figure.section:
@@ -111,14 +112,14 @@ def sections(comparison: Comparison) -> list[Section]:
 
 
 def _says_nothing(inspection: Inspection, folded: str) -> bool:
-    """Return whether a plain sum's weights would be drawn, all alike, or those of a file without contributions
-    twice."""
+    """Return whether a figure would show the constant weights of a plain sum, or the same weights twice for a file
+    without contributions."""
     by = by_in("contribution", inspection.routing)
     return not differ(inspection, "weight" if folded else by) or (bool(folded) and by == "weight")
 
 
 def slug(label: str) -> str:
-    """Return a label as part of a file's or an element's name."""
+    """Return a label as a part of a file's or an element's name."""
     return "".join(character if character.isalnum() else "-" for character in label)
 
 
@@ -126,7 +127,7 @@ def slug(label: str) -> str:
 
 
 def comparison_of(study: Study) -> Comparison:
-    """Return everything that the figures draw of a study, each label's runs as one variant."""
+    """Return the data that the figures of a study need, with each label's runs as one variant."""
     baseline = strongest_baseline(study)
     last = against(study, baseline) if baseline else {}
     counted = any(record.get("tokens") for run in study.runs for record in run.train[-1:])
@@ -169,17 +170,17 @@ def _points(run: Run, records: Sequence[dict[str, Any]]) -> Points:
 
 
 READS = 4
-"""Reads of a model that are shown."""
+"""Number of a model's reads that are shown."""
 DEEPEST = 65
-"""Percent of the colour at the largest value: text stays readable on it."""
+"""Largest opacity of the colour, in percent, at which text is still readable."""
 NAMED = 2
-"""Sources that a token's title names."""
+"""Number of sources in a token's tooltip."""
 
 
 def example(inspection: "Inspection") -> str:
-    """Return the text once for each of the reads with which blocks begin and the output's, as HTML, on the colour of
-    one source (`attnres.figures.tokens.example_columns`); empty where the model has no such read, or one whose numbers
-    are the same for every token."""
+    """Return the text as HTML, once for each read with which a block begins and for the output's, coloured by one
+    source (`attnres.figures.tokens.example_columns`). Empty if the model has no such read, or its numbers are the same
+    for every token."""
     try:
         columns = example_columns(inspection, "contribution", READS + 1)[-READS:]
     except NotShown:

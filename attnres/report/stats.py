@@ -1,6 +1,6 @@
-"""Differences between variants with their errors: paired over the same held-out windows, and over seeds.
+"""Paired differences between variants with their errors, over the same held-out windows and over seeds.
 
-Only runs under equal conditions are paired: nothing but the residual and the learning rate may differ between them.
+Only runs under equal conditions are paired: they may differ only in the residual and the learning rate.
 """
 
 import json
@@ -23,14 +23,15 @@ COMPARED = (
 )
 """Fields of the configuration in which variants may differ."""
 RATES, OWN_RATE = ("optim.lr", "optim.muon_lr"), "optim.residual_lr"
-"""Those of them that a search for the best learning rate changes; that of the residual's own parameters."""
+"""The fields of `COMPARED` that a learning-rate search changes, and the learning rate of the residual's parameters."""
 CHECKSUMS = ("windows_sha256", "tokenizer_sha256", "splits")
-"""Keys of data.json that tell one text from another."""
+"""Keys of data.json that identify the text."""
 OWN = (
     *("seed", "name", "out", "resume", "track", "device", "allow_different"),
     *("save_every", "keep_at", "val_every", "log_every", "depth_every"),
 )
-"""Fields that are no condition: each run's own, where it ran, and how often it was saved and measured."""
+"""Fields that are no conditions: a run's seed, name and folder, its machine, and how often it was saved and
+evaluated."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class Paired:
     """A variant's loss minus another's, in nats per token; negative is better.
 
     Attributes:
-        effect: the difference with its interval, by the one rule of `attnres.stats.Recipe` over all runs under equal
-            conditions, whose noise is that of seeds. Where each variant has one seed that is not known, and it is over
-            the same held-out windows; so it is where that interval is the wider one, since a few seeds may agree by
-            luck and all of them were measured on the same windows.
-        basis: which of the two, "seeds" or "windows". se_seeds, se_windows: both errors, NaN where not known.
-        per_seed: differences of those seeds that both have.
+        effect: the difference with its interval. The interval is over seeds, by `attnres.stats.Recipe` over all runs
+            under equal conditions. It is over held-out windows if each variant has one seed, or if that interval is
+            wider, since a few seeds may agree by luck and all were evaluated on the same windows.
+        basis: "seeds" or "windows", the one that the interval is over. se_seeds, se_windows: both standard errors, NaN
+            if unknown.
+        per_seed: the difference for each common seed.
     """
 
     effect: Effect
@@ -68,20 +69,21 @@ class Paired:
 
     @property
     def decided(self) -> bool:
-        """Whether the interval excludes 0 (NaN, from a single window, excludes nothing)."""
+        """Return whether the interval excludes 0; False for NaN, from a single window."""
         return self.effect.excludes()
 
     @property
     def over_seeds(self) -> bool:
-        """Whether there are seeds enough to say anything of another one."""
+        """Return whether there are enough seeds for a statement about further ones."""
         return not math.isnan(self.se_seeds)
 
 
 def unequal(a: Run, b: Run) -> list[str]:
-    """Return the conditions in which two runs differ, seeds aside: fields of the configuration, and the text itself.
+    """Return the conditions, other than the seed, in which two runs differ: fields of the configuration, and the text
+    itself.
 
-    The text is the same if the checksums of its tokens are; where a run does not have them, the data settings and the
-    number of windows have to do.
+    Texts are compared by the checksums of their tokens; if a run lacks them, by the data settings and the number of
+    windows.
     """
     left, right = (
         {name: value for name, value in leaves(run.config) if name not in OWN and not name.startswith(COMPARED)}
@@ -97,8 +99,8 @@ def unequal(a: Run, b: Run) -> list[str]:
 
 
 def pairs(runs: list[Run], others: list[Run]) -> list[tuple[Run, Run]]:
-    """Return runs of two variants matched by seed, where nothing but the variant differs: the finished ones, or all of
-    them while none has finished."""
+    """Return runs of two variants matched by seed that differ only in the variant: the finished ones, or all if none
+    has finished."""
     by_seed = {run.seed: run for run in others}
     both = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed and not unequal(run, by_seed[run.seed])]
     return [pair for pair in both if all(run.finished for run in pair)] or both
@@ -125,9 +127,9 @@ def equal_conditions(study: Study) -> bool:
 
 def kind(run: Run) -> tuple[str, str]:
     """Return a variant's identity without its learning rate: the residual, its settings, and how its parameters are
-    trained, the residual's own rate as a fraction of the rate.
+    trained, with the residual's learning rate as a fraction of the model's.
 
-    What is off or has no value counts as not given: an older run's configuration may lack it.
+    Settings that are off or None are left out, because an older run's configuration may lack them.
     """
     settings = {name: value for name, value in leaves(run.config) if name.startswith(COMPARED) and value}
     rate = settings.get(OWN_RATE)
@@ -143,7 +145,7 @@ def kind_name(study: Study, label: str) -> str:
 
 
 def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
-    """Return the steps at which every one of these runs was measured, on equally many windows."""
+    """Return the steps at which all of these runs were evaluated, on equally many windows."""
     if not matched:
         return []
     steps = sorted(set.intersection(*(a.windows.keys() & b.windows.keys() for a, b in matched)))
@@ -151,18 +153,17 @@ def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
 
 
 def is_planned(study: Study, label: str, other: str) -> bool:
-    """Return whether the comparison is one of those written down beforehand, and is made once in this study."""
+    """Return whether the comparison is pre-registered and appears once in this study."""
     names = [study.of(one)[0].residual for one in study.labels]
     asked = study.of(label)[0].residual, study.of(other)[0].residual
     return asked in QUESTIONS and all(names.count(name) == 1 for name in asked)
 
 
 def paired_at(matched: list[tuple[Run, Run]], step: int, level: float = ALPHA, study: Study | None = None) -> Paired:
-    """Return the difference of two variants at a step that all of these matched runs have, with its interval at 1 -
-    `level`.
+    """Return the difference of two variants at a step that all these matched runs have, with its 1 - `level` interval.
 
-    The other runs of the `study` under equal conditions, and of the same two variants under other seeds, count by
-    their noise and their means.
+    Other runs of the `study` under equal conditions, and other seeds of the two variants, contribute to the noise
+    estimate and the means.
     """
     diffs = np.stack([a.windows[step] - b.windows[step] for a, b in matched])  # (seeds, windows)
     per_seed, windows = diffs.mean(axis=1), diffs.shape[1]
@@ -191,9 +192,10 @@ def paired_at(matched: list[tuple[Run, Run]], step: int, level: float = ALPHA, s
 
 
 def against(study: Study, other: str) -> dict[str, Paired]:
-    """Return every variant minus `other` at the last step both have, without those that share no seed, step or windows.
+    """Return every variant minus `other` at their last common step, except for variants that share no seed, step or
+    windows.
 
-    Questions written down beforehand are answered at 5 %, all others together by Holm.
+    Pre-registered comparisons are tested at 5 % each, all others together by Holm's method.
     """
     differences: dict[str, Paired] = {}
     for label in study.labels:
@@ -209,18 +211,18 @@ def against(study: Study, other: str) -> dict[str, Paired]:
 
 
 def paired(study: Study, label: str, other: str) -> Paired | None:
-    """Return `label` minus `other`; None where they share no seed, step or windows."""
+    """Return `label` minus `other`; None if they share no seed, step or windows."""
     return against(study, other).get(label)
 
 
 def paired_curve(study: Study, last: Paired, label: str, other: str) -> list[Paired]:
-    """Return the same at every step that both have, each with an interval at the level of the last."""
+    """Return the paired difference at every common step, each with an interval at the level of `last`."""
     matched = pairs(study.of(label), study.of(other))
     return [paired_at(matched, step, last.effect.level, study) for step in common_steps(matched)]
 
 
 def final_loss(run: Run) -> float:
-    """Return the held-out loss at the end, or at the last measurement of an unfinished run; NaN before the first."""
+    """Return the held-out loss at the end, or at the last evaluation of an unfinished run; NaN before the first."""
     if run.summary is not None and run.summary.get("val_loss") is not None:
         return float(run.summary["val_loss"])
     return float(run.val[-1]["loss"]) if run.val else math.nan
@@ -247,10 +249,10 @@ def mean_loss(study: Study, label: str) -> tuple[float, float]:
 
 
 def strongest_baseline(study: Study) -> str | None:
-    """Return the label the others are held against.
+    """Return the label that the others are compared with.
 
-    That is the study's baseline; where it was trained at several learning rates, the one of them with the lowest
-    held-out loss, so that no variant wins against a badly tuned opponent.
+    This is the study's baseline. If it was trained at several learning rates, it is the one with the lowest held-out
+    loss, so that no variant wins against a badly tuned baseline.
     """
     if study.baseline is None:
         return None
@@ -266,7 +268,7 @@ def strongest_baseline(study: Study) -> str | None:
 
 
 def sweeps_lr(study: Study) -> bool:
-    """Return whether some residual with some settings was trained at several learning rates."""
+    """Return whether some residual with fixed settings was trained at several learning rates."""
     rates: dict[tuple[str, str], set[float | None]] = {}
     for run in study.runs:
         rates.setdefault(kind(run), set()).add(run.lr)

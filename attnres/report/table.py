@@ -1,4 +1,4 @@
-"""The comparison table, computed: one row a variant, and the notes that belong under them."""
+"""Compute the comparison table: a row for each variant, and the notes under it."""
 
 import math
 from dataclasses import dataclass
@@ -19,39 +19,40 @@ from attnres.report.stats import (
     why_unpaired,
 )
 from attnres.residuals import Traits
-from attnres.savings import LossCurve, Saving, saving
+from attnres.savings import UNDERSTATED, LossCurve, Saving, saving
 from attnres.stats import perplexity
 from attnres.text import listed, number
 
 ROUNDS = 5
-"""Of an interleaved timing, from which its medians are shown."""
+"""Fewest rounds of an interleaved timing whose medians are shown."""
 SPREAD = 1.5
-"""The upper quartile of a step's ratio over the lower, beyond which nothing is shown."""
+"""Largest ratio of the upper to the lower quartile of step-time ratios for which timings are shown."""
 
 
 @dataclass(frozen=True)
 class VariantRow:
-    """What is known of one variant. NaN or None: not known."""
+    """The measurements of one variant; NaN or None if unknown."""
 
     label: str
     runs: list[Run]  # by seed
-    counted: list[Run]  # those of which means are taken
+    counted: list[Run]  # those that means are taken over
     loss: float  # nats per token, mean over seeds
     loss_se: float
     paired: Paired | None  # against the baseline
     tokens_per_s: float
-    step_ratio: float  # to the plain model's step where that was timed beside it, else to the baseline's
-    step_quartiles: tuple[float, float] = (math.nan, math.nan)  # of that ratio over the rounds of a timing in turn
-    saving: Saving | None = None  # tokens beside the baseline's, from the curves
+    step_ratio: float  # relative to the plain model's step if that was timed with it, else to the baseline's
+    # quartiles of that ratio over the rounds of an interleaved timing
+    step_quartiles: tuple[float, float] = (math.nan, math.nan)
+    saving: Saving | None = None  # tokens relative to the baseline's, from the loss curves
 
     @property
     def tokens_saved(self) -> float:
-        """How many times this row's tokens the baseline needs for the same loss; NaN where it is not known."""
+        """Return how many times this row's tokens the baseline needs for the same loss; NaN if unknown."""
         return math.nan if self.saving is None else self.saving.tokens
 
     @property
     def decided(self) -> bool:
-        """Whether its difference to the baseline is outside its error, and more than chance."""
+        """Return whether its difference to the baseline is significant, and the row is no placebo control."""
         return self.paired is not None and self.paired.decided and not self.traits.is_chance
 
     @property
@@ -60,12 +61,12 @@ class VariantRow:
 
     @property
     def traits(self) -> Traits:
-        """What its mechanism is."""
+        """Return the traits of its mechanism."""
         return self.runs[0].traits
 
     @property
     def finished(self) -> int:
-        """Runs, of all."""
+        """Return the number of finished runs."""
         return sum(run.finished for run in self.runs)
 
     @property
@@ -74,7 +75,7 @@ class VariantRow:
 
     @property
     def step(self) -> int:
-        """The last step that every run has reached."""
+        """Return the last step that every run has reached."""
         return min(run.last_step for run in self.runs)
 
     @property
@@ -83,42 +84,43 @@ class VariantRow:
 
     @property
     def flops_per_s(self) -> float:
-        """Operations of the plain model's work a second, see `attnres.models.step_cost`."""
+        """Return the plain model's operations a second, see `attnres.models.step_cost`."""
         return self.tokens_per_s * self.largest("flops_per_token")
 
     @property
     def mfu(self) -> float:
-        """What share of the device's operations that is."""
+        """Return `flops_per_s` as a fraction of the device's peak."""
         return self.flops_per_s / self.largest("peak_flops")
 
     @property
     def start_loss(self) -> float:
-        """Mean over seeds of the held-out loss before the first step, of runs that begin from a trained model."""
+        """Return the mean over seeds of the held-out loss before the first step, for runs that start from a trained
+        model."""
         first = [next((float(line["loss"]) for line in run.val if line["step"] == 0), math.nan) for run in self.runs]
         return float(np.mean(first))
 
     def largest(self, key: str) -> float:
-        """Return the largest value that a finished run's summary has."""
+        """Return the largest value of `key` in the summaries of finished runs."""
         return max((value for run in self.runs if not math.isnan(value := _known(run, key))), default=math.nan)
 
 
 @dataclass(frozen=True)
 class ComparisonTable:
-    """Rows in the study's order, what they are held against, and the notes that belong under them."""
+    """Rows in the study's order, the baseline, and the notes under the table."""
 
     rows: list[VariantRow]
     baseline: str | None
-    interleaved: bool  # speeds and step-time ratios come from variants timed in turn, not from separate runs
+    interleaved: bool  # speeds and step-time ratios come from an interleaved timing, not from separate runs
     notes: list[str]
-    doubt: str = ""  # why tokens/s and step times are not shown
-    plain_tokens_per_s: float = math.nan  # of the plain Transformers model around the same weights, timed in turn
+    doubt: str = ""  # the reason why tokens/s and step times are not shown
+    plain_tokens_per_s: float = math.nan  # of the plain Transformers model with the same weights, timed interleaved
 
     def row(self, label: str) -> VariantRow:
         return next(row for row in self.rows if row.label == label)
 
 
 def build_table(study: Study) -> ComparisonTable:
-    """Compute the rows from a study; nothing is formatted yet."""
+    """Compute the rows of a study, unformatted."""
     baseline = strongest_baseline(study)
     interleaved = baseline is not None and not math.isnan(_timed(study, baseline))
     base_time = _median_of(study.counted(baseline), "step_s") if baseline else math.nan
@@ -155,14 +157,14 @@ def _known(run: Run, key: str) -> float:
 
 
 def _curve(runs: list[Run]) -> LossCurve:
-    """Return the mean over runs of the held-out loss at the steps that all of them have."""
+    """Return the mean over runs of the held-out loss at their common steps."""
     losses = [{record["step"]: float(record["loss"]) for record in run.val} for run in runs]
     steps = set.intersection(*map(set, losses))
     return LossCurve((runs[0].tokens_at(step), float(np.mean([one[step] for one in losses]))) for step in steps)
 
 
 def _median_of(runs: list[Run], key: str) -> float:
-    """Return the median over seeds; an unfinished run gives the median of its training lines so far."""
+    """Return the median over seeds; for an unfinished run, of its training lines so far."""
     values = [_known(run, key) for run in runs]
     for i, run in enumerate(runs):
         lines = [float(record[key]) for record in run.train if record.get(key) is not None]
@@ -182,7 +184,7 @@ def _timed(study: Study, label: str) -> float:
 
 
 def _beside(study: Study, label: str, baseline: str) -> float:
-    """Return the median of the rounds' ratios of a step to the plain model's, to the baseline's where that was not
+    """Return the median over rounds of a step's ratio to the plain model's, or to the baseline's if that was not
     timed."""
     entry, base = _entry(study, label), (study.speed or {}).get("plain") or _entry(study, baseline)
     rounds = [one.get("times") or [_seconds(one)] for one in (entry, base)]
@@ -200,8 +202,8 @@ def _quartiles(study: Study, label: str) -> tuple[float, float]:
 
 
 def _doubt(study: Study, rows: list[VariantRow]) -> str:
-    """Return why a timing says nothing: too few rounds, or rounds that differ too much; empty where it says
-    something."""
+    """Return the reason why a timing is unreliable (too few rounds, or rounds that differ too much); empty if it is
+    reliable."""
     entries = (study.speed or {}).get("variants", {})
     rounds = [len(entry["times"]) for entry in entries.values() if isinstance(entry, dict) and entry.get("times")]
     if rounds and min(rounds) < ROUNDS:
@@ -233,8 +235,8 @@ def _notes(study: Study, rows: list[VariantRow], baseline: str | None, interleav
     if any(not math.isnan(row.tokens_saved) for row in rows):
         notes.append(
             f"Tokens saved: the tokens that {baseline} needs to reach the lowest loss that both have reached, divided "
-            "by the variant's own, read between measured points of the curves. The learning rate falls along a curve, "
-            "so that a saving and a loss are both understated. Time saved: the same ratio in the time of steps."
+            f"by the variant's own, read between measured points of the curves. {UNDERSTATED} Time saved: the same "
+            "ratio in the time of steps."
         )
     if baseline and baseline != study.baseline:
         notes.append(f"The baseline is {baseline}: the best of the {kind_name(study, baseline)} runs.")
@@ -287,7 +289,7 @@ def _last(study: Study, baseline: str | None) -> int:
 
 
 def _what_the_losses_error_is(rows: list[VariantRow]) -> list[str]:
-    """Over what the errors in the column of losses are, see `stats.mean_loss`."""
+    """Return the sentence about the errors in the column of losses, see `stats.mean_loss`."""
     seeds = [row.finished or len(row.runs) for row in rows if not math.isnan(row.loss_se)]
     if not seeds:
         return []
@@ -302,7 +304,7 @@ def _what_the_losses_error_is(rows: list[VariantRow]) -> list[str]:
 
 
 def _what_the_error_is(study: Study, found: dict[str, Paired], baseline: str) -> str:
-    """Say by which rule the intervals are made, and what the errors are over."""
+    """Return the sentence about the rule of the intervals, and what the errors are over."""
     pairs = list(found.values())
     windows = listed([f"{count:,}" for count in sorted({pair.windows for pair in pairs})])
     what = f"Difference: loss minus that of {baseline} on the same {windows} held-out windows. "

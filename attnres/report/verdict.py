@@ -1,4 +1,4 @@
-"""The headline, in words, made from the numbers alone. It claims nothing that lies inside an error bar."""
+"""Write the headline from the table's numbers. It claims nothing that lies inside an error bar."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,8 @@ Pairs = list[tuple[str, Paired]]
 
 
 def verdict(study: Study, table: ComparisonTable) -> str:
-    """Return one or a few sentences: who is better than the baseline, by how much, and who cannot be told from it."""
+    """Return one or a few sentences: which variants are better than the baseline, by how much, and which differences
+    are not significant."""
     done = [row for row in table.rows if row.complete and not math.isnan(row.loss)]
     if not done:
         return "No variant has finished yet: nothing can be said."
@@ -38,7 +39,7 @@ def verdict(study: Study, table: ComparisonTable) -> str:
     tested = [row for row in compared if not row.traits.is_control]
     same = [row for row in controls if row.traits.is_chance]
     other = [row for row in compared if not row.traits.is_chance]
-    controls = [row for row in controls if not row.traits.is_chance]  # against chance no gain is stated
+    controls = [row for row in controls if not row.traits.is_chance]  # a gain over a placebo control is not reported
     sentences = [_against_baseline(other, base, _placebo(same))] if other else []
     sentences += [_chance(row, base) for row in same]
     reasons: dict[str, list[str]] = {}
@@ -58,8 +59,8 @@ def verdict(study: Study, table: ComparisonTable) -> str:
 
 
 def _apart(pairs: Iterable[tuple[str, Paired | None]]) -> tuple[Pairs, Pairs, Pairs]:
-    """Return labels whose difference is decided for the better and for the worse, and those that cannot be told; by
-    size."""
+    """Split pairs by significance, each part sorted by size: significantly better, significantly worse, and not
+    significant."""
     known = sorted(((label, pair) for label, pair in pairs if pair is not None), key=lambda item: item[1].mean)
     decided = [(label, pair) for label, pair in known if pair.decided]
     tied = [(label, pair) for label, pair in known if not pair.decided]
@@ -67,7 +68,7 @@ def _apart(pairs: Iterable[tuple[str, Paired | None]]) -> tuple[Pairs, Pairs, Pa
 
 
 def _placebo(rows: list[VariantRow]) -> str:
-    """Return how far controls that are mathematically the baseline ended from it, to stand beside an error."""
+    """Return how far placebo controls ended from the baseline, to stand beside an error."""
     sizes = [
         number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True) for row in rows if row.paired
     ]
@@ -94,8 +95,7 @@ def _against_baseline(rows: list[VariantRow], base: str, placebo: str) -> str:
 
 
 def _chance(row: VariantRow, base: str) -> str:
-    """Say what the difference of a control that is mathematically the baseline means: never that it is better or
-    worse."""
+    """Return the sentence about a placebo control's difference: it is never better or worse."""
     assert row.paired is not None
     size = number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True)
     count = len(row.paired.per_seed)
@@ -108,7 +108,7 @@ def _chance(row: VariantRow, base: str) -> str:
 
 
 def _against_control(study: Study, tested: list[VariantRow], controls: list[VariantRow]) -> list[str]:
-    """Say whether the others also beat the control, which has the scaling and nothing that is learned."""
+    """Return the sentence on whether the variants also beat the control, which has the scaling and learns nothing."""
     if not controls or not tested:
         return []
     control = min(controls, key=lambda row: row.loss).label
@@ -127,7 +127,7 @@ def _against_control(study: Study, tested: list[VariantRow], controls: list[Vari
 
 
 def _among_best(study: Study, rows: list[VariantRow]) -> list[str]:
-    """Say whether the two best can be told apart."""
+    """Return the sentence on whether the two best variants differ significantly."""
     better = {label for label, _ in _apart((row.label, row.paired) for row in rows)[0]}
     ranked = [row.label for row in sorted(rows, key=lambda row: row.loss) if row.label in better]
     pair = paired(study, ranked[0], ranked[1]) if len(ranked) > 1 else None
@@ -140,15 +140,15 @@ def _among_best(study: Study, rows: list[VariantRow]) -> list[str]:
 
 
 def _best_of_each(rows: list[VariantRow]) -> list[VariantRow]:
-    """Return the row of each variant with the lowest loss: in a sweep of learning rates each is judged at its best
-    rate."""
+    """Return the row with the lowest loss of each variant: in a sweep of learning rates each is judged at its best
+    one."""
     best = {kind(row.runs[0]): row for row in sorted(rows, key=lambda row: -row.loss)}
     return [row for row in rows if row is best[kind(row.runs[0])]]
 
 
 def _at_equal_rates(study: Study, rows: list[VariantRow], base: str) -> list[str]:
-    """Say for each other variant at how many of the learning rates it shares with the baseline it wins, unless that
-    is the baseline's alone, which is said already. What computes the baseline's function wins nothing."""
+    """Return for each variant a sentence on how many of the learning rates shared with the baseline it wins at, unless
+    the baseline has only one, which other sentences cover. Placebo controls are left out."""
     first = {row.label: row.runs[0] for row in rows if row.label == base or not row.traits.is_chance}
     against = [label for label in first if kind(first[label]) == kind(first[base])]
     counts = []

@@ -1,4 +1,4 @@
-"""Residual mechanisms: `standard`, its control, Attention Residuals, and rivals, behind one interface."""
+"""Residual mechanisms: `standard`, its placebo control, Attention Residuals, and alternatives, with one interface."""
 
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import (

@@ -1,4 +1,4 @@
-"""What a residual says of its reads: where they are, what they mix with which weights, what it has learned."""
+"""A residual's description of its reads: their places, their sources and weights, and learned parameters."""
 
 import math
 from collections.abc import Sequence
@@ -12,47 +12,47 @@ from attnres.residuals.values import ValueResidual
 
 
 class Described(nn.Module):
-    """The description of a residual as data, which recording, edits, figures and reports ask for.
+    """The description of a residual as data, which recording, edits, figures and reports use.
 
-    Reads are numbered from 0 as `layout` lists them, the output's last: `read` is such a number, `index` a sublayer's.
+    Reads are numbered from 0 as in `layout`, the output's last: `read` is such a number, `index` a sublayer's.
 
-    Unless a mechanism says otherwise, every sublayer has one read, of the embedding and all outputs so far where its
-    traits are linear; weights are those of `implied` where they are the same for every token.
+    By default every sublayer has one read, of the embedding and all earlier outputs if the traits are linear. `implied`
+    gives the weights if they are the same for every token.
     """
 
     traits: Traits
     about: ClassVar[About | None] = None
-    """Its line in the table of `attnres mechanisms`; one of a user's own may leave it out."""
+    """The row in the table of `attnres mechanisms`; a mechanism outside the package may leave it out."""
     num_sublayers: int
     width: int
     sublayers: Sequence[str] = ("attention", "mlp")
-    """The kinds of a layer's sublayers, in order; `make_residual` sets those of a network of other layers before it
-    calls the constructor."""
+    """Kinds of a layer's sublayers, in order; `make_residual` sets them for a network of other layers before it calls
+    the constructor."""
     whole_layers: ClassVar[bool] = False
-    """It takes every two sublayers, an attention and an MLP, for one layer."""
+    """Whether it treats every two sublayers, an attention and an MLP, as one layer."""
     value_kind: str = "none"
-    # not called ..residual: adapters find what they save by how its name ends, and would take this one apart
+    # not called ..residual: adapters select modules by the end of their name, and would select this one
     value_mix: ValueResidual | None
 
     def ways(self, index: int) -> tuple[str | None, ...]:
-        """Return what the reads of sublayer `index` are for, one read (None) unless a mechanism says otherwise.
+        """Return the purposes of the reads of sublayer `index`; by default one read (None).
 
-        "query", "key", "value" are the projections of an attention, "stream" what its write goes on from.
+        "query", "key", "value" are the projections of an attention, "stream" is the stream that its output is added to.
         """
         return (None,)
 
     def places(self) -> tuple[tuple[int, str | None], ...]:
-        """Return for each read the sublayer that it belongs to (L: the head), and what of it the read is for."""
+        """Return for each read the sublayer that it belongs to (L: the head), and its purpose (see `ways`)."""
         inner = ((index, way) for index in range(self.num_sublayers) for way in self.ways(index))
         return (*inner, (self.num_sublayers, None))
 
     def first_row(self, index: int) -> int:
-        """Return the number of the first read of sublayer `index`; of L, the output's."""
+        """Return the number of the first read of sublayer `index`; for L the output's."""
         return sum(len(self.ways(earlier)) for earlier in range(index))
 
     def sources(self, read: int) -> tuple[Source, ...]:
-        """Return what read number `read` mixes, a function of depth alone; empty where it is no weighted sum. Unless a
-        mechanism says otherwise, the embedding and the outputs so far where its traits are linear, else nothing."""
+        """Return the sources of read number `read`, which depend on depth alone; empty if the read is no weighted sum.
+        By default the embedding and all earlier outputs if the traits are linear, else empty."""
         return outputs(self.places()[read][0] + 1, self.sublayers) if self.traits.linear else ()
 
     def layout(self) -> tuple[Read, ...]:
@@ -65,15 +65,15 @@ class Described(nn.Module):
         return (*inner, Read("output", None, self.sources(len(places) - 1)))
 
     def implied(self, read: int) -> Tensor | None:
-        """Return the weights of read number `read` (sources,) where they are the same for every token, else None."""
+        """Return the weights (sources,) of read number `read` if they are the same for every token, else None."""
         return None
 
     def direction(self, read: int) -> Tensor | None:
-        """Return the vector (d,) whose angle to a source decides the source's logit in a read; None without."""
+        """Return the vector (d,) whose angle to a source determines the source's logit; None without a query."""
         return None
 
     def sharpness(self, read: int) -> float | None:
-        """Return the largest logit that read number `read` can give, None without a query.
+        """Return the largest logit that read number `read` can give; None without a query.
 
         |w . (g * v / rms(v))| <= |w * g| |v / rms(v)| = |w * g| sqrt(d)    (Cauchy-Schwarz)
         """
@@ -81,21 +81,21 @@ class Described(nn.Module):
         return None if query is None else float(query.detach().double().norm()) * math.sqrt(self.width)
 
     def learned(self) -> dict[str, Learned]:
-        """Return what it has learned besides queries and gains, by name."""
+        """Return the learned parameters other than queries and gains, as tables by name."""
         return {}
 
     def tables(self) -> dict[str, Learned]:
-        """Return all that is learned here besides queries and gains, of a value residual too."""
+        """Return all learned tables other than queries and gains, with those of a value residual."""
         return self.learned() | ({} if self.value_mix is None else self.value_mix.learned())
 
     def mixing_row(self, read: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
-        """Return the row of read number `read` in the depth mixing matrix, h_l = sum_i M_{i->l} v_i, of each token.
+        """Return the row of read number `read` in the depth mixing matrix, h_l = sum_i M_{i->l} v_i, for each token.
 
         Args:
             weights: (tokens, sources) of read number `read`. rows: the rows (tokens, L+1) of the reads before it.
 
         Returns:
-            (tokens, L+1), column 0 the embedding; None where h is no sum with one number a source.
+            (tokens, L+1), column 0 the embedding; None if h is no sum of outputs with one number each.
         """
         if not self.traits.linear:
             return None
@@ -109,7 +109,7 @@ class Described(nn.Module):
         return row
 
     def spanned(self, span: range) -> Tensor:
-        """Return (1, L+1): one for the outputs of `span`, zero elsewhere."""
+        """Return (1, L+1): one for the outputs in `span`, zero for others."""
         row = torch.zeros(1, self.num_sublayers + 1)
         row[:, span.start : span.stop : span.step] = 1.0
         return row

@@ -1,14 +1,14 @@
-"""Attention Residuals as the paper says them, without cleverness: read this file first.
+"""Attention Residuals written as in the paper, without optimisation: read this file first.
 
-A transformer has L sublayers f_1 .. f_L, attentions and MLPs in turn. A standard residual gives each the sum of the
-embedding and all earlier outputs. Here each takes a weighted mean, with weights that it learns:
+A transformer has L sublayers f_1 .. f_L, alternating attentions and MLPs. A standard residual gives each the sum of the
+embedding and all earlier outputs. Here each reads a weighted mean, with learned weights:
 
     v_0 = the embedding,   v_l = f_l(norm_l(h_l)),   h_l = sum_i a_i v_i,   a = softmax_i(w_l . (g_l * v_i / rms(v_i)))
 
 The pseudo-query w_l (d,) and the key gain g_l (d,) are the parameters of read l. The last read, L+1 here and L where
-the code counts from 0, makes the model's output. At w = 0 all weights are equal: h_l is the sum of the sources divided
-by their number, and after the norm, but for its eps, that is what a standard residual gives. Only the product of w_l
-and g_l enters; they are two parameters because the paper norms keys by an RMSNorm, which has a gain.
+the code counts from 0, is the input of the head. At w = 0 all weights are equal: h_l is the sum of the sources divided
+by their number, and after the norm (up to its eps) this equals the standard residual. Only the product of w_l and g_l
+matters; they are two parameters because the paper norms keys by an RMSNorm, which has a gain.
 
 The mechanisms `full` and `block` compute the same in less time and memory. Tests compare them with this file.
 
@@ -58,7 +58,7 @@ def block(
     """Run a network with Block Attention Residuals: outputs are summed in blocks of `block_size` sublayers.
 
     A read mixes the embedding b_0, the sums b_1, b_2, .. of finished blocks and, inside a block, the sum of its outputs
-    so far. Sources are then as many as blocks, and not as sublayers. Arguments and result as in `full`.
+    so far. So the number of sources grows with blocks instead of sublayers. Arguments and result as in `full`.
     """
     finished, partial = [embedding], None
     for index, sublayer in enumerate(sublayers):

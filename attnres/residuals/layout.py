@@ -1,4 +1,4 @@
-"""What reads mix and what a mechanism is, as data: everybody else asks these values, nobody parses a name."""
+"""The description of reads and mechanisms as data, so that no other code has to parse names."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -12,20 +12,21 @@ _MEANING = {"partial": "the block in progress", "stream": "the running sum", "nu
 _MEANING |= {"middle": "the sum of the layers between"}
 _WORDS = {"mlp": "MLP", "partial": "partial sum"}
 _OPEN = ("partial", "stream", "null")
-"""Kinds whose sources are unfinished, or nothing: of use where a file of an earlier version names sources only."""
+"""Kinds whose sources are unfinished or zero, for files of earlier versions, which only name sources."""
 
 
 class Source(NamedTuple):
-    """One thing that a read mixes.
+    """One source of a read.
 
     Attributes:
         kind: embedding, the kind of a sublayer (attention, mlp), block, state (a stream's snapshot), partial (the block
-            in progress), stream (the running sum), null (zeros), or a word of a mechanism's own.
-        number: which of its kind; None where there is one.
-        span: the outputs it is the sum of, numbered as columns of the mixing matrix: 0 is the embedding, i what
-            sublayer i-1 wrote; its step is that between those of one kind. None where it is no such sum.
-        open: it still changes from read to read (partial, stream), or holds nothing (null).
-        after: the number of an earlier read that it goes on from: it is what that read made plus the outputs of `span`.
+            in progress), stream (the running sum), null (zeros), or a kind that the mechanism defines.
+        number: its number among sources of the kind; None if there is only one.
+        span: the outputs that it sums, numbered as columns of the mixing matrix: 0 is the embedding, i the output of
+            sublayer i-1. A step above 1 selects sublayers of one kind. None if it is no such sum.
+        open: whether it still changes between reads (partial, stream), or is zero (null).
+        after: number of an earlier read that it starts from: the source is that read's result plus the outputs of
+            `span`.
     """
 
     kind: str
@@ -36,12 +37,12 @@ class Source(NamedTuple):
 
     @property
     def name(self) -> str:
-        """ "block 3", "embedding": what users call it."""
+        """Return the name that users type: "block 3", "embedding"."""
         return self.kind if self.number is None else f"{self.kind} {self.number}"
 
     @property
     def label(self) -> str:
-        """ "L3 MLP", "block 3", "embedding": what readers call it."""
+        """Return the name in texts: "L3 MLP", "block 3", "embedding"."""
         if self.number is None:
             return _WORDS.get(self.kind, self.kind)
         sums = self.kind == "block" or self.kind.endswith("_sum")
@@ -50,21 +51,21 @@ class Source(NamedTuple):
 
     @property
     def meaning(self) -> str:
-        """ "the block in progress": what its kind is, in words."""
+        """Return the kind in words: "the block in progress"."""
         return _MEANING.get(self.kind, self.kind)
 
     @property
     def short_kind(self) -> str:
-        """ "b", "emb": its kind for cells and axes."""
+        """Return the abbreviated kind for cells and axes: "b", "emb"."""
         return _SHORT.get(self.kind, self.kind[:4])
 
     @property
     def short(self) -> str:
-        """ "b3", "emb": for cells and axes."""
+        """Return the abbreviated name for cells and axes: "b3", "emb"."""
         return self.short_kind + ("" if self.number is None else str(self.number))
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` makes the source again."""
+        """Return plain values, the inverse of `from_json`."""
         values: dict[str, Any] = {"kind": self.kind, "number": self.number, "open": self.open}
         step = [] if self.span is None or self.span.step == 1 else [self.span.step]
         values["span"] = None if self.span is None else [self.span.start, self.span.stop, *step]
@@ -72,7 +73,8 @@ class Source(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> "Source":
-        """Undo `to_json`; a bare name, which earlier versions wrote, gives a source without a span.
+        """Make a source from the values of `to_json`; a bare name, as earlier versions wrote, gives a source without a
+        span.
 
         >>> Source.from_json("block 3").short
         'b3'
@@ -101,11 +103,11 @@ class Read(NamedTuple):
     """One read of a network, and what it mixes.
 
     Attributes:
-        kind: that of the sublayer it feeds (attention, mlp), or output.
-        number: of the layer; None for the output's.
-        sources: in the order of its weights; empty where a read is no weighted sum of sources.
-        into: what of the sublayer it is for where that has several reads: a projection (query, key, value), or the
-            stream that its write goes on from.
+        kind: kind of the sublayer it feeds (attention, mlp), or output.
+        number: number of the layer; None for the output's read.
+        sources: in the order of its weights; empty if the read is no weighted sum of sources.
+        into: its purpose if the sublayer has several reads: a projection (query, key, value), or the stream that the
+            sublayer's output is added to.
     """
 
     kind: str
@@ -115,19 +117,19 @@ class Read(NamedTuple):
 
     @property
     def name(self) -> str:
-        """ "mlp 3", "output", "attention 2 key"."""
+        """Return the name that users type: "mlp 3", "output", "attention 2 key"."""
         parts = (self.kind, self.number, self.into)
         return " ".join(str(part) for part in parts if part is not None)
 
     @property
     def label(self) -> str:
-        """ "L3 MLP", "output", "L2 attention key": what readers call it."""
+        """Return the name in texts: "L3 MLP", "output", "L2 attention key"."""
         parts = (None if self.number is None else f"L{self.number}", _WORDS.get(self.kind, self.kind), self.into)
         return " ".join(part for part in parts if part is not None)
 
     @property
     def sublayer(self) -> str:
-        """ "mlp 3", "output", "attention 2": what it belongs to, which several reads may share."""
+        """Return the sublayer's name, which several reads may share: "mlp 3", "output", "attention 2"."""
         return self._replace(into=None).name
 
     @classmethod
@@ -146,13 +148,13 @@ class Read(NamedTuple):
         return cls(str(kind), None if number is None else int(number), (), into)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` makes the read again."""
+        """Return plain values, the inverse of `from_json`."""
         sources = [source.to_json() for source in self.sources]
         return {"kind": self.kind, "number": self.number, "into": self.into, "sources": sources}
 
     @classmethod
     def from_json(cls, value: Any) -> "Read":
-        """Undo `to_json`.
+        """Make a read from the values of `to_json`.
 
         Raises:
             ValueError, TypeError, KeyError, AttributeError: another value.
@@ -165,7 +167,7 @@ class Read(NamedTuple):
 
 
 def layout_of(routing: Mapping[str, Any]) -> tuple[Read, ...]:
-    """Return the reads of a recording's `routing`, also of one that an earlier version wrote with names alone.
+    """Return the reads of a recording's `routing`, including one of an earlier version, which has only names.
 
     >>> layout_of({"reads": ["output"], "sources": [["embedding", "partial"]]})[0].sources[1].open
     True
@@ -190,9 +192,9 @@ def depths(layout: Sequence[Read]) -> list[int]:
 
 
 def labels(layout: Sequence[Read]) -> dict[Read | Source, str]:
-    """Return the labels of each read and source, a sum's with its layers: "L3 MLP", "block 2 (L1-L2)", "output".
+    """Return the label of each read and source; a sum's label has its layers: "L3 MLP", "block 2 (L1-L2)", "output".
 
-    Layers count from 0, blocks from 1 with the layers of what they sum; a mechanism's own words stay as they are.
+    Layers count from 0, blocks from 1 with the layers that they sum; kinds defined by a mechanism are unchanged.
     """
     per_layer = len({read.kind for read in layout if read.number == 0}) or 1
 
@@ -206,7 +208,7 @@ def labels(layout: Sequence[Read]) -> dict[Read | Source, str]:
 
 
 class Traits(NamedTuple):
-    """What a mechanism is, for those who choose what to show of it.
+    """Properties of a mechanism, by which other code chooses what to show of it.
 
     Attributes:
         by_token: its weights differ from token to token.
@@ -214,10 +216,10 @@ class Traits(NamedTuple):
         has_query: learned pseudo-queries score the sources.
         starts_standard: with its start values a pre-norm network computes what it computes with the plain running sum
             (up to the eps of its norms).
-        linear: a read is a sum of outputs with one number each, so that a mixing matrix exists.
-        scales_branches: it starts a layer's branches smaller than the plain running sum does.
-        is_control: it learns nothing that the method is about, and is there to be beaten.
-        colour: of its curves, "#rrggbb"; None takes the next free one.
+        linear: a read is a sum of outputs with one number each, so a mixing matrix exists.
+        scales_branches: it initialises a layer's branches smaller than the standard residual does.
+        is_control: it is a control that learns nothing of the method.
+        colour: colour of its curves, "#rrggbb"; None takes the next free one.
     """
 
     by_token: bool
@@ -231,20 +233,20 @@ class Traits(NamedTuple):
 
     @property
     def is_chance(self) -> bool:
-        """Whether it is the standard residual's function under another name: what it differs by is chance."""
+        """Return whether it is mathematically the standard residual, so that differences to it are noise."""
         return self.is_control and self.starts_standard
 
 
 class About(NamedTuple):
-    """What a mechanism is, in a table's words.
+    """A mechanism's row in a table, in words.
 
     Attributes:
         rule: its formula, x the stream, f a sublayer without its norm, N the norm, h_l the l-th read before its norm.
-        start: the values that its parameters start at.
-        moves: vectors of width d that one sublayer reads and writes besides its own arithmetic (standard: x, f and the
-            new x, 3), in terms of L sublayers, N blocks of S, n streams.
+        start: the start values of its parameters.
+        moves: vectors of width d that the residual of one sublayer reads and writes (standard: x, f and the new x, 3),
+            in terms of L sublayers, N blocks of S, n streams.
         source: the publication.
-        evidence: who claims what with how many seeds, and our figure; empty where docs/results has it.
+        evidence: published claims with their number of seeds, and this project's figure; empty if docs/results has it.
     """
 
     rule: str
@@ -258,9 +260,9 @@ class Learned(NamedTuple):
     """A learned table of a mechanism, for figures.
 
     Attributes:
-        values: fp32 on the CPU; NaN where an entry means nothing.
+        values: fp32 on the CPU; NaN for unused entries.
         axes: what each dimension counts: read, sublayer, layer, source, stream.
-        title: what a value is, as the axis of a figure says it.
+        title: name of the values, for the axis of a figure.
     """
 
     values: Tensor
@@ -269,12 +271,13 @@ class Learned(NamedTuple):
 
 
 def sublayer_name(index: int, kinds: Sequence[str] = ("attention", "mlp")) -> str:
-    """ "attention k" or "mlp k" of sublayer 2k or 2k + 1: the name of its read, and of its output as a source."""
+    """Return "attention k" or "mlp k" for sublayer 2k or 2k + 1: the name of its read, and of its output as a
+    source."""
     return f"{kinds[index % len(kinds)]} {index // len(kinds)}"
 
 
 def outputs(count: int, kinds: Sequence[str] = ("attention", "mlp")) -> tuple[Source, ...]:
-    """Return the embedding and the first `count - 1` sublayers' outputs, each a source of its own."""
+    """Return the embedding and the first `count - 1` sublayers' outputs as separate sources."""
     return (
         EMBEDDING,
         *(Source(kinds[i % len(kinds)], i // len(kinds), range(i + 1, i + 2)) for i in range(count - 1)),
@@ -283,10 +286,10 @@ def outputs(count: int, kinds: Sequence[str] = ("attention", "mlp")) -> tuple[So
 
 def block_sources(bounds: Sequence[int], index: int) -> tuple[Source, ...]:
     """Return the embedding, the sums of the blocks that have ended before sublayer `index` (L: the head), and that of
-    the one in progress there.
+    the block in progress.
 
     Args:
-        bounds: how many sublayers have written where blocks end, from 0 on.
+        bounds: number of sublayers before each block boundary, starting with 0.
 
     >>> [source.name for source in block_sources((0, 2, 4), 3)]
     ['embedding', 'block 1', 'partial']
@@ -299,9 +302,9 @@ def block_sources(bounds: Sequence[int], index: int) -> tuple[Source, ...]:
 
 
 def columns(rows: Iterable[Sequence[Source]]) -> list[Source]:
-    """Every source of several reads once: finished ones in order of depth, then those that are open.
+    """Return every source of several reads once: finished sources in order of depth, then open ones.
 
-    Sources of one name are one column: the partial sum of each block in progress, say.
+    Sources with the same name share a column, for example the partial sums of all blocks in progress.
     """
     distinct = list({source.name: source for row in rows for source in row}.values())
     return sorted(distinct, key=lambda source: source.open)

@@ -1,7 +1,7 @@
-"""Which passes take a bank of sources, and a network's reads as a program for it, made from what its layout says.
+"""Decide which passes use a bank of sources, and compile a network's layout into a bank's program.
 
 A bank serves forward passes without gradients whose reads nobody watches: see ops/bank.py. Every other pass takes the
-general path, the verbs of the residual.
+general path, the residual's `read` and `write`.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ _VERBS = ("start", "read", "write", "finish", "normed", "mix")
 
 
 class BankReads(NamedTuple):
-    """How the reads of a residual are made in a bank: each is a softmax over sources, or one source.
+    """How a bank computes the reads of a residual: each is a softmax over sources, or one source.
 
     Attributes:
-        sources: of each read, the head's last: what is kept, each the sum of outputs.
+        sources: the stored sources of each read, the head's last; each is a sum of outputs.
         queries: the row of `bank_queries` that scores each read's sources; None for one source.
-        eps: of the key norm.
-        groups: first read, and the one after the last, of those that may share a pass over their common sources.
-        summed: reads are multiplied by their number of sources.
+        eps: eps of the key norm.
+        groups: (first read, one past the last read) of reads that may share a pass over their common sources.
+        summed: whether reads are multiplied by their number of sources.
     """
 
     sources: Sequence[Sequence[Source]]
@@ -45,7 +45,7 @@ class BankReads(NamedTuple):
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether a call of this module does more than its class's own `forward`."""
+    """Return whether calling this module does more than the class's own `forward`."""
     return bool(
         "forward" in vars(module)
         or module._compiled_call_impl is not None
@@ -58,9 +58,9 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> str | None:
-    """Return why a forward pass from this embedding (..., d) takes no bank; None where it takes one.
+    """Return the reason why a forward pass from this embedding (..., d) uses no bank; None if it uses one.
 
-    `training`: gradients are on.
+    `training`: whether gradients are enabled.
     """
     if training:
         return "gradients are on"
@@ -88,13 +88,13 @@ def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> s
 
 
 def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:
-    """Return a bank in which a pass from this embedding has begun, None where it takes none."""
+    """Return a bank in which a pass from this embedding has begun; None if the pass uses no bank."""
     if why_no_bank(residual, embedding, training=torch.is_grad_enabled()) is not None:
         return None
     assert isinstance(residual.program, Program)
     queries = residual.bank_queries()
     if type(queries) is not Tensor or queries.device != embedding.device or queries.dtype is not torch.float32:
-        return None  # the general path computes it, or says what is wrong
+        return None  # the general path computes it, or raises the error
     embedding = embedding.detach().contiguous()
     kernels = KERNELS[embedding.device.type]
     bank = residual.banks.take(kernels.bank, kernels.load(), residual.program, embedding)
@@ -103,23 +103,23 @@ def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:
 
 
 def _program(residual: "Residual") -> Program | str:
-    """Return a residual's reads as a program, or why there is none."""
+    """Return a residual's reads as a program, or the reason why there is none."""
     reads = residual.bank_reads()
     if isinstance(reads, str):
         return reads
     mechanism = type(residual)
     saying = next(place for place, cls in enumerate(mechanism.__mro__) if "bank_reads" in vars(cls))
     others = [verb for cls in mechanism.__mro__[:saying] for verb in _VERBS if verb in vars(cls)]
-    if others:  # a subclass that does something else
+    if others:  # a subclass that overrides something else
         return f"residual '{residual.name}' has a {others[0]} of its own"
     return program_of(reads)
 
 
 def program_of(reads: BankReads) -> Program | str:
-    """Return reads as a program, or why there is none.
+    """Return reads as a program, or the reason why there is none.
 
-    A source is known by the read that it goes on from, if any, and its span of outputs; its row is one output, or a sum
-    that an output was added to.
+    A source is identified by the read that it starts from, if any, and its span of outputs; its row is one output, or a
+    sum to which an output was added.
     """
     keys = [[_key(source) for source in sources] for sources in reads.sources]
     last_use = {key: index for index, mixed in enumerate(keys) for key in mixed}
@@ -174,8 +174,8 @@ def _key(source: Source) -> _Key:
 
 
 def _group(steps: Sequence[Step], start: int, stop: int) -> Group | None:
-    """Return the reads `start` to `stop` - 1 with the rows that they begin with in common; None of less than two."""
-    if steps[start].query is None:  # of the embedding alone
+    """Return the reads `start` to `stop` - 1 with the rows that they all begin with; None for fewer than two."""
+    if steps[start].query is None:  # a read of the embedding alone
         start += 1
     if stop - start < 2:
         return None
@@ -189,28 +189,27 @@ def _group(steps: Sequence[Step], start: int, stop: int) -> Group | None:
 
 
 class Banked(nn.Module):
-    """A residual whose passes without gradients may take a bank of sources. `bank_reads` says how; the default takes
-    none."""
+    """A residual whose passes without gradients may use a bank of sources. By default `bank_reads` allows none."""
 
     name: ClassVar[str]
     width: int
     banks: Banks
     program: Program | str | None = None
-    """Its reads as a program for a bank, or why there is none; made when it is first asked for."""
+    """The reads as a program for a bank, or the reason why there is none; computed at first use."""
 
     def bank_reads(self) -> BankReads | str:
-        """Return how a pass without gradients makes the reads in a bank of sources, or why it cannot."""
+        """Return how a bank computes the reads of a pass without gradients, or the reason why it cannot."""
         return f"residual '{self.name}' is made in plain torch"
 
     def bank_queries(self) -> Tensor:
-        """Return the queries (reads, d) that such a pass scores sources with, in fp32."""
+        """Return the queries (reads, d) with which such a pass scores sources, in fp32."""
         raise NotImplementedError
 
     def explain(self, embedding: Tensor, *, training: bool | None = None) -> Plan:
-        """Say which path a pass from `embedding` (..., d) takes, and why: what its last group of reads does.
+        """Explain which path a pass from `embedding` (..., d) takes, judged by its last group of reads.
 
         Args:
-            training: whether a backward follows; None asks `torch.is_grad_enabled()`.
+            training: whether a backward follows; None takes `torch.is_grad_enabled()`.
         """
         training = torch.is_grad_enabled() if training is None else training
         reason = why_no_bank(cast("Residual", self), embedding, training=training)
@@ -223,5 +222,5 @@ class Banked(nn.Module):
         return dataclasses.replace(plan, reasons=(*plan.reasons, f"no bank of sources: {reason}"))
 
     def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
-        """Say which path reads take where a pass takes no bank."""
+        """Explain which path the reads of a pass without a bank take."""
         return explain([embedding], training=training)

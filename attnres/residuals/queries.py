@@ -1,4 +1,4 @@
-"""Queries and key gains of a softmax over depth, and the learning rate that they carry with them."""
+"""Queries and key gains of a softmax over depth, stored so that they have their own learning rate."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from attnres.residuals.base import Residual
 from attnres.residuals.settings import positive
 
 QUERY_LR = 0.1
-"""Learning rate of queries and gains, relative to the model's. At 1.0 a model loses for good
+"""Learning rate of queries and gains relative to the model's. At 1.0 a model ends permanently worse
 (docs/results/lasting.md)."""
 
 
@@ -19,9 +19,9 @@ class Queried(Residual):
 
         w = r * query,    g = 1 + r * gain  (r != 1),    g = gain  (r = 1),    r = `query_lr`
 
-    An optimizer whose steps do not depend on the scale of gradients (Adam, Muon, Lion) moves w and g at r times the
-    rate that it gives the parameters, whatever groups and schedules it has; weight decay pulls g to 1. Gradient norms
-    are those of the parameters, r times those of w and g.
+    An optimizer whose steps do not depend on the scale of gradients (Adam, Muon, Lion) changes w and g at r times the
+    learning rate of the parameters, with any groups and schedules; weight decay pulls g to 1. Gradient norms are those
+    of the parameters, r times those of w and g.
 
     A state dict with r != 1 has r as `query_scale`. `load_state_dict` converts queries and gains stored at another r;
     one without `query_scale`, as of earlier versions, is stored at 1.
@@ -33,7 +33,7 @@ class Queried(Residual):
     query_scale: Tensor
 
     def add_queries(self, reads: int, rank: int | None = None) -> None:
-        """Make the parameters of `reads` reads, without values; of keys of `rank` numbers queries alone."""
+        """Make the parameters of `reads` reads, uninitialised; with `rank`, queries of that width and no gains."""
         self.query = nn.Parameter(torch.empty(reads, self.width if rank is None else rank))
         self.gain = nn.Parameter(torch.empty(reads, self.width)) if rank is None else None
 
@@ -47,19 +47,20 @@ class Queried(Residual):
 
     @property
     def queries(self) -> Tensor:
-        """The queries w, (reads, d)."""
+        """Return the queries w, (reads, d)."""
         return self.query if self.query_lr == 1.0 else self.query * self.query_lr
 
     @property
     def gains(self) -> Tensor:
-        """The key gains g, (reads, d); ones where there are none."""
+        """Return the key gains g, (reads, d); ones if there are none."""
         if self.gain is None:
             return torch.ones_like(self.query)
         return self.gain if self.query_lr == 1.0 else 1.0 + self.gain * self.query_lr
 
     @torch.no_grad()
     def set_query_lr(self, rate: float) -> None:
-        """Store queries and gains so that they move at `rate` times the learning rate; the function stays the same."""
+        """Store queries and gains so that they train at `rate` times the learning rate; the computed function does not
+        change."""
         before, rate = self.query_lr, positive("query_lr", rate)
         for name, parameter in self.named_parameters():
             if name in type(self).slow and not parameter.is_meta:
@@ -84,7 +85,7 @@ class Queried(Residual):
 
 
 def _stored(name: str, value: Tensor, before: float, after: float) -> Tensor:
-    """Return a parameter that was stored at one `query_lr` as it is stored at another."""
+    """Convert a parameter stored at one `query_lr` to another."""
     if name != "gain":
         return value * (before / after)
     gain = value if before == 1.0 else 1.0 + value * before

@@ -1,4 +1,4 @@
-"""Residual mechanisms by name: those that ship with the package, and those of a user's own file."""
+"""Residual mechanisms by name: those of the package, and those in users' files."""
 
 import functools
 import inspect
@@ -59,14 +59,14 @@ def register(mechanism: type[Residual]) -> type[Residual]:
     >>> read.name, [source.name for source in read.sources]
     ('attention 1', ['embedding', 'attention 0', 'mlp 0'])
 
-    `attnres check` says whether it does what the interface asks. A class in a file of its own need not be registered:
+    `attnres check` tells whether it satisfies the interface. A class in a separate file need not be registered:
     commands take FILE.py:CLASS, and the environment variable ATTNRES_RESIDUALS names such files.
 
-    Registering another class under a name replaces one that was registered before, and is refused for a name that the
-    package ships with.
+    Registering another class under the same name replaces the earlier one; names of the package's mechanisms are
+    refused.
 
     Raises:
-        UserError: no subclass of Residual, or one without `name`, `traits` or one of the verbs.
+        UserError: no subclass of Residual, or one without `name`, `traits` or a required method.
     """
     if not (isinstance(mechanism, type) and issubclass(mechanism, Residual)):
         raise UserError(f"{mechanism!r} is no mechanism: expected a subclass of attnres.Residual")
@@ -77,7 +77,7 @@ def register(mechanism: type[Residual]) -> type[Residual]:
         raise UserError(f"class {label} has no traits: give it a class attribute `traits = Traits(...)`")
     for verb in ("start", "read", "write"):
         if getattr(mechanism, verb) is getattr(Residual, verb):
-            raise UserError(f"class {label} does not define {verb}: a mechanism says start, read and write")
+            raise UserError(f"class {label} does not define {verb}: a mechanism defines start, read and write")
     if ships(name) and _MECHANISMS[name] is not mechanism:
         raise UserError(f"'{name}' is the name of a mechanism of attnres: give class {label} another one")
     _MECHANISMS[name] = mechanism
@@ -85,17 +85,18 @@ def register(mechanism: type[Residual]) -> type[Residual]:
 
 
 def residual_class(name: str, file: str | None = None) -> type[Residual]:
-    """Return the mechanism called `name`, or, of FILE.py:CLASS, the class in that file, registered by its own name.
+    """Return the mechanism called `name`; for FILE.py:CLASS, import the class from that file and register it under its
+    name.
 
     >>> residual_class("block").__name__
     'Block'
 
     Args:
-        file: where something stored says that the mechanism was read from. It is told where the name is unknown, and
-            never run.
+        file: the file from which a stored mechanism was read, to name in an error if the name is unknown. It is never
+            run.
 
     Raises:
-        UserError: an unknown name, with the nearest valid one; a file that is not there, fails, or lacks the class.
+        UserError: an unknown name, with the nearest valid one; a file that is missing, raises, or lacks the class.
     """
     if ".py:" in name:
         return _from_file(name)
@@ -106,7 +107,7 @@ def residual_class(name: str, file: str | None = None) -> type[Residual]:
     if file is None:
         raise unknown("residual", name, _MECHANISMS)
     raise UserError(
-        f"residual '{name}' is of a user's own file, {file}, which is not run unasked: read it, then set the "
+        f"residual '{name}' is in a user's file, {file}, which is not run unasked: read it, then set the "
         f"environment variable {PLUGINS}={shlex.quote(file)}, or load the model by attnres.load with "
         "trust_remote_code=True (--trust-remote-code of the commands that have it)"
     )
@@ -122,7 +123,7 @@ def is_known(name: str) -> bool:
     environment variable ATTNRES_RESIDUALS names.
 
     Raises:
-        UserError: such a file is not there, fails, or lacks the class.
+        UserError: such a file is missing, raises, or lacks the class.
     """
     for entry in filter(None, os.environ.get(PLUGINS, "").split(";")):
         if ".py:" not in entry:
@@ -132,25 +133,25 @@ def is_known(name: str) -> bool:
 
 
 def source_file(name: str) -> str | None:
-    """Return the FILE.py:CLASS that mechanism `name` was read from; None where it ships with attnres or was registered
-    by hand."""
+    """Return the FILE.py:CLASS that mechanism `name` was read from; None for one of the package or one registered in
+    Python."""
     return _FILES[name][0] if name in _FILES else None
 
 
 def source_sha256(name: str) -> str | None:
-    """Return the SHA-256 of the file that mechanism `name` was read from, as it was then; None as `source_file`."""
+    """Return the SHA-256, at that time, of the file that mechanism `name` was read from; None as in `source_file`."""
     return _FILES[name][1] if name in _FILES else None
 
 
 def plugins() -> str:
-    """Return the value of the environment variable ATTNRES_RESIDUALS with which another process knows the mechanisms of
-    files that this one knows."""
+    """Return the value of ATTNRES_RESIDUALS with which another process knows the mechanisms of files that this one has
+    read."""
     return ";".join(file for file, _ in _FILES.values())
 
 
 def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
-    """Return what a mechanism is, also one that is not registered here: as a file says (`stored`), else as its class
-    says, else a guess that leaves nothing out.
+    """Return the traits of a mechanism: the stored ones if given, else those of its class; for an unknown mechanism,
+    traits that hide no figure.
 
     >>> traits_of("full").by_token
     True
@@ -170,8 +171,8 @@ def _from_file(entry: str) -> type[Residual]:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the settings that a residual takes, with their defaults: `value_residual` and `layers` are of every
-    residual, `query_lr` of those with queries that train at a tenth of the learning rate.
+    """Return the settings that a residual takes, with their defaults: `value_residual` and `layers` for every residual,
+    and `query_lr` for those whose queries train at 0.1 times the learning rate.
 
     >>> settings_of("rescaled")
     {'value_residual': 'none', 'layers': None}
@@ -187,7 +188,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def settings_in_full(name: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return every setting of a residual: those given, and the defaults of the others."""
+    """Return all settings of a residual: the given ones, and defaults for the others."""
     return settings_of(name) | dict(settings or {})
 
 
@@ -198,14 +199,14 @@ def changed_settings(name: str, settings: Mapping[str, Any] | None) -> dict[str,
 
 
 def switched_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without those that "standard" ignores, which are those of "block": one word of a config
-    switches depth reads off."""
+    """Return the settings without those that "standard" ignores, which are those of "block", so that one word of a
+    config turns depth reads off."""
     ignored = set(settings_of("block")) - set(settings_of("standard")) if name == "standard" else set()
     return {key: value for key, value in settings.items() if key not in ignored}
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise a UserError for a setting that residual `name` does not take, with the nearest that it does."""
+    """Raise a UserError for a setting that residual `name` does not take, with the nearest valid one."""
     valid = settings_of(name)
     for key in settings:
         if key not in valid:
@@ -229,22 +230,22 @@ def make_residual(
     torch.Size([25, 64])
 
     Args:
-        name: "standard" ignores settings of "block", so that one word switches depth reads off.
-        sublayers: the kinds of a layer's sublayers, in order; attention and MLP unless given.
-        value_residual: what the values of a model's attentions take from the first layer's (`ValueResidual`); the model
-            makes it, as it knows its heads.
-        query_lr: learning rate of queries and key gains relative to the optimizer's, carried by how they are stored
-            (`Queried`); None takes 0.1 where they need it, and is ignored by residuals without queries. With 1.0 the
-            optimizer has to give them a tenth: see `attnres.regroup`.
+        name: name of a mechanism. "standard" ignores settings of "block", so that one word turns depth reads off.
+        sublayers: kinds of a layer's sublayers, in order; by default attention and MLP.
+        value_residual: how attention values mix with the first layer's (`ValueResidual`). The model creates it, because
+            it knows its heads.
+        query_lr: learning rate of queries and key gains relative to the optimizer's, by the way they are stored
+            (`Queried`). None is 0.1 where they need it; residuals without queries ignore it. With 1.0 the optimizer has
+            to train them at 0.1 times its rate: see `attnres.regroup`.
 
-        layers: those that have the rule ("-2:", "12:24", "::3", "5", "even", "odd"), others have the standard residual
-            (`Compose`); None are all.
+        layers: layers that have this rule ("-2:", "12:24", "::3", "5", "even", "odd"); the others have the standard
+            residual (`Compose`). None is all.
 
-    Where `read_scale` is left at "mean" and the first pass shows that this is another model at the start than the
-    standard residual (small embeddings, a large eps), a UserWarning says so.
+    If `read_scale` has its default "mean" and the first pass shows that the model does not start as the standard
+    residual (small embeddings, a large eps), a UserWarning says so.
 
     Raises:
-        UserError: an unknown name or setting (with the nearest valid one), or settings that are impossible.
+        UserError: an unknown name or setting (with the nearest valid one), or impossible settings.
     """
     if name == "standard":
         settings = switched_settings(name, settings)
@@ -267,7 +268,7 @@ def make_residual(
     mechanism.__init__(residual, num_sublayers, width, **settings)
     residual.value_kind = value_residual
     if isinstance(residual, Queried) and takes_rate and query_lr != 1.0:
-        tenth = QUERY_LR if residual.slow else 1.0  # a temperature may make it needless
+        tenth = QUERY_LR if residual.slow else 1.0  # with a temperature a slower rate may not be needed
         residual.set_query_lr(tenth if query_lr is None else query_lr)
     residual.scale_is_default = "read_scale" not in settings
     if value_residual != "none":
@@ -280,7 +281,7 @@ def make_residual(
 def _part(
     name: str, num_sublayers: int, settings: Mapping[str, Any], read_scale: str, *, query_lr: Any, **options: Any
 ) -> Residual:
-    """Return a rule of some of a network's layers; what not every rule has of its options is left out."""
+    """Return a rule for some of a network's layers, without the options that this rule does not have."""
     known = settings_of(residual_class(name).name)
     shared = {"query_lr": query_lr} | ({"read_scale": read_scale} if read_scale != "mean" else {})
     shared = {key: value for key, value in shared.items() if key in known} | dict(settings)

@@ -1,4 +1,4 @@
-"""Groups for the parameters of depth reads in an optimizer that somebody else made."""
+"""Parameter groups for depth reads in an existing optimizer."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ MARK = "attnres"
 def regroup(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], model: nn.Module, rate: float = QUERY_LR
 ) -> None:
-    """Give the residuals' parameters of a model groups of their own: no weight decay, no Muon, slow queries.
+    """Move the residuals' parameters of a model into groups of their own: no weight decay, no Muon, slow queries.
 
     >>> from torch import nn
     >>> from attnres.residuals import make_residual
@@ -27,25 +27,25 @@ def regroup(
     >>> [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     [(0.001, 0.1), (0.0001, 0.0)]
 
-    Rules by the number of dimensions take queries and gains, (reads, d), for matrices. A new group has the settings of
-    the one that its parameters were in. Queries and gains get `rate` times that group's rate, unless the setting
-    `query_lr` carries the rate already: exactly one of the two applies. Where a group of reads alone has a lower rate
-    than the rest, somebody slowed them: it keeps that rate or, where `query_lr` carries one, gets the rest's.
+    Rules by the number of dimensions mistake queries and gains, (reads, d), for matrices. A new group has the settings
+    of the group that its parameters were in. Queries and gains get `rate` times that group's learning rate, unless the
+    setting `query_lr` already slows them: exactly one of the two applies. If a group that holds only reads has a lower
+    rate than the rest, the user has slowed them: it keeps that rate or, if `query_lr` slows them, gets the rest's.
 
         optimizer = model.configure_optimizers(...)     # somebody else's
         attnres.regroup(optimizer, model)               # again after a checkpoint is loaded: it changes nothing
         scheduler = LambdaLR(optimizer, ...)
 
-    Call it before a scheduler is made, and before the state of a regrouped optimizer is loaded. FSDP2's parameters
-    are regrouped as they are.
+    Call it before creating a scheduler, and before loading the state of a regrouped optimizer. It works with FSDP2's
+    parameters.
 
     Args:
-        optimizer: one, or several. Of several, parameters leave Muon for the first that is not Muon.
-        rate: relative to the rate of the group that a query was in.
+        optimizer: one or several optimizers. With several, parameters move from Muon to the first that is not Muon.
+        rate: learning rate relative to that of the group that a query was in.
 
     Raises:
-        UserError: the optimizer does not have a trainable parameter of a residual, has a scheduler already, or is Muon
-            and there is no other.
+        UserError: the optimizer lacks a trainable parameter of a residual, already has a scheduler, or is Muon without
+            another optimizer.
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     kinds = _kinds(model)
@@ -55,8 +55,8 @@ def regroup(
     ]
     if missing:
         raise UserError(
-            f"the optimizer does not have '{missing[0]}', which would never train: make it of all parameters of the "
-            "model, after it has depth reads"
+            f"the optimizer does not have '{missing[0]}', which would never train: create it from all parameters of "
+            "the model, after it has depth reads"
         )
     rest = _fastest(optimizers, kinds)
     for one in optimizers:
@@ -65,7 +65,7 @@ def regroup(
             if not moved or MARK in group:
                 continue
             if hasattr(one.step, "_wrapped_by_lr_sched"):
-                raise UserError("the optimizer has a scheduler, which knows no new groups: make it after regroup")
+                raise UserError("the optimizer has a scheduler, which ignores new groups: create it after regroup")
             home, fields = _home(optimizers, one, group)
             slowed = len(moved) == len(group["params"]) and not is_muon(one, group) and 0 < float(group["lr"]) < rest
             factors = {"slow": rate, "read": 1.0, "residual": 1.0}
@@ -73,7 +73,7 @@ def regroup(
                 factors = {"slow": 1.0, "read": rest / float(group["lr"]), "residual": 1.0}
             group["params"] = [p for p in group["params"] if id(p) not in kinds]
             if home is not one or fields.get("use_muon") != group.get("use_muon"):
-                for parameter in moved:  # a momentum that was made orthogonal is nothing that Adam goes on from
+                for parameter in moved:  # Adam cannot continue from a momentum that was orthogonalised
                     one.state.pop(parameter, None)
             for kind, mesh in dict.fromkeys((kinds[id(p)], _mesh(p)) for p in moved):
                 part = [p for p in moved if (kinds[id(p)], _mesh(p)) == (kind, mesh)]
@@ -83,7 +83,7 @@ def regroup(
 
 
 def _kinds(model: nn.Module) -> dict[int, str]:
-    """Return for the parameters of each residual, by id, "slow" (the group slows them), "read" or "residual"."""
+    """Return the kind of each residual's parameters, by id: "slow" (their group slows them), "read" or "residual"."""
     kinds: dict[int, str] = {}
     for module in (module for module in model.modules() if isinstance(module, Residual)):
         kind = "read" if isinstance(module, Queried) and module.query_lr != 1.0 else "slow"
@@ -92,7 +92,8 @@ def _kinds(model: nn.Module) -> dict[int, str]:
 
 
 def _fastest(optimizers: Iterable[torch.optim.Optimizer], kinds: Mapping[int, str]) -> float:
-    """Return the highest rate that Muon does not use and other parameters than the residuals' have; 0 without any."""
+    """Return the highest learning rate of groups outside Muon that hold other parameters than the residuals'; 0 without
+    any."""
     groups = [group for one in optimizers for group in one.param_groups if not is_muon(one, group)]
     return max((float(g["lr"]) for g in groups if any(id(p) not in kinds for p in g["params"])), default=0.0)
 
@@ -100,12 +101,12 @@ def _fastest(optimizers: Iterable[torch.optim.Optimizer], kinds: Mapping[int, st
 def _home(
     optimizers: Iterable[torch.optim.Optimizer], own: torch.optim.Optimizer, group: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-    """Return the optimizer whose new groups take the parameters of a group, and their fields."""
+    """Return the optimizer for a group's moved parameters, and the fields of their new group."""
     candidates = [(own, group), *((one, other) for one in optimizers for other in one.param_groups)]
     for one, fields in candidates:
         if not is_muon(one, fields) and MARK not in fields:
             return one, {key: value for key, value in fields.items() if key not in ("params", "param_names")}
-    if "fallback_lr_scale" in group:  # timm's Muon is AdamW for a group that says so
+    if "fallback_lr_scale" in group:  # timm's Muon uses AdamW for groups with this field
         return own, {key: value for key, value in group.items() if key != "params"} | {"use_muon": False}
     raise UserError(
         f"{type(own).__name__} has queries and gains, which it would make orthogonal, and there is no other optimizer: "
@@ -114,13 +115,13 @@ def _home(
 
 
 def is_muon(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Return whether the optimizer makes the updates of this group orthogonal."""
-    # optimizers of both kinds say of a group which it is for, nanochat's by `kind`, Keller Jordan's by `use_muon`
+    """Return whether the optimizer orthogonalises the updates of this group."""
+    # optimizers of both kinds mark a group: nanochat by `kind`, Keller Jordan by `use_muon`
     if "kind" in group:
         return group["kind"] == "muon"
     return group.get("use_muon", "muon" in type(optimizer).__name__.lower())
 
 
 def _mesh(parameter: Tensor) -> Any:
-    """Return a DTensor's device mesh: one step takes no whole tensors beside shares of a mesh."""
+    """Return a DTensor's device mesh, since an optimizer cannot step plain tensors and DTensors in one group."""
     return getattr(parameter, "device_mesh", None)

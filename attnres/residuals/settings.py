@@ -1,4 +1,4 @@
-"""Checks of a mechanism's settings, and start values of its parameters."""
+"""Validate a mechanism's settings, and set start values of its parameters."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def number(name: str, value: Any, least: float = -math.inf, most: float = math.i
 
 
 def one_of(name: str, value: Any, valid: Sequence[str]) -> str:
-    """Return `value` if it is one of those that are valid; else raise a UserError with the nearest."""
+    """Return `value` if it is in `valid`; else raise a UserError with the nearest valid one."""
     if value not in valid:
         raise unknown(name, str(value), valid)
     return value
@@ -55,14 +55,14 @@ def mean_or_sum(value: Any) -> Literal["mean", "sum"]:
 
 
 def not_both(**settings: Any) -> None:
-    """Raise a UserError if two settings that say the same are both given (not None)."""
+    """Raise a UserError if two settings with the same meaning are both given (not None)."""
     (first, a), (second, b) = settings.items()
     if a is not None and b is not None:
         raise UserError(f"both {first}={a} and {second}={b} are given: give one of them")
 
 
 def start_at(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter start values that `torch.nn.init` has no function for; leave one that was loaded alone."""
+    """Set start values that `torch.nn.init` has no function for; leave a loaded parameter unchanged."""
     nn.init.zeros_(parameter)
     if not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the verbs of a residual take and give, and what of a state crosses a cut between two stages of a pipeline."""
+"""The state of a residual, the inputs of sublayers, and the tensors that cross a cut between pipeline stages."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,12 +19,13 @@ State = Any
 
 
 def as_it_is(h: Tensor) -> Tensor:
-    """Return `h`: the norm of a read that has none."""
+    """Return `h` unchanged: the norm of a read without one."""
     return h
 
 
 class Ways(NamedTuple):
-    """The inputs of an attention's projections, (..., d) each: what `Residual.read` gives in place of one input."""
+    """The inputs of an attention's projections, (..., d) each, which `Residual.read` may return in place of one
+    input."""
 
     query: Tensor
     key: Tensor
@@ -36,7 +37,7 @@ class Slot(NamedTuple):
 
     Attributes:
         name: the same at every cut that it crosses.
-        kept: it never changes again, so that a pipeline rank may hold it for its later stages.
+        kept: whether it never changes again, so that a pipeline rank may hold it for its later stages.
         axes: sizes between the tokens' axes and the width.
     """
 
@@ -46,16 +47,17 @@ class Slot(NamedTuple):
 
 
 def slots_of(sources: Sequence[Source], index: int) -> tuple[Slot, ...]:
-    """Return the slots of a state before sublayer `index` that holds these sources; finished ones are kept."""
+    """Return the slots of a state before sublayer `index` with these sources; finished ones are `kept`."""
     return tuple(Slot(f"{one.name} {index}" if one.open else one.name, not one.open) for one in sources)
 
 
 class Crossing(NamedTuple):
-    """The state before a sublayer as the tensors that a cut there carries.
+    """The state before a sublayer as the tensors that cross a cut there.
 
     Attributes:
-        form: of the state. places: of each of its leaves among the tensors; one that is in it twice is carried once.
-        slots: of each tensor.
+        form: tree of the state. places: index of each of its leaves among the tensors; a tensor that is in it twice is
+            sent once.
+        slots: the slot of each tensor.
     """
 
     form: _pytree.TreeSpec
@@ -64,26 +66,27 @@ class Crossing(NamedTuple):
 
 
 class Cut(nn.Module):
-    """The state of a residual as a list of tensors, which a pipeline's stage hands to the next. A mechanism whose state
-    has other tensors than (tokens.., *axes, d) overrides `slots`, `pack` and `unpack`."""
+    """The state of a residual as a list of tensors that a pipeline stage passes to the next. A mechanism whose state
+    has tensors of other shapes than (tokens.., *axes, d) overrides `slots`, `pack` and `unpack`."""
 
     name: ClassVar[str]
     num_sublayers: int
     width: int
     crossings: tuple[Crossing, ...] | None = None
-    """Of a cut before each sublayer, and before the output's read; made when they are first asked for."""
+    """The crossings before each sublayer, and before the output's read; computed at first use."""
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        """Return what the state before sublayer `index` (L: before the output's read) consists of, a function of depth
-        alone: the tensors of `pack`, in order."""
+        """Return the slots of the tensors that `pack` returns before sublayer `index` (L: before the output's read),
+        which depend on depth alone."""
         return self._crossing_at(index).slots
 
     def pack(self, state: State, index: int) -> tuple[Tensor, ...]:
-        """Return the tensors of the state before sublayer `index`, with nothing pending: what a cut there carries."""
+        """Return the tensors of the state before sublayer `index`, without pending writes: those that cross a cut
+        there."""
         return tuple(dict(zip(self._crossing_at(index).places, _pytree.tree_leaves(state), strict=True)).values())
 
     def unpack(self, tensors: Sequence[Tensor], index: int) -> State:
-        """Return the state again that `pack` took apart."""
+        """Return the state from the tensors of `pack`."""
         form, places, _ = self._crossing_at(index)
         return _pytree.tree_unflatten([tensors[place] for place in places], form)
 
@@ -94,8 +97,8 @@ class Cut(nn.Module):
 
     @torch.no_grad()
     def _made_crossings(self) -> tuple[Crossing, ...]:
-        """Return the crossings by a pass of one token of zeros: a tensor that is in the state before several sublayers
-        is kept."""
+        """Compute the crossings with a pass of one token of zeros: a tensor that is in the state before several
+        sublayers is `kept`."""
         residual = cast("Residual", self)
         parameter = next(self.parameters(), None)
         zeros = torch.zeros(1, self.width) if parameter is None else parameter.new_zeros(1, self.width)

@@ -1,4 +1,4 @@
-"""The table of mechanisms: what each is and costs, from the classes themselves."""
+"""The table of mechanisms: rule, cost and source of each, from the classes themselves."""
 
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -16,12 +16,13 @@ class MechanismRow(NamedTuple):
     """One mechanism.
 
     Attributes:
-        name, rule, start, moves, source, evidence: as its class says (`About`); empty where a user's own says nothing.
+        name, rule, start, moves, source, evidence: from the class (`About`); empty if a user's class has none.
         parameters: at L = 24 sublayers and width 256, with the default settings.
-        linear: a read is a sum of outputs with one number each.
-        starts_standard: it starts as the standard residual, up to the eps of the norms: conversion keeps the function.
-        is_control: it learns nothing that the method is about.
-        settings: their names.
+        linear: whether a read is a sum of outputs with one number each.
+        starts_standard: whether it starts as the standard residual, up to the eps of the norms, so that conversion
+            keeps logits.
+        is_control: whether it is a control that learns nothing of the method.
+        settings: names of its settings.
     """
 
     name: str
@@ -37,22 +38,22 @@ class MechanismRow(NamedTuple):
     settings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, fit for JSON."""
+        """Return plain values for JSON."""
         return self._asdict()
 
 
 def mechanisms(names: Collection[str] = ()) -> list[MechanismRow]:
-    """Return a row for each mechanism that is known: those that ship, and a user's own that were registered.
+    """Return a row for each known mechanism: those of the package, and registered ones.
 
     Args:
-        names: of those to leave the others out; none is all.
+        names: the mechanisms to list; None lists all.
 
     >>> [row.starts_standard for row in mechanisms(["full", "deepnorm"])]
     [True, False]
     """
     rows = []
     for name in [name for name in RESIDUALS if name in names or not names]:
-        with torch.device("meta"):  # some have many parameters, and none is looked at
+        with torch.device("meta"):  # on the meta device, because some have many parameters and no value is needed
             residual = make_residual(name, SUBLAYERS, WIDTH)
         words, traits = residual.about or About("", "", "", ""), residual.traits
         parameters = sum(parameter.numel() for parameter in residual.parameters())
@@ -62,7 +63,7 @@ def mechanisms(names: Collection[str] = ()) -> list[MechanismRow]:
 
 
 def as_markdown(rows: list[MechanismRow]) -> str:
-    """Return the table as docs/reference/mechanisms.md has it."""
+    """Return the table as Markdown for docs/reference/mechanisms.md."""
     lines = [
         "| mechanism | rule | start | parameters | moves | linear | starts as standard | source |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""Value residuals: what the values of an attention take from those of the first layer, whatever the residual is."""
+"""Value residuals: mix the values of an attention with those of the first layer, with any residual."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.layout import Learned
 
 VALUE_KINDS = ("none", "fixed", "layer", "head", "token", "first")
-"""What the setting `value_residual` of a residual may be."""
+"""Valid values of the setting `value_residual`."""
 
 
 class ValueResidual(nn.Module):
@@ -18,10 +18,11 @@ class ValueResidual(nn.Module):
                 values of their own, and v_proj is not called       token   lambda = sigmoid(W x + b) of each head, x
                                                                             the input of v_l; W = 0, b = 0: from 1/2
 
-    The mixed values are what attention uses and caches, a head at a time under grouped-query attention too.
+    Attention uses and caches the mixed values, for each key-value head under grouped-query attention.
 
     Source: Zhou et al., "Value Residual Learning", arXiv 2410.17897 (fixed, learned, SVFormer); `token` is lucidrains'
-    x-transformers, whose W starts as torch draws it. SVFormer's smaller cache is not had: every layer keeps its copy.
+    x-transformers, whose W starts as torch draws it. SVFormer's smaller cache is not implemented: every layer has its
+    copy.
 
     Args:
         kind: one of `VALUE_KINDS`, not "none".
@@ -50,15 +51,15 @@ class ValueResidual(nn.Module):
 
     @property
     def replaces(self) -> bool:
-        """Whether later layers have no values of their own."""
+        """Return whether later layers have no values of their own."""
         return self.kind == "first"
 
     def forward(self, layer: int, value: Tensor, first: Tensor, x: Tensor) -> Tensor:
         """Return the values of layer `layer` (counted from 0, not the first).
 
         Args:
-            value, first: its own and the first layer's, (..., heads * head_dim).
-            x: what its own were made of, (..., d).
+            value, first: the layer's values and the first layer's, (..., heads * head_dim).
+            x: the input of the layer's value projection, (..., d).
         """
         dtype = compute_dtype(value.dtype)
         with full_precision(value):
@@ -68,7 +69,7 @@ class ValueResidual(nn.Module):
         return mixed.reshape(value.shape).to(value.dtype)
 
     def _share(self, place: int, x: Tensor) -> Tensor:
-        """Return lambda, of a shape that fits (..., heads, head_dim)."""
+        """Return lambda in a shape that broadcasts to (..., heads, head_dim)."""
         if self.weight is not None and self.bias is not None:
             logits = nn.functional.linear(x, self.weight[place].to(x.dtype), self.bias[place].to(x.dtype))
             return logits.sigmoid().unsqueeze(-1)
@@ -78,7 +79,7 @@ class ValueResidual(nn.Module):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
-        """Return lambda by layer, NaN for the first, and by head; of `token` for a token of no effect, sigmoid(b)."""
+        """Return lambda by layer (NaN for the first) and head; for `token`, its value at W x = 0, sigmoid(b)."""
         shares = self.share if self.bias is None else self.bias.sigmoid()
         if shares is None:
             return {}

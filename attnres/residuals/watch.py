@@ -1,4 +1,4 @@
-"""Those who see or change what a forward pass reads: the protocols, and what a read does for them."""
+"""Observers and editors of the reads of a forward pass: their protocols, and the calls that a read makes."""
 
 import functools
 from collections.abc import Callable, Generator, Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 NormLike = Norm | Callable[[Tensor], Tensor]
-"""The norm a read ends with: as a value where its arithmetic is known (then it can be fused), else as a function."""
+"""The norm after a read: a value if its arithmetic is known (it can then be fused), else a function."""
 
 
 def with_norm(h: Tensor, norm: NormLike) -> Tensor:
@@ -25,56 +25,57 @@ def with_norm(h: Tensor, norm: NormLike) -> Tensor:
 
 
 class Observer(Protocol):
-    """Sees what a forward pass really does, without changing it. A subclass has what it looks at."""
+    """Observes a forward pass without changing it. A subclass overrides the methods that it needs."""
 
     def on_start(self, embedding: Tensor) -> None:
-        """A forward pass begins with the token embedding (..., d)."""
+        """Called when a forward pass begins, with the token embedding (..., d)."""
         return
 
     def on_read(self, read: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
-        """Read number `read` made `h` (..., d) before its norm, from the sources that the layout names for it.
+        """Called when read number `read` has computed `h` (..., d), before its norm, from the sources in the layout.
 
-        `weights` are (tokens, sources), None where a read is no weighted sum. `values` are the sources themselves,
-        (..., d) each, or empty where they are the embedding and the sublayers' outputs, one by one.
+        `weights` are (tokens, sources), or None if the read is no weighted sum. `values` are the sources, (..., d)
+        each, or empty if they are the embedding and the separate outputs of sublayers.
         """
         return
 
     def on_write(self, index: int, output: Tensor) -> None:
-        """Sublayer `index` wrote `output` (..., d)."""
+        """Called when sublayer `index` has written `output` (..., d)."""
         return
 
 
 class Editor(Protocol):
-    """Changes what a forward pass reads. The reads that it edits are made in plain torch.
+    """Changes the reads of a forward pass. Edited reads are computed in plain torch.
 
     Attributes:
-        outputs: the running pass's embedding and sublayer outputs so far, (..., d) each, kept from `on_start` and
-            `on_write`.
+        outputs: the embedding and sublayer outputs of the running pass so far, (..., d) each, collected by `on_start`
+            and `on_write`.
     """
 
     outputs: Sequence[Tensor]
 
     def on_start(self, embedding: Tensor) -> None:
-        """A forward pass begins with the token embedding (..., d)."""
+        """Called when a forward pass begins, with the token embedding (..., d)."""
 
     def on_write(self, index: int, output: Tensor) -> None:
-        """Sublayer `index` wrote `output` (..., d)."""
+        """Called when sublayer `index` has written `output` (..., d)."""
 
     def edits(self, read: int) -> bool:
-        """Return whether it changes read number `read`; a kernel may make any other one, and asks nothing more."""
+        """Return whether the editor changes read number `read`; otherwise a kernel may compute it, without calling the
+        editor."""
         return True
 
     def edit(self, read: int, weights: Tensor) -> Tensor:
-        """Return the weights that read number `read` uses in place of `weights`, both (tokens, sources). They are used
-        as they are: rows need not sum to one."""
+        """Return weights for read number `read` to use in place of `weights`, both (tokens, sources). Rows need not sum
+        to one."""
 
     def exchange(self, read: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the sources (..., d) that read number `read` mixes in place of `values`, which it gave their weights:
-        the same sequence where none is exchanged."""
+        """Return the sources (..., d) for read number `read` to mix in place of `values`, which determined its weights;
+        return the same sequence to exchange none."""
         return values
 
     def steer(self, read: int, h: Tensor) -> Tensor:
-        """Return what goes on in place of `h` (..., d), which read number `read` made."""
+        """Return the vector that replaces `h` (..., d), the result of read number `read`."""
         return h
 
 
@@ -82,8 +83,8 @@ class Editor(Protocol):
 def watched_by(
     residual: "Residual", *, observer: Observer | None = None, editor: Editor | None = None
 ) -> Generator[None]:
-    """Let an observer, an editor or both watch inside the block, in place of who did. What the residual kept for those
-    who watch, which may hold the graph of a pass, goes with the last of them."""
+    """Set an observer, an editor or both inside the block, in place of the previous ones. When nobody watches any more,
+    the residual drops the data it stored for watchers, which may hold the graph of a pass."""
     given = {name: one for name, one in (("observer", observer), ("editor", editor)) if one is not None}
     before = {name: getattr(residual, name) for name in given}
     try:
@@ -99,7 +100,8 @@ def watched_by(
 
 @contextmanager
 def unwatched(residual: "Residual") -> Generator[None]:
-    """Show nothing inside the block: what runs there is no pass of the network, or was shown already."""
+    """Hide reads and writes from watchers inside the block, for code that is no pass of the network or was shown
+    already."""
     watchers = residual.observer, residual.editor
     residual.observer = residual.editor = None
     try:
@@ -109,12 +111,12 @@ def unwatched(residual: "Residual") -> Generator[None]:
 
 
 def showing(verb: str, method: Callable[..., Any]) -> Any:
-    """Return a mechanism's `start` or `write` that tells those who watch of the embedding, or the output, before it
+    """Wrap a mechanism's `start` or `write` so that it tells watchers of the embedding, or the output, before it
     runs."""
 
     @functools.wraps(method)
     def shown(self: "Residual", *args: Any) -> Any:
-        if self.watched and getattr(type(self), verb) is shown:  # not once more for super().start
+        if self.watched and getattr(type(self), verb) is shown:  # not again in super().start
             for watcher in (self.observer, self.editor):
                 if watcher is not None:
                     watcher.on_start(*args) if verb == "start" else watcher.on_write(*args[1:])  # without the state
@@ -124,22 +126,22 @@ def showing(verb: str, method: Callable[..., Any]) -> Any:
 
 
 def looking(residual: "Residual") -> AbstractContextManager[Any]:
-    """Make what is only shown without gradients, so that a layer that runs again in backward, when nobody looks, keeps
-    as many tensors. What an editor is given goes on into the read."""
+    """Disable gradients for values that are only shown, so that a layer that runs again in backward, when nobody
+    watches, saves as many tensors. With an editor gradients stay on, because its result is used by the read."""
     return nullcontext() if residual.editor is not None else torch.no_grad()
 
 
 def watched(
     residual: "Residual", h: Tensor, read: int, weights: Tensor | None, values: Sequence[Tensor] = ()
 ) -> Tensor:
-    """Show a read to the residual's editor and observer; return what it made, `h` (..., d), as the editor changes it.
+    """Show a read to the residual's editor and observer; return `h` (..., d) as the editor changes it.
 
     Args:
-        weights: (tokens, sources); None are those that the residual implies, or one for a single source.
-        values: the sources; none are the embedding and the outputs so far.
+        weights: (tokens, sources); None uses `implied`, or one for a single source.
+        values: the sources; empty is the embedding and the outputs so far.
     """
     if weights is None:
-        with unwatched(residual):  # some pass rows of numbers through their own verbs
+        with unwatched(residual):  # some mechanisms run their own methods on rows of numbers
             row = residual.implied(read)
         if row is None and len(residual.sources(read)) == 1:
             row = h.new_ones(1)
@@ -147,7 +149,7 @@ def watched(
             weights = row.to(h.device, compute_dtype(h.dtype)).expand(h[..., 0].numel(), -1)
     if residual.editor is not None:
         if weights is None:
-            raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")
+            raise UserError(f"residual '{residual.name}' has no weights: there is nothing to edit")
         editor = residual.editor
         edited, shown = editor.edit(read, weights), values or editor.outputs
         exchanged = editor.exchange(read, shown)
@@ -164,11 +166,12 @@ def watched(
 def _mixed_anew(
     h: Tensor, weights: Tensor, edited: Tensor, values: Sequence[Tensor], exchanged: Sequence[Tensor]
 ) -> Tensor:
-    """Return `h` (..., d), made with `weights` (tokens, n) of `values`, as `edited` weights make it of what was
-    `exchanged` for them.
+    """Return `h` (..., d), computed with `weights` (tokens, n) of `values`, as it is with `edited` weights of
+    `exchanged` values.
 
-    Where a token's weights or sources changed the sum is made again: what taking values from h leaves is rounding, and
-    the norm after a read that lost everything, or nearly, makes that as large as any input. Elsewhere h stays as it is.
+    If a token's weights or sources changed, its sum is computed from the beginning: subtracting values from h would
+    leave rounding errors, which the norm after a read that lost (nearly) all sources would enlarge to the size of an
+    input. For other tokens h is unchanged.
     """
     dtype = compute_dtype(h.dtype)
     changed = (edited != weights).any(-1, keepdim=True)
@@ -183,15 +186,16 @@ def _mixed_anew(
 
 
 class Watched(nn.Module):
-    """A residual whose reads may be seen and edited. Its subclasses' `start` and `write` show what they are given."""
+    """A residual whose reads can be observed and edited. `start` and `write` of its subclasses notify watchers."""
 
     observer: Observer | None
     editor: Editor | None
     watched_from_start: ClassVar[bool] = False
-    """It keeps what it shows beside the state, from the start of a pass: none that begins at a cut can be watched."""
+    """Whether it stores what it shows outside the state, from the start of a pass, so that a pass that begins at a cut
+    cannot be watched."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Let the mechanism's `start` and `write` show what they are given, whoever calls them."""
+        """Make the mechanism's `start` and `write` notify watchers, whoever calls them."""
         super().__init_subclass__(**kwargs)
         for verb in ("start", "write"):
             if verb in vars(cls):
@@ -199,18 +203,17 @@ class Watched(nn.Module):
 
     @property
     def watched(self) -> bool:
-        """Whether someone sees or edits the reads."""
+        """Return whether there is an observer or an editor."""
         return self.observer is not None or self.editor is not None
 
     def forget(self) -> None:
-        """Let go of what was kept beside the state for those who watched; unless a mechanism says otherwise, nothing
-        was."""
+        """Drop the data stored outside the state for watchers; by default there is none."""
 
     def normed(
         self, h: Tensor, read: int, norm: NormLike, weights: Tensor | None = None, values: Sequence[Tensor] = ()
     ) -> Tensor:
-        """Return norm(h), for mechanisms whose read is not fused with its norm; show it first, as read number `read`,
-        to those who watch. `weights` and `values` as in `watched`."""
+        """Return norm(h), for mechanisms whose read is not fused with its norm, and show h to watchers first, as read
+        number `read`. `weights` and `values` are as in `watched`."""
         if self.watched:
             h = watched(cast("Residual", self), h, read, weights, values)
         return with_norm(h, norm)

@@ -1,1 +1,1 @@
-"""Depth streams inside any PyTorch module: a hidden state that norms read and additions write. Needs torch alone."""
+"""Depth streams inside any PyTorch module: a hidden state that norms read and additions write. Needs only torch."""

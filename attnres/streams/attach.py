@@ -1,4 +1,4 @@
-"""Gives the layers of any Transformer in PyTorch depth reads, in place."""
+"""Give the layers of any PyTorch Transformer depth reads, in place."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ from attnres.streams.meta import wait_for_values
 from attnres.streams.switches import detach
 
 _BOUND, _BOUND_16 = 1e-4, 0.1
-"""How far outputs may be from those before, as a part of the largest: rounding in fp32, and in 16 bits."""
+"""Largest accepted change of outputs, relative to the largest output: rounding in fp32, and in 16 bits."""
 _WHOLE = "norms=None gives every layer one read, whatever is inside of it"
 
 
@@ -36,7 +36,7 @@ def attach(
     tuples: bool = False,
     **settings: Any,
 ) -> Residual:
-    """Let the layers of a module read and write a depth stream, in place. Needs no other library than torch.
+    """Let the layers of a module read and write a depth stream, in place. Needs no library but torch.
 
     >>> import torch
     >>> from torch import nn
@@ -52,40 +52,40 @@ def attach(
     - with `norms=None` any layer that gives a vector of the width that it takes (parallel, post-norm or fused layers).
       It has one read, and what it writes is f(h) = layer(h) - h.
 
-    With a mechanism that starts as the standard residual the module then computes what it computed before, exactly so
-    where `read_scale` is "sum".
+    With a mechanism that starts as the standard residual the module then computes the same as before, exactly if
+    `read_scale` is "sum".
 
     Args:
-        module: it has the parameters as `module.residual` from now on.
+        module: the module to change; the new parameters are `module.residual`.
         residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings. "standard" ignores those of
-            "block", so that one word of a config switches depth reads off.
-        example: arguments of one forward pass, a tuple or, by name, a mapping. Layers, norms, final norm and width are
-            found by it where they are not given; what is attached is run with it and compared with what was before.
+            "block", so that one word of a config turns depth reads off.
+        example: arguments of one forward pass, a tuple or, by name, a mapping. A pass with it finds layers, norms,
+            final norm and width if they are not given, and another compares the outputs before and after.
         layers: path in `module` of the list (or dict) of layers; without an example "layers".
         norms: paths in a layer of the norms that read the stream, in the order of the calls; without an example
             ("norm1", "norm2"). None: one read a layer.
-        final_norm: path in `module` of the norm after the last layer, without an example "norm"; None where the layers'
-            output is used as it is, as it is with `norms=None` unless a path is given.
-        sublayers: kinds of the sublayers, one for each norm, attention and MLP unless given: for figures, and for
-            mechanisms that treat an "mlp" otherwise.
-        width: of the stream, where neither an example nor the first norm says it.
-        tuples: layers hand on tuples of tensors, which the module's own code between layers takes as they are: for
-            `torch.utils.checkpoint` in its forward inside of `torch.compile`. Layers in a checkpoint wrapper, and those
-            of Transformers, do so where it is needed.
+        final_norm: path in `module` of the norm after the last layer, without an example "norm"; None if the layers'
+            output is used without a norm, which is the default with `norms=None`.
+        sublayers: kinds of the sublayers, one for each norm, by default attention and MLP: for figures, and for
+            mechanisms that treat an "mlp" differently.
+        width: width of the stream, if neither an example nor the first norm gives it.
+        tuples: layers pass on tuples of tensors, which the module's code between layers must accept: for
+            `torch.utils.checkpoint` in its forward under `torch.compile`. Layers in a checkpoint wrapper, and those of
+            Transformers, do so when needed.
 
     Returns:
-        The residual. On the meta device it has to be given values, as the rest of the module has: `reset_parameters`,
-        or a state dict.
+        The residual. If it is on the meta device, initialise it with the rest of the module: `reset_parameters`, or a
+        state dict.
 
     Raises:
-        UserError: layers that do other things than is said above, paths that lead nowhere, a module that has a residual
-            already or calls something else so, unknown names, impossible settings, a mechanism that asks for other
-            start values of the layers. The module is then as it was.
+        UserError: layers of another form, wrong paths, a module that has a residual already or another attribute of
+            that name, unknown names, impossible settings, a mechanism that needs other start values of the layers. The
+            module is then unchanged.
     """
     _refuse_taken(module)
     name = residual_class(residual).name
     own = settings_of(name)
-    # other people's optimizers have one rate for all: None is a tenth where queries need it
+    # other people's optimizers have one learning rate for all: None is 0.1 where queries need it
     defaults = {"read_scale": read_scale, "query_lr": None}
     settings = {key: value for key, value in defaults.items() if key in own} | settings
     run = None if example is None else _Example(module, example)
@@ -97,7 +97,8 @@ def attach(
     first, *_ = [_part(layer, path) for layer in stack for path in found.reads] or [None]
     if found.final_norm is not None:
         _part(module, found.final_norm)
-    counted = run is not None or not found.reads  # norms that nobody has tried are an attention's and an MLP's
+    # without a pass, the norms are assumed to be an attention's and an MLP's
+    counted = run is not None or not found.reads
     kinds = tuple(sublayers or kinds_of(len(found.reads) if counted else 2))
     if len(kinds) != (len(found.reads) or 1):
         raise UserError(
@@ -110,20 +111,21 @@ def attach(
         connection = make_residual(name, depth, width, sublayers=kinds, **settings).float()
     if connection.value_kind != "none":
         raise UserError(
-            f"value_residual is '{connection.value_kind}', and where a module's attention makes its values is not "
-            "known here: leave it out"
+            f"value_residual is '{connection.value_kind}', and attach does not know where a module's attention "
+            "computes its values: leave it out"
         )
     if connection.branch_scale() != 1.0:
         raise UserError(
-            f"residual '{name}' scales the start values of a layer's branches, and which weights those are is not "
-            "known here: choose another residual"
+            f"residual '{name}' scales the start values of a layer's branches, and attach does not know those "
+            "weights: choose another residual"
         )
     connection.train(module.training)
     wait_for_values(connection)
     parts = attach_stream(module, connection, stack, found.reads, found.final_norm, normed=found.normed)
     parts.attached, parts.tuples = True, tuples
     if run is not None:
-        exact = settings.get("read_scale") != "mean" or not (found.normed and found.reads)  # of norms but for their eps
+        # exact up to the eps of norms
+        exact = settings.get("read_scale") != "mean" or not (found.normed and found.reads)
         same = connection.traits.starts_standard and exact
         try:
             run.compare(compared=same)
@@ -137,7 +139,7 @@ def attach(
 
 
 class _Example:
-    """One forward pass of a module, and what it put out before depth reads were attached."""
+    """One forward pass of a module, and its outputs before depth reads were attached."""
 
     def __init__(self, module: nn.Module, example: Any) -> None:
         self.module = module
@@ -154,11 +156,12 @@ class _Example:
             ) from error
 
     def run(self) -> Any:
-        args, kwargs = _pytree.tree_map_only(Tensor, Tensor.clone, (self.args, self.kwargs))  # it may change them
+        # the module may change them in place
+        args, kwargs = _pytree.tree_map_only(Tensor, Tensor.clone, (self.args, self.kwargs))
         return self.module(*args, **kwargs)
 
     def _tensors(self) -> list[Tensor]:
-        """Return the floating-point tensors of a pass in evaluation mode, with the same random numbers each time."""
+        """Return the floating-point outputs of a pass in evaluation mode, with the same random numbers each time."""
         devices = {one.device for one in self.module.parameters()}
         with evaluating(self.module), torch.no_grad(), forked_generators(devices):
             torch.manual_seed(0)
@@ -166,7 +169,7 @@ class _Example:
         return [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point() and not one.is_meta]
 
     def width_at(self, layer: nn.Module) -> int:
-        """Return the width of what a layer is given. Raises UserError where the pass does not call it."""
+        """Return the width of a layer's input. Raises UserError if the pass does not call the layer."""
         widths: list[int] = []
 
         def note(layer: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -179,16 +182,16 @@ class _Example:
             self._tensors()
         if not widths:
             raise UserError(
-                f"the first {type(layer).__name__} is given no hidden state in a forward pass of "
+                f"the first {type(layer).__name__} gets no hidden state in a forward pass of "
                 f"{type(self.module).__name__}, as its first argument or as hidden_states: name the list of its layers"
             )
         return widths[0]
 
     def compare(self, *, compared: bool) -> None:
-        """Make the pass with depth reads.
+        """Run the pass with depth reads.
 
         Raises:
-            UserError: it fails or, where it is `compared`, puts out something else than before.
+            UserError: the pass fails or, if `compared`, its outputs differ from before.
         """
         name = type(self.module).__name__
         try:
@@ -215,7 +218,8 @@ def _find(
     final_norm: str | Literal["auto"] | None,
     run: _Example | None,
 ) -> tuple[str, Found]:
-    """Return the path of the layers, and where they are read: as given, else as an example shows, else by default."""
+    """Return the path of the layers, and where they read: as given, else found by an example pass, else the
+    defaults."""
     name = type(module).__name__
     if run is None:
         reads = ("norm1", "norm2") if norms == "auto" else tuple(norms or ())
@@ -238,14 +242,14 @@ def _find(
 
 
 def _refuse_taken(module: nn.Module) -> None:
-    """Refuse a module that has a residual, or that a compiler has taken."""
+    """Refuse a module that has a residual, or that was compiled."""
     taken, name = getattr(module, "residual", None), type(module).__name__
     if isinstance(taken, Residual):
         raise UserError(f"{name} has a residual already: attach it once")
     if hasattr(module, "residual"):
         raise UserError(
-            f"{name} calls a {type(taken).__name__} of its own 'residual', which is the name that the depth stream "
-            "takes: rename it first"
+            f"{name} calls a {type(taken).__name__} of its own 'residual', which is the name of the depth stream's "
+            "residual: rename it first"
         )
     compiled = [path or name for path, one in module.named_modules() if "_orig_mod" in one._modules]
     if compiled:
@@ -266,7 +270,7 @@ def _part(module: nn.Module, path: str) -> Any:
 
 
 def _width(norm: nn.Module | None) -> int:
-    """Return the width of what a norm takes."""
+    """Return the width of a norm's input."""
     shape = getattr(norm, "normalized_shape", None) or getattr(getattr(norm, "weight", None), "shape", None)
     if not shape:
         what = "without norms nothing says" if norm is None else f"a {type(norm).__name__} does not say"

@@ -1,4 +1,4 @@
-"""Streams of passes without gradients, whose sources lie in one bank of memory."""
+"""Streams of passes without gradients, whose sources are in a bank."""
 
 from typing import Any, cast
 
@@ -23,9 +23,9 @@ def start_stream(residual: nn.Module, embedding: Tensor, *, hooked: bool = False
     """Begin a forward pass.
 
     Args:
-        residual: a `Residual`, or a wrapper of one: it is called for every verb, so that the wrapper's parameters and
-            hooks count.
-        hooked: something looks at the streams between layers.
+        residual: a `Residual`, or a wrapper of one, which is called for every `read` and `write`, so that its hooks
+            run.
+        hooked: whether a hook sees the streams between layers.
 
     Raises:
         UserError: reentrant checkpointing would drop gradients.
@@ -35,7 +35,7 @@ def start_stream(residual: nn.Module, embedding: Tensor, *, hooked: bool = False
         embedding = embedding.to(inner.stream_dtype)
     if torch.compiler.is_compiling():
         return Stream.plain(residual, embedding)
-    # a leaf may be there where nobody wants gradients: only a computed tensor says that somebody does
+    # a leaf may require gradients although nobody wants them; a computed tensor that does is a sign that somebody does
     if not torch.is_grad_enabled() and any(
         isinstance(one, Tensor) and one.grad_fn is not None for one in reentrant(residual) or ()
     ):
@@ -48,8 +48,8 @@ def start_stream(residual: nn.Module, embedding: Tensor, *, hooked: bool = False
 
 
 class BankStream(Stream):
-    """One forward pass without gradients, before sublayer `index`; its sources are in a bank, which goes on with the
-    pass. So only the latest stream of a pass can be asked, and an earlier one says that it is over."""
+    """One forward pass without gradients, before sublayer `index`. Its sources are in a bank that changes as the pass
+    continues, so only the latest stream of a pass can be read; an earlier one raises an error."""
 
     def __init__(self, residual: Residual, bank: Bank, index: int, values: Tensor | None = None) -> None:
         self.residual, self.bank, self.index, self.values = residual, bank, index, values
@@ -115,10 +115,11 @@ class BankStream(Stream):
 
 
 class KnownNorm:
-    """A norm module as a bank's read knows it from one pass to the next.
+    """A norm module, remembered by a bank's read from one pass to the next.
 
     Attributes:
-        fused: its arithmetic, where that is known; else None, and `apply` is the module's forward, or nothing.
+        fused: the norm as a value if its arithmetic is known; else None, and `apply` is the module's forward, or the
+            identity.
     """
 
     def __init__(self, module: nn.Module | None, like: Tensor, bank: Bank) -> None:
@@ -132,8 +133,8 @@ class KnownNorm:
         self.eps_name = "eps" if isinstance(module, nn.LayerNorm | nn.RMSNorm) else "variance_epsilon"
 
     def holds(self, module: nn.Module | None) -> bool:
-        """Return whether this is the module, and its weights, of which the bank has no copies, lie where they lay, with
-        the same eps and autocast."""
+        """Return whether `module` is this norm with its weights at the same addresses (the bank has no copies), the
+        same eps and the same autocast."""
         fused = self.fused
         if module is not self.module or fused is None or module is None:
             return module is self.module
@@ -150,6 +151,6 @@ class KnownNorm:
 
 
 def _places(norm: Norm | None) -> tuple[int, int]:
-    """Return where a norm's weight and bias lie."""
+    """Return the addresses of a norm's weight and bias."""
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     return (0 if weight is None else weight.data_ptr()), (0 if bias is None else bias.data_ptr())

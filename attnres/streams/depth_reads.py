@@ -1,4 +1,4 @@
-"""Depth reads for a loop of one's own: a hidden state that counts its sublayers and refuses misuse."""
+"""Depth reads for a model's own forward loop: a hidden state that counts its sublayers and refuses misuse."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -28,16 +28,16 @@ class HiddenState(Stream):
     """
 
     def read(self, norm: nn.Module | NormLike | None = None) -> Tensor | Inputs:
-        """Return the input of the coming sublayer, (..., d).
+        """Return the input of the next sublayer, (..., d).
 
         Args:
-            norm: the norm before the sublayer: a module, a function, a `Norm`, or None for none. A read computes a
-                `Norm`, `nn.RMSNorm` or `nn.LayerNorm` in the same pass.
+            norm: the norm before the sublayer: a module, a function, a `Norm`, or None. A read computes a `Norm`,
+                `nn.RMSNorm` or `nn.LayerNorm` in the same pass.
 
         Raises:
-            UserError: this state was read already and nothing was added, or every sublayer has written.
+            UserError: this state was already read and nothing was added, or every sublayer has written.
         """
-        # backward runs a checkpointed layer again, and its first run may have ended between read and write
+        # backward runs a checkpointed layer again, whose first run may have ended between read and write
         recomputes = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if self._after_read is not None and not recomputes:
             raise UserError(
@@ -48,10 +48,10 @@ class HiddenState(Stream):
         return super().read(norm)
 
     def write(self, output: Tensor) -> "HiddenState":
-        """Return the state after the sublayer that read this one put out `output`, (..., d); `x + output` is the same.
+        """Return the state after the sublayer that read this one wrote `output`, (..., d); `x + output` is the same.
 
         Raises:
-            UserError: nothing has read this state.
+            UserError: this state was not read.
         """
         if self._after_read is None:
             raise UserError(
@@ -80,8 +80,9 @@ class HiddenState(Stream):
     def spec(self, norm: nn.Module | NormLike | None) -> NormLike:
         if norm is None or isinstance(norm, Norm):
             return as_it_is if norm is None else norm
-        # a subclass or a module with hooks (adapters, FSDP) may compute something else: it is called. So is a norm that
-        # nothing is gained by fusing: the standard residual is then x + f(norm(x)) to the bit
+        # a subclass or a module with hooks (adapters, FSDP) may compute something else, so it is called; so is a norm
+        # when
+        # fusing saves nothing: the standard residual is then x + f(norm(x)) to the bit
         is_known = type(norm) in FUSED_NORMS and not has_hooks(cast(nn.Module, norm))
         is_known = is_known and not isinstance(self.residual("itself"), OneStream)
         return describe_norm(cast(nn.Module, norm), self.like) if is_known else norm
@@ -91,7 +92,7 @@ class HiddenState(Stream):
 
 
 class DepthReads(nn.Module):
-    """Connect the sublayers of your own model: each reads a mix of the embedding and of what earlier ones put out.
+    """Connect the sublayers of your own model: each reads a mixture of the embedding and earlier outputs.
 
         self.depth = attnres.DepthReads(2 * layers, width, "block", num_blocks=8)
 
@@ -101,22 +102,22 @@ class DepthReads(nn.Module):
             x = x + layer.mlp(x.read(layer.norm2))
         logits = self.head(x.finish(self.norm))
 
-    `residual` has the parameters, and the same verbs as functions, for kernels, pipelines and compiled checkpoints,
-    which take tuples of tensors: `start(embedding)`, `read(state, index, norm)`, `write(state, index, output)`,
-    `finish(state, norm)`.
+    `residual` has the parameters, and the same steps as functions on tuples of tensors, for kernels, pipelines and
+    compiled checkpoints: `start(embedding)`, `read(state, index, norm)`, `write(state, index, output)`, `finish(state,
+    norm)`.
 
     Args:
-        num_sublayers: attentions and MLPs together. width: d.
-        residual: a mechanism's name; None and "standard" are x + f(norm(x)), and ignore settings of "block", so that
-            one word switches.
-        sublayers: kinds of a layer's sublayers, in order; attention and MLP unless given.
-        query_lr: learning rate of queries and key gains relative to the one that your optimizer gives every parameter;
-            0.1 unless given, where the mechanism needs it.
-        settings: of the mechanism.
+        num_sublayers: number of attentions and MLPs. width: d.
+        residual: a mechanism's name. None and "standard" are x + f(norm(x)), and ignore settings of "block", so that
+            one word turns depth reads off.
+        sublayers: kinds of a layer's sublayers, in order; by default attention and MLP.
+        query_lr: learning rate of queries and key gains relative to the optimizer's; by default 0.1 if the mechanism
+            needs it.
+        settings: settings of the mechanism.
 
     Raises:
-        UserError: an unknown name or setting, impossible settings, or a value residual: where attentions make their
-            values is not known here.
+        UserError: an unknown name or setting, impossible settings, or a value residual, which needs access to the
+            attentions.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class DepthReads(nn.Module):
         super().__init__()
         if settings.get("value_residual", "none") != "none":
             raise UserError(
-                f"value_residual is '{settings['value_residual']}', and where your attention makes its values is not "
-                "known here: leave it out"
+                f"value_residual is '{settings['value_residual']}', and DepthReads does not know where your "
+                "attention computes its values: leave it out"
             )
         self.residual = make_residual(
             residual or "standard", num_sublayers, width, sublayers=sublayers, query_lr=query_lr, **settings

@@ -1,9 +1,9 @@
-"""Finds where a module's layers read and write their hidden state, by watching one forward pass.
+"""Find where a module's layers read and write their hidden state, by observing one forward pass.
 
-The first layer is given a stand-in for its hidden state, which notes what module is called on it and when something is
-added to it. A stack whose layers read, write, read and write, each read by a norm, and whose final norm reads last can
-have depth reads; any other is refused with what it does instead. Reads are norms first of all, wherever in a layer they
-stand; where that does not fit, whatever is called on the hidden state.
+The first layer gets a stand-in for its hidden state, which records the modules called on it and the additions to it. A
+stack can have depth reads if its layers read and write alternately, each read by a norm, and its final norm reads last;
+other stacks are refused with the difference. Reads are looked for among the norms of a layer first; if that does not
+fit, among all modules called on the hidden state.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -24,16 +24,16 @@ _OUTSIDE = -1
 
 
 class NoFitError(Exception):
-    """Says what layers do that depth reads have no place in, as the end of a sentence."""
+    """Says, as the end of a sentence, why layers cannot have depth reads."""
 
 
 class Found(NamedTuple):
-    """Where a stack of layers reads its hidden state.
+    """The places where a stack of layers reads its hidden state.
 
     Attributes:
-        reads: paths in a layer of what is called on the hidden state, in order; normed: whether these are norms.
+        reads: paths in a layer of the modules called on the hidden state, in order; normed: whether these are norms.
         final_norm: path of the norm that reads after the last layer; None without one.
-        width: of the hidden state.
+        width: width of the hidden state.
     """
 
     reads: tuple[str, ...]
@@ -50,16 +50,16 @@ def find_reads(
     strict: bool = True,
     counts: Container[int] = (2, 3),
 ) -> Found:
-    """Find where `layers`, which are inside of `base`, are read.
+    """Find where `layers`, which are inside `base`, read.
 
     Args:
-        run: makes one forward pass.
-        strict: nothing but norms, sublayers and additions may have the hidden state, and a final norm reads it. Else
-            any other operation is given its value.
-        counts: how many reads a layer may have.
+        run: runs one forward pass.
+        strict: only norms, sublayers and additions may use the hidden state, and a final norm must read it. Otherwise
+            other operations get its value.
+        counts: allowed numbers of reads in a layer.
 
     Raises:
-        NoFitError: what does not fit.
+        NoFitError: the layers do not fit.
     """
     try:
         watched = _Watched(base, layers, run, norms_alone=True, strict=strict)
@@ -76,10 +76,10 @@ def find_reads(
 
 
 def find_layers(base: nn.Module) -> str:
-    """Return the path of the list of layers: of the lists of modules of one class, the one with the most weights.
+    """Return the path of the list of layers: among lists of modules of one class, the one with the most weights.
 
     Raises:
-        NoFitError: there is none.
+        NoFitError: there is no such list.
     """
     sizes = {}
     for path, part in base.named_modules():
@@ -96,7 +96,7 @@ def find_layers(base: nn.Module) -> str:
 
 
 class _HiddenState:
-    """Stands in for a hidden state, and notes what is done with it."""
+    """Stands in for a hidden state, and records what is done with it."""
 
     def __init__(self, value: Tensor, note: Callable[[str, str], None], strict: bool) -> None:
         self.value, self.note, self.strict = value, note, strict
@@ -132,7 +132,7 @@ class _HiddenState:
             raise NoFitError(f"uses '{name}' of its hidden state")
         return getattr(self.value, name)
 
-    __iter__ = None  # Transformers asks whether an output is one of several
+    __iter__ = None  # Transformers tests whether an output is iterable
 
     def __getitem__(self, place: Any) -> Tensor:
         return self.plain("an index")[place]
@@ -144,13 +144,13 @@ class _HiddenState:
 
 
 class _Watched:
-    """One forward pass, and what was read and written in it.
+    """One forward pass, with the reads and writes in it.
 
     Attributes:
         events: (kind, layer, path) of each read and write.
-        normed: of each read whether a norm makes it.
-        width: of the hidden state.
-        norms_alone: other modules that are called on the hidden state pass it on to what is inside of them.
+        normed: for each read, whether a norm does it.
+        width: width of the hidden state.
+        norms_alone: only norms read; other modules called on the hidden state pass it on to their submodules.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class _Watched:
         norms_alone: bool,
         strict: bool,
     ) -> None:
-        """Make the pass. Raises NoFitError."""
+        """Run the pass. Raises NoFitError."""
         self.norms_alone, self.strict = norms_alone, strict
         self.events: list[tuple[str, int, str]] = []
         self.normed: dict[tuple[int, str], bool] = {}
         self.width, self.count = 0, len(layers)
-        self.now = _OUTSIDE  # the layer
+        self.now = _OUTSIDE  # the running layer
         inside = {id(module) for layer in layers for module in layer.modules()}
         readers = [
             (path, module)
@@ -188,7 +188,7 @@ class _Watched:
                     run()
             except NoFitError:
                 raise
-            except Exception as error:  # whatever its code does with what is no tensor
+            except Exception as error:  # the layer's code may fail in any way on a stand-in
                 raise NoFitError(f"does something else with its hidden state ({first_line(error)})") from error
         if not self.width:
             raise NoFitError("never calls its layers in a forward pass")
@@ -197,7 +197,7 @@ class _Watched:
         self.events.append((kind, self.now, place))
 
     def _entering(self, index: int) -> Callable:
-        """Return the hook of what enters a layer."""
+        """Return the hook that runs when a layer is entered."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             self.now = index
@@ -250,14 +250,14 @@ def _replaced(args: tuple, kwargs: Mapping[str, Any], state: Any) -> tuple[tuple
 
 
 def _removes_scale(module: nn.Module, like: Tensor) -> bool:
-    """Return whether module(8x) = module(x), for x so large that an eps does not matter; on the meta device, by its
-    name."""
+    """Return whether module(8x) = module(x), for x so large that an eps does not matter; on the meta device, judged by
+    the module's name."""
     if like.is_meta:
         return "norm" in type(module).__name__.lower() and not list(module.children())
     x = torch.linspace(-64, 64, like.shape[-1], device=like.device, dtype=like.dtype).cos().mul_(1024).expand_as(like)
     try:
         small, large = module.forward(x), module.forward(8 * x)
-    except Exception:  # a module of another kind may refuse such an input in its own way
+    except Exception:  # a module of another kind may fail on such an input in any way
         return False
     return isinstance(small, Tensor) and small.shape == x.shape and torch.allclose(small, large, rtol=1e-2, atol=1e-4)
 

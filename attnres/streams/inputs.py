@@ -1,7 +1,7 @@
-"""An attention whose projections have inputs of their own, or whose values take something from the first layer's.
+"""Give an attention a separate input for each projection, or values mixed with the first layer's.
 
-Its own code is left alone. In place of a hidden state it is given `Inputs`, which says what a hidden state would of its
-shape, and hands it to its projections; each of them takes its part.
+The attention's code is unchanged. In place of a hidden state it gets `Inputs`, which has a hidden state's shape, and
+passes them to its projections; each takes its part.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ from attnres.streams.known_norms import Exchanged, exchange
 
 
 class _MisusedError(TypeError, AttributeError):
-    """Something else was asked of inputs than what they stand for."""
+    """Raised if an operation other than a projection is applied to `Inputs`."""
 
 
 @dataclass(eq=False)
 class Inputs:
-    """One attention's inputs in one forward pass, (..., d) each.
+    """The inputs of one attention in one forward pass, (..., d) each.
 
     Attributes:
-        layer, first: where there is a value residual, the layer's number and the first layer's values, which layer 0
-            fills in. mix: the residual whose verb mixes values, or None. replaces: the first layer's take their place.
+        layer, first: with a value residual, the layer's number and the first layer's values, which layer 0 fills in.
+            mix: the residual that mixes values, or None. replaces: whether the first layer's values replace later ones.
     """
 
     query: Tensor
@@ -39,11 +39,11 @@ class Inputs:
 
     @classmethod
     def of(cls, x: Tensor | Ways, **values: Any) -> "Inputs":
-        """Of a read: one vector for all three projections, or one for each."""
+        """Make inputs from a read: one vector for all three projections, or one for each."""
         return cls(*(x if isinstance(x, Ways) else (x, x, x)), **values)
 
     def values(self, value: Tensor) -> Tensor:
-        """Return what attention uses and caches in place of its own `value` (..., heads * head_dim)."""
+        """Return the values for attention to use and cache in place of its own `value` (..., heads * head_dim)."""
         if self.mix is None:
             return value
         if self.layer == 0:
@@ -51,7 +51,7 @@ class Inputs:
             return value
         return self.mix("mix_values", self.layer, value, self.first, self.value)
 
-    # What attentions ask of a hidden state besides.
+    # Other attributes that attentions ask of a hidden state.
     @property
     def shape(self) -> torch.Size:
         return self.value.shape
@@ -79,11 +79,12 @@ class Inputs:
 
 
 class Fused(NamedTuple):
-    """How one projection's output (..., O) holds queries, keys and values.
+    """The layout of queries, keys and values in the output (..., O) of one fused projection.
 
     Attributes:
-        heads, shared: of queries, and of keys and values each, all of one size.
-        by_head: query, key and value of the first head, then of the second; else all queries, all keys, all values.
+        heads, shared: number of heads of queries, and of keys and values each, all of one size.
+        by_head: query, key and value of the first head, then of the second, ...; else all queries, all keys, all
+            values.
     """
 
     heads: int
@@ -91,7 +92,7 @@ class Fused(NamedTuple):
     by_head: bool
 
     def cut(self, whole: Tensor) -> list[Tensor]:
-        """Return queries, keys and values, (..., heads * head_dim) each."""
+        """Split into queries, keys and values, (..., heads * head_dim) each."""
         if self.by_head:
             return [part.flatten(-2) for part in whole.unflatten(-1, (self.heads, 3, -1)).unbind(-2)]
         size = whole.shape[-1] // (self.heads + 2 * self.shared)
@@ -105,8 +106,8 @@ class Fused(NamedTuple):
 
 
 class _Taking(Exchanged):
-    """Mixed into a projection's own class: takes its part of `Inputs`, and tensors as ever. A fused one is called for
-    each of three inputs, and gives of each result the part that is asked for."""
+    """Mixin for a projection: takes its part of `Inputs`, and tensors as before. A fused projection is called on each
+    of three inputs, and returns the needed part of each result."""
 
     way: str | Fused
 
@@ -130,7 +131,7 @@ class _Taking(Exchanged):
 
 
 class _Splitting(Exchanged):
-    """Mixed into an attention's own class: what is put in a projection's place, as adapters do, takes its part too."""
+    """Mixin for an attention: a module that replaces a projection, as adapters do, takes its part too."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -144,12 +145,12 @@ def split(layers: Sequence[nn.Module], projections: Sequence[str], fused: Fused,
     """Let the attention of every layer take `Inputs`.
 
     Args:
-        projections: paths in a layer of those of queries, keys and values, or of the one that makes all.
-        fused: how that one's output holds them; its heads are also those of projections of their own.
-        what, name: what asks for it, and the model's class, for messages.
+        projections: paths in a layer of the projections of queries, keys and values, or of the fused one.
+        fused: the layout of the fused projection's output; its numbers of heads also apply to separate projections.
+        what, name: the feature that needs it, and the model's class, for messages.
 
     Raises:
-        UserError: a layer has no such projections, or its input goes elsewhere too.
+        UserError: a layer has no such projections, or other modules take its input too.
     """
     names = [path.rpartition(".")[2] for path in projections]
     ways = dict(zip(names, Ways._fields if len(names) == len(Ways._fields) else [fused]))
@@ -168,7 +169,7 @@ def split(layers: Sequence[nn.Module], projections: Sequence[str], fused: Fused,
 
 
 def _refusal(layer: nn.Module, projections: Sequence[str], fused: Fused) -> str | None:
-    """Say why a layer's attention cannot take `Inputs`; None where it can."""
+    """Return the reason why a layer's attention cannot take `Inputs`; None if it can."""
     modules = dict(layer.named_modules())
     missing = [path for path in projections if path not in modules]
     if missing or not projections:
@@ -176,7 +177,7 @@ def _refusal(layer: nn.Module, projections: Sequence[str], fused: Fused) -> str 
     attention = modules[projections[0].rpartition(".")[0]]
     names = [path.rpartition(".")[2] for path in projections]
     others = [n for n, child in attention.named_children() if isinstance(child, nn.Linear) and n not in names]
-    if len(others) > 1:  # one is the projection of its output
+    if len(others) > 1:  # one other is the output projection
         return f"has further ones ({', '.join(others)})"
     parts = fused.shared if len(projections) == len(Ways._fields) else fused.heads + 2 * fused.shared
     last = modules[projections[-1]]

@@ -1,4 +1,4 @@
-"""Norm modules as values that a read is fused with, and the exchange of a module's class for one that reads."""
+"""Norm modules as values with which a read is fused, and the replacement of a module's class by one that reads."""
 
 import copy
 import functools
@@ -14,18 +14,18 @@ from attnres.residuals.watch import NormLike
 
 
 class Exchanged(nn.Module):
-    """Mixed in front of a module's own class by `exchange`; copies and pickles of the module keep the exchange."""
+    """Base class of the mixins that `exchange` adds to a module's class; copies and pickles of the module keep it."""
 
     renames: ClassVar[bool] = True
-    """The class is called otherwise: servers put a norm of their own in place of whatever is called `...RMSNorm`, and
-    with it the exchange would be gone. A layer keeps its name, by which FSDP finds it."""
+    """Whether the class gets another name: inference servers replace any class named `...RMSNorm` by their norm, which
+    would undo the exchange. A layer keeps its name, by which FSDP finds it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _empty, type(self).__bases__, self.__dict__
 
 
 def exchange(module: nn.Module, mixin: type[Exchanged]) -> None:
-    """Put `mixin` in front of the class of this one module, unless it is there already."""
+    """Add `mixin` in front of the class of this module, unless it is there already."""
     if not isinstance(module, mixin):
         module.__class__ = _exchanged(mixin, type(module))
 
@@ -40,27 +40,27 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 @functools.cache
 def _exchanged(mixin: type[Exchanged], cls: type[nn.Module]) -> type[nn.Module]:
-    """Return the class, whose name is the module's own or, where the mixin asks for it, ends in the mixin's."""
+    """Return the combined class; it has the module's class name, followed by the mixin's if `renames` is set."""
     bases: tuple[type, ...] = (mixin, cls)
     name = f"{cls.__name__}{mixin.__name__.lstrip('_')}" if mixin.renames else cls.__name__
     return type(name, bases, {"__module__": __name__})
 
 
 def _empty(mixin: type[Exchanged], cls: type[nn.Module]) -> nn.Module:
-    """Return an empty module of the exchanged class: what unpickling and copying fill."""
+    """Return an empty module of the combined class, for unpickling and copying."""
     return object.__new__(_exchanged(mixin, cls))
 
 
 def _forward(module: nn.Module) -> Callable:
-    """Return the forward of a norm's own class."""
+    """Return the forward of a norm's original class."""
     return own_class(module).forward
 
 
 def describe_norm(module: nn.Module, like: Tensor) -> NormLike:
-    """Return a pre-norm as a value, where its arithmetic is known; else what it computes, as a function: the module has
-    been called with the stream already, and its hooks with it.
+    """Return a pre-norm as a value if its arithmetic is known, else as a function; the module itself has already been
+    called with the stream, and its hooks have run.
 
-    Under autocast the normed vector comes out in the autocast dtype, since only matrix products consume it.
+    Under autocast the normed vector has the autocast dtype, since only matrix products use it.
     """
     out_dtype = autocast_dtype(like.device.type)
     if isinstance(module, nn.LayerNorm) and _forward(module) is nn.LayerNorm.forward:
@@ -68,7 +68,7 @@ def describe_norm(module: nn.Module, like: Tensor) -> NormLike:
     if isinstance(module, nn.RMSNorm) and _forward(module) is nn.RMSNorm.forward and len(module.normalized_shape) == 1:
         eps = torch.finfo(like.dtype).eps if module.eps is None else module.eps
         return Norm(module.weight, None, eps, False, out_dtype)
-    eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
+    eps = getattr(module, "variance_epsilon", None)  # many families have a copy of this RMSNorm
     if eps is not None and module.__dict__.get("is_rms_norm", True):
         weight: Any = module._parameters.get("weight")
         return Norm(cast(Tensor, module.weight) if weight is None else weight, None, eps, False, out_dtype)
@@ -76,7 +76,7 @@ def describe_norm(module: nn.Module, like: Tensor) -> NormLike:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Return whether a norm with a `variance_epsilon` computes x / rms(x) * weight, as far as one vector tells."""
+    """Return whether a norm with a `variance_epsilon` computes x / rms(x) * weight, as tried on one vector."""
     weight: Any = module._parameters.get("weight")
     if weight is None:
         return True

@@ -27,7 +27,7 @@ from attnres.streams.readers import (
 from attnres.streams.stream import OTHER_LAYERS, Stream
 
 _CAPTURES = "transformers.utils.output_capturing"
-"""Where Transformers' hooks are from that collect hidden states."""
+"""Module of Transformers' hooks that collect hidden states."""
 
 
 tell_neighbours()
@@ -43,15 +43,14 @@ def attach_stream(
     normed: bool = True,
     banked: bool = False,
 ) -> Parts:
-    """Let `layers`, which are inside of `base`, read and write a stream of `residual`, which `base` has from now on.
+    """Let `layers`, which are inside `base`, read and write a stream of `residual`, which becomes a part of `base`.
 
     Args:
-        reads: paths in a layer of what is called on the stream, in order; none where a layer reads once, whole.
-            normed: whether these are norms.
-        final_norm: path in `base` of the norm that reads the stream after the last layer; None: the last layer puts out
+        reads: paths in a layer of the modules called on the stream, in order; empty if a layer reads once, as a whole.
+            normed: whether these modules are norms.
+        final_norm: path in `base` of the norm that reads the stream after the last layer; None: the last layer outputs
             the read itself.
-        banked: nothing but the layers themselves asks for the stream between them, so that a pass without gradients may
-            keep its sources in one place.
+        banked: only the layers use the stream between them, so that a pass without gradients may use a bank.
     """
     if residual.whole_layers and len(reads) != 2:
         raise UserError(
@@ -60,19 +59,19 @@ def attach_stream(
         )
     if len(set(layers)) < len(layers):
         raise UserError(
-            f"one {type(layers[0]).__name__} is several of the layers here, and a depth stream counts each once: give "
-            "every layer a module of its own"
+            f"several layers are the same {type(layers[0]).__name__}, and a depth stream counts each module once: "
+            "give every layer its own module"
         )
     norms = {layer.get_submodule(path) for layer in layers for path in reads}
     if final_norm is not None and base.get_submodule(final_norm) in norms:
         raise UserError(
-            f"the final norm '{final_norm}' is also a norm of a layer, and the two read the stream in different ways: "
-            "give the end a module of its own"
+            f"the final norm '{final_norm}' is also a norm of a layer, and the two read the stream in different "
+            "ways: give the final norm a separate module"
         )
     base.residual = residual
-    if torch.get_default_device().type != "meta":  # whose values are yet to come
+    if torch.get_default_device().type != "meta":  # its values will be set later
         for part in cast(Any, residual).modules():
-            part._is_hf_initialized = True  # or `post_init` and `init_weights` would start it anew when it is trained
+            part._is_hf_initialized = True  # or `post_init` and `init_weights` would initialise it again after training
     let_read = make_reading if normed else make_taking
     for layer in layers:
         if not reads:
@@ -95,7 +94,7 @@ def attach_stream(
 
 
 def kinds_of(reads: int) -> tuple[str, ...]:
-    """Return the kinds of a layer's sublayers, by their number."""
+    """Return the kinds of a layer's sublayers, given their number."""
     kinds = {2: ("attention", "mlp"), 3: ("attention", "cross_attention", "mlp")}
     return kinds.get(reads, ("layer",) * max(reads, 1))
 
@@ -110,7 +109,7 @@ def _check_end(parts: Parts, base: nn.Module, args: tuple[Any, ...], output: Any
     if not parts.enabled or torch.compiler.is_compiling() or progress() == FINISHED:
         return
     parts.refuse_changes()
-    if progress() == WAITING and base.training:  # every layer was skipped (layerdrop)
+    if progress() == WAITING and base.training:  # all layers were skipped (layerdrop)
         return
     raise UserError(
         f"the pass of {type(base).__name__} ended, and '{parts.final_norm}' has not read its depth stream: its forward "
@@ -121,10 +120,10 @@ def _check_end(parts: Parts, base: nn.Module, args: tuple[Any, ...], output: Any
 def _enter(
     parts: Parts, number: int, banked: bool, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Begin a stream with the first layer's input, with the residual that the base has when it runs.
+    """Begin a stream with the first layer's input, with the residual that `base` has in this pass.
 
-    Of later layers refuse a tensor: what comes after it would be a plain residual without a word. Layers that a pass
-    in training skips (layerdrop) write nothing.
+    Refuse a tensor as a later layer's input, because from there on the residual would silently be the standard one.
+    Layers skipped in training (layerdrop) write nothing.
     """
     if not parts.enabled:
         return None
@@ -132,7 +131,7 @@ def _enter(
     count = number * parts.each
     if stream is not None:
         given, stream = stream, stream.stream(parts.residual) if isinstance(stream, Handed) else stream
-        # a stream that another module has begun, as a pipeline's stage does, skips nothing
+        # a stream begun by another module, such as a pipeline stage, skips nothing
         if layer.training and (torch.compiler.is_compiling() or progress() != WAITING):
             stream = passed_over(stream, count)
         if parts.unpacks(layer):
@@ -148,7 +147,7 @@ def _enter(
             "as its first argument, or as hidden_states"
         )
     parts.refuse_changes()
-    # a compiled pass takes no bank, and its hooks are not for Dynamo to look at
+    # a compiled pass uses no bank, and Dynamo should not trace its hooks
     no_bank = not banked or torch.is_grad_enabled() or torch.compiler.is_compiling()
     hooked = no_bank or any(map(_hooks_of_others, parts.layers))
     embedding = cast(Tensor, args[0] if args else kwargs["hidden_states"])
@@ -158,14 +157,14 @@ def _enter(
 
 
 def _none_ran() -> bool:
-    """Return whether no layer of the running pass has begun its stream: the first ones were skipped. A layer that is
-    run again in backward is given what it was given before."""
+    """Return whether no layer of the running pass has begun its stream, because the first ones were skipped. A layer
+    that runs again in backward gets its first input."""
     return not torch.compiler.is_compiling() and (progress() == WAITING or torch._C._current_graph_task_id() != -1)
 
 
 def _hooks_of_others(layer: nn.Module) -> bool:
-    """Return whether a layer has hooks besides ours, one before it and one after. Those of Transformers do not count:
-    the first pass that is asked for hidden states leaves them on the layers for good, and they do nothing in others."""
+    """Return whether a layer has hooks other than this package's two. Those of Transformers do not count: the first
+    pass that asks for hidden states leaves them on the layers for good, and they do nothing in other passes."""
     after = 0
     for hook in layer._forward_hooks.values():
         after += getattr(hook, "__module__", None) != _CAPTURES
@@ -173,8 +172,8 @@ def _hooks_of_others(layer: nn.Module) -> bool:
 
 
 def _leave(parts: Parts, number: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Refuse a tensor that a layer made of the stream, and a stream that not all sublayers up to here have read; from
-    now on what is added is a hook's."""
+    """Refuse a tensor as the result of a layer, and a stream that not all sublayers so far have read; additions from
+    now on come from hooks."""
     if not parts.enabled:
         return None
     stream, count = output[0] if type(output) is tuple else output, (number + 1) * parts.each
@@ -193,7 +192,7 @@ def _leave(parts: Parts, number: int, layer: nn.Module, args: tuple[Any, ...], o
 
 
 def _reopen(parts: Parts, norm: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Give the final norm the stream that the last layer handed on as a tuple."""
+    """Give the final norm the stream that the last layer passed on as a tuple."""
     if args and isinstance(args[0], Handed):
         return (args[0].stream(parts.residual), *args[1:])
     return None

@@ -1,4 +1,4 @@
-"""Residuals that were made on the meta device: emptied onto a device they run when they have been given values."""
+"""Residuals created on the meta device: once moved to a device they run only after they were initialised."""
 
 import operator
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from attnres.streams.known_norms import Exchanged, exchange, own_class
 
 
 class Uninitialised(Exchanged):
-    """Mixed into the class of a residual without values. On the meta device it runs, as shapes and FLOP counts need."""
+    """Mixin for the class of an uninitialised residual. On the meta device it runs, for shapes and FLOP counts."""
 
     versions: list[int] | None = None
-    """Of its parameters, when `to_empty` gave them memory; what is written to them since makes other ones."""
+    """Versions of its parameters when `to_empty` allocated them; writing values changes the versions."""
 
     def init_parameters(self) -> None:
         cast(Any, own_class(self)).init_parameters(self)
@@ -36,14 +36,14 @@ class Uninitialised(Exchanged):
         now = [one._version for one in self.parameters()]
         if verb != "itself" and any(map(operator.eq, now, self.versions or ())):
             raise UserError(
-                "the queries of the depth reads were made on the meta device and never given values: call "
+                "the queries of the depth reads were created on the meta device and never initialised: call "
                 "reset_parameters() of the residual after to_empty, or load a state dict that has them"
             )
         return super().forward(verb, *args)
 
 
 def wait_for_values(residual: Residual) -> None:
-    """Let a residual on the meta device refuse passes with memory that nobody has written to."""
+    """Let a residual on the meta device refuse passes with uninitialised memory."""
     if _on_meta(residual):
         exchange(residual, Uninitialised)
         residual.register_load_state_dict_post_hook(_note_loaded)
@@ -54,14 +54,14 @@ def _on_meta(residual: nn.Module) -> bool:
 
 
 def note_values(residual: nn.Module) -> None:
-    """Give a residual its own class back, where its parameters are on a device."""
+    """Restore a residual's own class if its parameters are on a device."""
     if isinstance(residual, Uninitialised) and not _on_meta(residual):
         residual.__dict__.pop("versions", None)
         residual.__class__ = own_class(residual)
 
 
 def _note_loaded(residual: nn.Module, keys: Any) -> None:
-    """Take note that a state dict was loaded which has the residual's parameters."""
+    """Note that a state dict with the residual's parameters was loaded."""
     missing = {key.rpartition(".")[2] for key in keys.missing_keys if ".residual." in f".{key}"}
     if not missing & {name.rpartition(".")[2] for name, _ in residual.named_parameters()}:
         note_values(residual)

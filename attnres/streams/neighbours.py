@@ -1,4 +1,4 @@
-"""What other libraries are told of models with depth reads, once they are imported."""
+"""Adapt other libraries to models with depth reads, once they are imported."""
 
 import functools
 import warnings
@@ -13,8 +13,8 @@ from attnres.residuals.queries import Queried
 
 
 def _spare_residuals(trainer: Any) -> None:
-    """Let Transformers' `Trainer`, and those made of it, decay nothing of a residual: decay would pull queries back to
-    the mean and gains to zero. An optimizer that a user passes is as it was made."""
+    """Let Transformers' `Trainer` and its subclasses apply no weight decay to a residual: decay would pull queries back
+    to the mean and gains to zero. An optimizer that a user passes is unchanged."""
     plain = trainer.Trainer.get_decay_parameter_names
 
     @functools.wraps(plain)
@@ -31,14 +31,15 @@ def _spare_residuals(trainer: Any) -> None:
 
 
 def _fit_fsdp1(fsdp: Any) -> None:
-    """Let FSDP 1 take fp32 reads beside weights in 16 bits as a unit of their own, or say that they have to be one."""
+    """Let FSDP 1 treat fp32 reads in a 16-bit model as a separate unit, or raise an error that says so."""
     plain = fsdp.FullyShardedDataParallel.__init__
 
     @functools.wraps(plain)
     def __init__(self: Any, module: nn.Module, *args: Any, **options: Any) -> None:
         if isinstance(module, Residual):
-            # A residual is called for every read and write. Where FSDP changes a dtype between two calls, autograd
-            # makes another accumulator, on which FSDP has no hook: the gradient would be lost without a word.
+            # A residual is called for every read and write. If FSDP changed a dtype between two calls, autograd would
+            # make another
+            # accumulator, on which FSDP has no hook: the gradient would be lost silently.
             options["mixed_precision"] = None
         try:
             plain(self, module, *args, **options)
@@ -56,8 +57,8 @@ def _fit_fsdp1(fsdp: Any) -> None:
 
 
 def _tell_of_frozen_reads(peft: Any) -> None:
-    """Let PEFT warn where a new adapter freezes depth reads that were to be trained: with zero queries the model is
-    then the plain one, and slower."""
+    """Let PEFT warn if a new adapter freezes depth reads that were to be trained: with zero queries the model then is
+    the plain one, and slower."""
     plain = peft.PeftModel.__init__
 
     @functools.wraps(plain)
@@ -84,16 +85,16 @@ _PATCHES = {
 
 
 def tell_neighbours() -> None:
-    """Change each of these modules once it is imported, or now where it is."""
+    """Change each of these modules once it is imported, or now if it already is."""
     for name, patch in _PATCHES.items():
         when_imported(name, patch)
 
 
 def share_defaults(model_type: str, plain: str) -> None:
-    """Let PEFT have the same default targets for a type of ours as for the plain one.
+    """Give PEFT the default targets of the plain model type for a type of this package.
 
     Args:
-        model_type: ours. plain: the plain model's.
+        model_type: this package's. plain: the plain model's.
     """
 
     def share(constants: Any) -> None:

@@ -1,5 +1,5 @@
-"""State of the running pass of a base model: how far it is, whether its hidden states are wanted, and whether it is
-checkpointed the reentrant way."""
+"""The state of the running pass of a base model: its progress, whether hidden states are wanted, and whether it is
+under reentrant checkpointing."""
 
 import sys
 from collections.abc import Sequence
@@ -17,28 +17,28 @@ REENTRANT_IS_REFUSED = (
 _REENTRANT, _CALL = CheckpointFunction.forward.__code__, nn.Module._wrapped_call_impl.__code__
 
 hidden_states_wanted: ContextVar[bool] = ContextVar("hidden_states_wanted", default=False)
-"""Whether the running pass is asked for its hidden states, all of which a bank does not keep."""
+"""Whether the running pass has to return its hidden states; a bank does not store all of them."""
 
 WAITING, STARTED, FINISHED = "waiting", "started", "finished"
 _progress: ContextVar[str | None] = ContextVar("progress", default=None)
 
 
 def note_progress(stage: str) -> None:
-    """Take note of how far the running pass of a base model is: `WAITING` for its first layer, its stream `STARTED`, or
-    `FINISHED` by what reads it last. Not under a compiler, which has no context variables."""
+    """Record the progress of the running pass of a base model: `WAITING` for its first layer, its stream `STARTED`, or
+    `FINISHED` by its last reader. Does nothing under a compiler, which has no context variables."""
     if not torch.compiler.is_compiling():
         _progress.set(stage)
 
 
 def progress() -> str | None:
-    """Return how far the running pass, or the last one, is."""
+    """Return the progress of the running pass, or of the last one."""
     return _progress.get()
 
 
 def reentrant(residual: nn.Module) -> Sequence[Any] | None:
-    """Return what torch's reentrant checkpointing was given, where it runs layers of the module that has the residual,
-    or a part of one: with gradients off, and passing on those of tensors alone. None where it runs all of that module,
-    or nothing: then the gradients are made when it runs again."""
+    """Return the arguments of torch's reentrant checkpointing if it runs only layers (or a part) of the module that has
+    the residual: it disables gradients, and passes on only those of tensors. None if it runs the whole module, which
+    gets its gradients when it runs again, or if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _REENTRANT:

@@ -1,5 +1,5 @@
-"""Modules that read a stream when given one (norms before sublayers and the head, sublayers without a norm), and where
-they lie in a model."""
+"""Modules that read a stream (norms before sublayers and the head, sublayers without a norm), and their places in a
+model."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from attnres.streams.stream import Stream
 
 
 class _Reading(Exchanged):
-    """Mixed into a norm's own class: reads when given a stream, norms when given a tensor."""
+    """Mixin for a norm: reads when called with a stream, norms when called with a tensor."""
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(hidden_states, Stream):
@@ -39,10 +39,10 @@ class _Reading(Exchanged):
 
 
 class _Finishing(_Reading):
-    """As `_Reading`, of the norm before the head."""
+    """As `_Reading`, for the norm before the head."""
 
     def of_stream(self, stream: Stream) -> Tensor | Inputs:
-        if self.training:  # layers at the end may be skipped
+        if self.training:  # the last layers may be skipped (layerdrop)
             stream = passed_over(stream, stream.residual("itself").num_sublayers)
         x = stream.finish(self)
         note_progress(FINISHED)
@@ -50,10 +50,10 @@ class _Finishing(_Reading):
 
 
 def make_reading(norm: nn.Module, *, last: bool = False) -> None:
-    """Let this norm read streams. Its parameters, name and behaviour on tensors stay as they are.
+    """Let this norm read streams. Its parameters, name and behaviour on tensors do not change.
 
     Args:
-        last: it is the norm before the head.
+        last: whether it is the norm before the head.
     """
     if hasattr(norm, "variance_epsilon"):
         norm.__dict__["is_rms_norm"] = is_rms_norm(norm)
@@ -69,13 +69,13 @@ def _read_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def make_taking(mixer: nn.Module) -> None:
-    """Let an attention or an MLP that takes the stream with no norm before it read the stream. A hook: an attention's
-    class stays what Transformers takes it for."""
+    """Let an attention or MLP that takes the stream without a norm read the stream. This uses a hook, because
+    Transformers looks at an attention's class."""
     mixer.register_forward_pre_hook(_read_input, with_kwargs=True)
 
 
 class _Whole(Exchanged):
-    """Mixed into a layer's own class: given a stream, reads once and writes by how much the layer changes that."""
+    """Mixin for a layer: reads a stream once, and writes the layer's change of it."""
 
     renames = False
 
@@ -96,13 +96,13 @@ class _Whole(Exchanged):
 
 
 def make_whole(layer: nn.Module) -> None:
-    """Let a layer read a stream once, whatever is inside of it."""
+    """Let a layer read a stream once, whatever is inside it."""
     exchange(layer, _Whole)
 
 
 class _Unpacking(Exchanged):
-    """Mixed into the class of a layer that checkpoints its own forward: takes a stream also as a tuple of tensors, and
-    then gives it as one."""
+    """Mixin for a layer that checkpoints its own forward: takes a stream also as a tuple of tensors, and then returns a
+    tuple."""
 
     renames = False
     parts: "Parts"
@@ -123,7 +123,7 @@ def let_checkpoint(parts: "Parts") -> None:
 
 
 def place_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Any]:
-    """Return where among arguments one of a kind is, a number or a name, and which; None without one."""
+    """Return the place (a number or a name) and value of the first argument of a kind; None without one."""
     for place, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, kind):
             return place, value
@@ -131,7 +131,7 @@ def place_of(kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
 
 
 def with_first(output: Any, change: Callable[[Any], Any]) -> Any:
-    """Return what a layer puts out with its hidden state changed, which is all of it or the first of a tuple."""
+    """Return a layer's output with its hidden state changed, which is the output or its first element."""
     return (change(output[0]), *output[1:]) if type(output) is tuple else change(output)
 
 
@@ -143,7 +143,7 @@ def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, va
 
 
 def make_plain(part: nn.Module) -> None:
-    """Undo what made a module read streams, and remove the hooks of `Parts`."""
+    """Undo the changes that made a module read streams, and remove the hooks of `Parts`."""
     for hooks, with_kwargs in (
         (part._forward_pre_hooks, part._forward_pre_hooks_with_kwargs),
         (part._forward_hooks, part._forward_hooks_with_kwargs),
@@ -159,27 +159,27 @@ def make_plain(part: nn.Module) -> None:
 
 
 def still_reads(part: nn.Module, *, last: bool = False) -> bool:
-    """Return whether this module, or one inside of it where it is a wrapper, reads streams; `last`: as the norm before
-    the head."""
+    """Return whether this module, or one inside a wrapper, reads streams; `last`: as the norm before the head."""
     kind = _Finishing if last else _Reading
     return any(isinstance(m, kind) or _read_input in m._forward_pre_hooks.values() for m in part.modules())
 
 
 class Parts:
-    """Where the layers of `base`, what reads in them, and the final norm lie, and whether they still do.
+    """The layers of `base`, the modules that read in them, and the final norm; and whether they are unchanged.
 
-    What wraps one of them (adapters, checkpointing, sharding, compilers) is no change.
+    A wrapper of one of them (adapters, checkpointing, sharding, compilers) is no change.
 
     Args:
-        layers: in order. reads: paths in each of what is called on the stream; none where layers read once, whole.
+        layers: the layers in order. reads: paths in each of the modules called on the stream; empty if layers read
+            once, as a whole.
         final_norm: path in `base`.
 
     Attributes:
-        each: sublayers of a layer.
-        enabled: passes have a stream; else they are the plain module's.
-        attached: by `attnres.attach`, which `detach` undoes.
-        tuples: layers hand on tuples of tensors in every pass.
-        shown: the running pass is asked for its hidden states.
+        each: number of sublayers in a layer.
+        enabled: whether passes have a stream; otherwise they are the plain module's.
+        attached: whether `attnres.attach` made it, so that `detach` can undo it.
+        tuples: whether layers pass on tuples of tensors in every pass.
+        shown: whether the running pass has to return its hidden states.
     """
 
     def __init__(
@@ -195,7 +195,8 @@ class Parts:
         self._note()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parts":
-        """Return a copy with the copy of `base`; of a layer that is copied alone the streams stay those of `base`."""
+        """Return a copy that refers to the copy of `base`; a layer that is copied alone keeps the streams of the old
+        `base`."""
         if id(self.base) not in memo:
             return self
         memo[id(self)] = new = object.__new__(Parts)
@@ -203,7 +204,7 @@ class Parts:
         return new
 
     def _note(self) -> None:
-        """Take note of what lies on the ways to the final norm, the layers and their reads now."""
+        """Record the modules on the paths to the final norm, the layers and their reads."""
         self.end = [] if self.final_norm is None else list(_links(self.base, self.final_norm))[-1:]
         ways = [link for path in self.paths for link in _links(self.base, path)]
         ways += [link for layer in self.layers for path in self.reads for link in _links(layer, path)]
@@ -215,25 +216,25 @@ class Parts:
         self.sizes = [(self.base.get_submodule(path), count) for path, count in self.counts.items()]
 
     def hands_tuples(self, number: int) -> bool:
-        """Return whether a layer hands on a tuple of tensors: a compiled pass lets nothing else into a checkpointed
-        layer."""
+        """Return whether a layer passes on a tuple of tensors: in a compiled pass a checkpointed layer takes only
+        these."""
         layer, (holder, name) = self.layers[number], self.homes[number]
         wrapped = holder._modules[name] is not layer
         return self.tuples or (torch.compiler.is_compiling() and (wrapped or self.unpacks(layer)))
 
     def unpacks(self, layer: nn.Module) -> bool:
-        """Return whether a layer is to be given a tuple, for it checkpoints its own forward in a compiled pass."""
+        """Return whether a layer has to be given a tuple, because it checkpoints its own forward in a compiled pass."""
         return isinstance(layer, _Unpacking) and layer.training and torch.compiler.is_compiling() and not self.shown
 
     @property
     def residual(self) -> nn.Module:
-        """Return the residual that `base` has when it runs, or what wraps it."""
+        """Return the residual that `base` has in this pass, or its wrapper."""
         return cast(nn.Module, self.base._modules["residual"])
 
     def refuse_changes(self) -> None:
-        """Raise a UserError that names a layer or a norm that was replaced, added or taken out."""
+        """Raise a UserError that names a layer or a norm that was replaced, added or removed."""
         compiling = torch.compiler.is_compiling()
-        # each link would be a compiler's guard: there only what nothing else notices
+        # under a compiler each link would be a guard, so only those are checked that nothing else would notice
         same = all(module._modules.get(name) is part for module, name, part in (self.end if compiling else self.links))
         if same and (compiling or all(len(holder._modules) == count for holder, count in self.sizes)):
             return
@@ -268,7 +269,7 @@ class Parts:
     def _changed(self, path: str, found: nn.Module | None) -> UserError:
         base = type(self.base).__name__
         if found is None:
-            return UserError(f"'{path}' of {base} is gone, which reads the depth stream: {REMEDY}")
+            return UserError(f"'{path}' of {base} is missing, which reads the depth stream: {REMEDY}")
         return UserError(
             f"'{path}' of {base} is a {type(found).__name__} that was put in place of what reads the depth stream: "
             f"{REMEDY}"
@@ -279,19 +280,19 @@ REMEDY = "keep the layers and norms that the depth reads were given to, or chang
 
 
 def owner(hook: Any) -> Parts | None:
-    """Return the parts of which this is a hook; None of others' hooks."""
+    """Return the `Parts` that a hook belongs to; None for other hooks."""
     first, *_ = (*getattr(hook, "args", ()), None)
     return first if isinstance(first, Parts) else None
 
 
 def parts_in(module: nn.Module) -> list[Parts]:
-    """Return the parts of each stack in a module that reads a stream."""
+    """Return the `Parts` of each stack in a module that reads a stream."""
     hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
     return list(dict.fromkeys(parts for hook in hooks if (parts := owner(hook)) is not None))
 
 
 def _links(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Give (module, name, its part of that name) on the way along a path, as far as no wrapper hides a part."""
+    """Yield (module, name, submodule) along a path, as far as no wrapper hides a submodule."""
     for name in path.split("."):
         part = module._modules.get(name)
         if part is None:
@@ -301,7 +302,7 @@ def _links(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Mo
 
 
 def _reach(module: nn.Module, path: str) -> nn.Module | None:
-    """Return the part of that path; None where it is missing."""
+    """Return the submodule at a path; None if it is missing."""
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -312,10 +313,10 @@ def _reach(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def passed_over(stream: Stream, count: int) -> Stream:
-    """Return the stream before sublayer `count`, where those up to there are skipped: they write zeros.
+    """Return the stream before sublayer `count` when the sublayers up to there are skipped: they write zeros.
 
     Raises:
-        UserError: later layers take their values from the first, which is skipped.
+        UserError: later layers need the values of the first, which is skipped.
     """
     if stream.index >= count:
         return stream
@@ -332,10 +333,10 @@ def passed_over(stream: Stream, count: int) -> Stream:
 
 
 class Handed(NamedTuple):
-    """A stream between two layers as a tuple of tensors: what a checkpointed layer takes in a compiled pass.
+    """A stream between two layers as a tuple of tensors, for a checkpointed layer in a compiled pass.
 
     Attributes:
-        state: with every output written. like, values: as `Stream` has them.
+        state: the state with every output written. like, values: as in `Stream`.
     """
 
     state: Any
@@ -348,6 +349,6 @@ class Handed(NamedTuple):
         return cls(stream.written(), stream.index, stream.like, stream.values)
 
     def stream(self, residual: nn.Module) -> Stream:
-        """Return the stream that goes on from here."""
+        """Return the stream that continues from here."""
         tracked, call = torch.is_grad_enabled(), verbs(residual)
         return Stream(residual, self.state, self.index, self.like, None, self.values, call, tracked)

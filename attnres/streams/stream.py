@@ -1,7 +1,7 @@
 """The hidden state of a decoder as a stream: calling a pre-norm on it reads, `stream + output` writes.
 
-A pre-norm layer's own code already says the two verbs, so no layer is copied or wrapped: the first layer's input
-becomes a `Stream`, each pre-norm reads when it is given one, and the residual additions write.
+A pre-norm layer's code already reads and writes, so no layer is copied or wrapped: the first layer's input becomes a
+`Stream`, each pre-norm reads when it gets one, and the residual additions write.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from attnres.streams.known_norms import describe_norm
 from attnres.streams.passes import REENTRANT_IS_REFUSED, reentrant
 
 _ADDITIONS = {operator.add, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch._C.TensorBase.__add__}
-"""What torch, or Dynamo when it exports, calls an addition."""
+"""The functions that torch, or Dynamo in an export, calls for an addition."""
 
 
 OTHER_LAYERS = (
@@ -39,32 +39,32 @@ UNREAD = (
 
 
 def is_addition(func: Callable) -> bool:
-    """Return whether a function that torch hands to `__torch_function__` is `+`."""
+    """Return whether a function passed to `__torch_function__` is `+`."""
     return func in _ADDITIONS
 
 
 _OF_ALL = frozenset({"is_nested", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_floating_point", "layout", "numel"})
-"""What tensors say of themselves that is the same for every vector of a stream."""
+"""Attributes of tensors that are the same for every vector of a stream."""
 _OF_GRAPH = frozenset({"backward", "register_hook", "retain_grad"})
-"""What tensors say of their place in a graph of gradients, which a sum that is made to be looked at has not."""
+"""Attributes of tensors about the autograd graph, which a sum computed only to be looked at does not have."""
 _CHANGES = "a depth stream is several vectors, and nothing changes them in place: return `output + change`"
 
 
 @dataclass(eq=False, repr=False)
 class Stream:
-    """One forward pass of a network's depth, before sublayer `index`; never changed in place.
+    """The hidden state of one forward pass before sublayer `index`; never changed in place.
 
-    `stream + output` is the stream after that sublayer. What a read hands to its write is kept on the object between
-    the two. `output` stays pending until the next read (or `hidden_state`) writes it into the state: what is added to
-    a stream between two sublayers, as hooks on layers do, is added to that output. Asked for anything else that tensors
-    have, it answers as the running sum, one vector a token, which is what a plain model's hidden state would be. It is
-    a dataclass because DDP and FSDP2 look into dataclasses for the tensors that a layer takes and returns.
+    `stream + output` is the stream after that sublayer. The object stores the state between a read and its write.
+    `output` stays pending until the next read (or `hidden_state`) writes it into the state, so an addition between two
+    sublayers, as by hooks on layers, is added to that output. For any other tensor attribute it behaves as the running
+    sum, one vector a token, which is a plain model's hidden state. It is a dataclass because DDP and FSDP2 look into
+    dataclasses for the tensors that a layer takes and returns.
 
     Attributes:
-        state: before the last write; None where `output` is the embedding.
+        state: the state before the last write; None if `output` is the embedding.
         like: the detached embedding, for shape, dtype and device.
-        output: what has still to be written, as that of sublayer `index - 1`; None where nothing has.
-        values: the first layer's attention values (V), where a value residual mixes them into later layers'.
+        output: the pending output of sublayer `index - 1`, or None.
+        values: the first layer's attention values (V), if a value residual mixes them into later layers'.
     """
 
     residual: nn.Module
@@ -74,28 +74,29 @@ class Stream:
     output: Tensor | None = None
     values: Tensor | None = None
     call: Callable[..., Any] | None = None
-    """What does a verb of the residual; found out once a pass. None in a stream that torch has taken apart and put
-    together again (pytree): the residual itself is called."""
+    """Runs `read` and `write` of the residual (see `verbs`), found once a pass. None in a stream that pytree took apart
+    and rebuilt: then the residual itself is called."""
     tracked: bool = False
-    """The pass began with gradients on."""
+    """Whether the pass began with gradients enabled."""
 
-    _after_read = None  # without annotations, so no fields: a stream made by `dataclasses.replace` has none of them
+    # without annotations, so they are no fields: a stream made by `dataclasses.replace` has none of these values
+    _after_read = None
     _inputs = None
     _written = None
     inside = False
-    """A sublayer of the layer that is at work has written: what writes next has to read first."""
+    """Whether a sublayer of the running layer has written: the next one must read before it writes."""
 
     @classmethod
     def plain(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
-        """Begin a forward pass whose state can be taken out anywhere, with gradients or without."""
+        """Begin a forward pass whose state can be taken out anywhere, with or without gradients."""
         tracked = torch.is_grad_enabled()
         return cls(residual, None, 0, embedding.detach(), embedding, call=verbs(residual), tracked=tracked)
 
     def written(self) -> Any:
-        """Return the state with the last output in it.
+        """Return the state with the last output written.
 
-        Where there are gradients it is not kept on the stream: a checkpointed layer repeats its reads in the backward
-        pass, and would find there a state of the forward pass.
+        With gradients the result is not stored on the stream: a checkpointed layer repeats its reads in the backward
+        pass, and would find the state of the forward pass.
         """
         if self.output is None:
             return self.state
@@ -111,7 +112,7 @@ class Stream:
         return state
 
     def read(self, norm: Any) -> Tensor | Inputs:
-        """Return the input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
+        """Return the input of the next sublayer, or of the head after the last one; normed unless `norm` is None."""
         if self.tracked and not torch.is_grad_enabled() and reentrant(self.residual) is not None:
             raise UserError(REENTRANT_IS_REFUSED)
         spec = self.spec(norm)
@@ -125,11 +126,11 @@ class Stream:
         return Inputs.of(x) if isinstance(x, Ways) else x
 
     def spec(self, norm: Any) -> NormLike:
-        """Return what a read ends with: the norm as a value where its arithmetic is known, else a function."""
+        """Return the norm after a read: as a value if its arithmetic is known, else as a function."""
         return as_it_is if norm is None else describe_norm(norm, self.like)
 
     def _with_values(self, x: Tensor | Ways, inner: Residual) -> Tensor | Inputs:
-        """Return the input of the coming sublayer, where attentions' values take something from the first layer's."""
+        """Return the input of the next sublayer, with the first layer's values for attentions that mix them in."""
         kinds, mixes = inner.sublayers, inner.value_mix
         if mixes is not None and kinds[self.index % len(kinds)] == "attention":
             layer = self.index // len(kinds)
@@ -159,7 +160,7 @@ class Stream:
         state, self._after_read = self._after_read, None
         if state is None and (self.inside or self.output is None):
             raise UserError(UNREAD.format(self.index))
-        if state is None:  # no sublayer: what was put out last is changed
+        if state is None:  # before the first sublayer `output` is the embedding, which is changed
             return dataclasses.replace(self, output=(cast(Tensor, self.output) + output).to(self.dtype))
         inputs, self._inputs = self._inputs, None
         values = self.values if inputs is None else inputs.first
@@ -178,7 +179,8 @@ class Stream:
         if is_addition(func) and not kwargs:
             left, right = args
             return left.__add__(right) if isinstance(left, Stream) else right.__add__(left)
-        if func is checkpoint:  # Dynamo asks here, where Python does not: the layer takes the stream itself
+        # Dynamo calls this for a checkpointed layer, Python does not: the layer takes the stream itself
+        if func is checkpoint:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
@@ -190,7 +192,7 @@ class Stream:
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_base":  # it is no view of a tensor (Megatron asks)
+        if name == "_base":  # it is no view of a tensor (Megatron tests this)
             return None
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"a depth stream has no '{name}'")
@@ -206,7 +208,7 @@ class Stream:
         return getattr(self.hidden_state(), name)
 
     def to(self, *args: Any, **kwargs: Any) -> "Stream":
-        """Return the stream with all its tensors elsewhere, as what offloads modules asks of their arguments."""
+        """Return the stream with all its tensors moved or cast, as offloading code does with arguments."""
         if self.like.to(*args, **kwargs) is self.like:
             return self
         return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(*args, **kwargs), self)
@@ -223,14 +225,14 @@ class Stream:
     __rmul__ = __mul__
 
     def hidden_state(self) -> Tensor:
-        """Return the stream as one vector a token, for those who look at hidden states."""
+        """Return the stream as one vector a token, for code that uses hidden states."""
         inner = self.residual("itself")
         if not inner.watched or self._written is not None:
             return self.residual("hidden_state", self.written())
-        with unwatched(inner):  # the read that follows shows the output, and so takes nothing that is kept here
+        with unwatched(inner):  # the next read shows the output, so nothing stored here may be used
             return self.residual("hidden_state", dataclasses.replace(self).written())
 
-    # What decoders ask of a hidden state besides, which costs no sum.
+    # Other attributes that decoders ask of a hidden state, which need no sum.
     @property
     def shape(self) -> torch.Size:
         return self.like.shape

@@ -1,4 +1,4 @@
-"""Takes depth reads away from a module, switches them off for a while, and loads checkpoints that have none."""
+"""Remove depth reads from a module, disable them for a while, and load checkpoints that have none."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from attnres.streams.readers import make_plain, parts_in
 
 
 def detach(module: nn.Module) -> Residual:
-    """Undo `attach`: the module is again what it was, with the weights that it has now.
+    """Undo `attach`: the module is again the original one, with its present weights.
 
     >>> import torch
     >>> from attnres.streams.attach import attach
@@ -24,7 +24,7 @@ def detach(module: nn.Module) -> Residual:
     True
 
     Returns:
-        The residual, which is no part of the module any more.
+        The residual, which is no longer a part of the module.
 
     Raises:
         UserError: nothing is attached to it, or it was made by `attnres.convert` or `build`.
@@ -44,7 +44,7 @@ def detach(module: nn.Module) -> Residual:
 
 @contextmanager
 def disabled(module: nn.Module) -> Generator[None]:
-    """Let a module with depth reads, attached or converted, compute what it computes without them for a while.
+    """Let a module with depth reads, attached or converted, compute without them inside the block.
 
     >>> import torch
     >>> from attnres.streams.attach import attach
@@ -56,7 +56,7 @@ def disabled(module: nn.Module) -> Generator[None]:
     torch.Size([1, 3, 16])
 
     Raises:
-        UserError: it has none.
+        UserError: the module has no depth reads.
     """
     parts = parts_in(module)
     if not parts:
@@ -75,7 +75,7 @@ def disabled(module: nn.Module) -> Generator[None]:
 
 
 def load_plain(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a checkpoint that was trained without depth reads into a module with them, whose reads stay as they are.
+    """Load a checkpoint trained without depth reads into a module with them; the residual's parameters do not change.
 
     >>> import torch
     >>> from attnres.streams.attach import attach
@@ -88,7 +88,7 @@ def load_plain(module: nn.Module, state: Mapping[str, Any]) -> None:
         state: as for `load_state_dict`.
 
     Raises:
-        UserError: anything but parameters of the residual is missing, or something is left over. Nothing is loaded.
+        UserError: a parameter outside the residual is missing, or a tensor is left over. Then nothing is loaded.
     """
     inside = {path: one for path, one in module.named_modules() if isinstance(one, Residual)}
     reads = {f"{path}.{key}" if path else key for path, one in inside.items() for key in one.state_dict()}

@@ -1,4 +1,4 @@
-"""Training: the configuration of a run (`config`, without torch) and the loop that carries it out."""
+"""Training: the configuration of a run (`config`, without torch) and the training loop."""
 
 from typing import TYPE_CHECKING
 

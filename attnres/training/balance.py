@@ -1,15 +1,15 @@
-"""Keep the experts of a mixture evenly loaded by the bias with which its router chooses, and measure their loads.
+"""Keep the experts of a mixture evenly loaded through the bias of its router, and measure their loads.
 
-A router scores every expert, s = sigmoid(W x), and gives a token the k experts of the largest s + b; b is no part of
-the experts' weights and gets no gradient. After a step b is set from all its tokens, by one of two rules:
+A router scores every expert, s = sigmoid(W x), and assigns a token the k experts with the largest s + b; b does not
+enter the experts' weights and gets no gradient. After a step b is updated from all its tokens, by one of two rules:
 
     sign       b_j += 1e-3 sign(mean load - load_j)                        (DeepSeek-V3, arXiv 2412.19437)
     quantile   b_j = the k/E-quantile of a_i - s_ij over the tokens i,     (Kimi K3, arXiv 2607.24653)
                where a_i is the (k+1)-th largest of s_i + b; minus the mean of b
 
-With the second rule token i would choose expert j if b_j > a_i - s_ij, which is so for k/E of the tokens. Quantiles are
-those of a histogram of `BINS` bins: counts of integers, whose sum depends neither on the number of processes nor on
-that of micro-batches.
+With the second rule token i would choose expert j if b_j > a_i - s_ij, which is true for k/E of the tokens. Quantiles
+are taken from a histogram of `BINS` bins: integer counts, whose sum does not depend on the number of processes or
+micro-batches.
 """
 
 from typing import Any
@@ -25,17 +25,18 @@ BIAS = "e_score_correction_bias"
 
 
 class Balancer:
-    """Counts what the routers of a model choose in training, and moves their biases after a step.
+    """Counts the choices of a model's routers in training, and updates their biases after a step.
 
     Args:
         rule: "sign" or "quantile".
-        who: the processes, each with its share of the tokens and with whole routers.
+        who: the processes, each with a part of the tokens and complete routers.
 
     Attributes:
-        load: the largest number of tokens of an expert in the last step, over the mean of its layer; the worst layer.
+        load: the largest number of tokens of an expert in the last step, relative to the mean of its layer; of the
+            worst layer.
 
     Raises:
-        UserError: the model has no router that the rule is for.
+        UserError: the model has no router that the rule applies to.
     """
 
     def __init__(self, model: nn.Module, rule: str, who: Any) -> None:
@@ -77,11 +78,11 @@ class Balancer:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the biases after a step, from the counts of all processes, and begin to count anew."""
+        """Update the biases after a step from the counts of all processes, and reset the counts."""
         for counts in (*self.loads, *(self.histograms if self.rule == "quantile" else ())):
             self.who.sum(counts)
         worst = [load.max() * len(load) / load.sum().clamp(min=1) for load in self.loads]
-        self.load = torch.stack(worst).max().item()  # the device is waited for once, not for each layer
+        self.load = torch.stack(worst).max().item()  # wait for the device once, not for each layer
         for index, router in enumerate(self.routers):
             bias, load = getattr(router, BIAS), self.loads[index].double()
             if self.rule == "sign":
@@ -97,14 +98,14 @@ class Balancer:
 
 
 def _range(bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the histogram begins, and how wide its bins are: of all that a_i - s_ij can be."""
+    """Return the start and the bin width of the histogram, which covers all possible a_i - s_ij."""
     low = bias.min() - 1
     return low, (bias.max() + 1 - low) / BINS
 
 
 @torch.no_grad()
 def _chosen_of(router: Any) -> int:
-    """Return how many experts a token has of a router; 0 if the router is of another kind than the rules are for."""
+    """Return how many experts a router assigns to a token; 0 if the rules do not apply to the router."""
     weight, bias = getattr(router, "weight", None), getattr(router, BIAS)
     if isinstance(bias, nn.Parameter) or not isinstance(weight, Tensor) or weight.ndim != 2 or len(weight) != len(bias):
         return 0

@@ -1,17 +1,17 @@
 """Save and load everything that a run needs to continue bit for bit, in one folder that is complete or absent.
 
-    checkpoint/model/                 the model in Hugging Face layout (safetensors), with its tokenizer
-    checkpoint/adapter.safetensors    LoRA's tensors, where there are any; the model is then as it was without them
-    checkpoint/optimizer.safetensors  PARAMETER::ENTRY -> tensor
-    checkpoint/state.json             step, configuration, data, random-number states, checksums
+    checkpoint/model/ the model in Hugging Face layout (safetensors), with its tokenizer checkpoint/adapter.safetensors
+    LoRA's tensors, if there are any; the model is then stored without them checkpoint/optimizer.safetensors
+    PARAMETER::ENTRY -> tensor checkpoint/state.json step, configuration, data, random-number states, checksums
 
-Of a sharded, pipelined or tensor-parallel model every process writes its part, and any layout of processes reads it:
+For a sharded, pipelined or tensor-parallel model every process writes its shard, which any layout of processes can
+read:
 
     checkpoint/shares/                model.NAME and optimizer.PARAMETER::ENTRY (see attnres.scale.sharded_checkpoint)
     checkpoint/model/                 config and tokenizer, from which the model is built
     checkpoint/state.json             as above, with a checksum of every file
 
-Names are those of the whole model. The position in the data needs no state: a batch is a function of (seed, step).
+Names are those of the unsharded model. The position in the data needs no state: a batch is a function of (seed, step).
 """
 
 import base64
@@ -63,10 +63,10 @@ def save(
     state: dict[str, Any],
     extra_files: Mapping[str, Path],
 ) -> None:
-    """Write a checkpoint in place of the one in `folder`, which stays until the new one is complete.
+    """Write a checkpoint that replaces the one in `folder`, which stays until the new one is complete.
 
-    `state` is plain JSON and holds at least `step` and `config`; `extra_files` go with the model, under their
-    names. Raises UserError when it cannot be written.
+    `state` is plain JSON and holds at least `step` and `config`; `extra_files` are written beside the model, under
+    their names. Raises UserError if the checkpoint cannot be written.
     """
     tensors = state_tensors(optimizers)
     sums = {"model": checksum(finetune.base_parameters(model)), "optimizer": checksum(tensors.items())}
@@ -81,13 +81,13 @@ def save(
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Write the model in Hugging Face layout; LoRA's tensors are no part of it."""
+    """Write the model in Hugging Face layout, without LoRA's tensors."""
     with quiet_transformers():
         model.save_pretrained(folder, state_dict=finetune.base_state(model))
 
 
 def keep(run: Path, step: int) -> None:
-    """Copy the checkpoint of a run's folder to where `kept` says, whole or not at all. Raises UserError."""
+    """Copy a run's checkpoint to the path of `kept`, whole or not at all. Raises UserError."""
     with replaced_folder(kept(run, step)) as temporary:
         shutil.copytree(run / "checkpoint", temporary, dirs_exist_ok=True)
 
@@ -98,7 +98,7 @@ def kept(run: Path, step: int) -> Path:
 
 
 def reconfigure(run: Path, config: dict[str, Any]) -> None:
-    """Make the run in a folder, and its checkpoint if there is one, a run of this configuration."""
+    """Give a run's folder, and its checkpoint if there is one, another configuration."""
     write_json(run / "config.json", config)
     if (state := run / "checkpoint" / "state.json").is_file():
         write_json(state, {**read_json(state), "config": config})
@@ -110,7 +110,7 @@ def reconfigure(run: Path, config: dict[str, Any]) -> None:
 def restore(
     folder: str | Path, state: dict[str, Any], placed: "PlacedModel", optimizers: list[torch.optim.Optimizer]
 ) -> None:
-    """Fill the optimizers, and of a checkpoint in shares the model too, whatever layout wrote it.
+    """Load the optimizers, and for a sharded checkpoint the model too, whatever layout wrote it.
 
     Raises:
         UserError: the checkpoint is damaged or does not fit.
@@ -124,7 +124,7 @@ def restore(
 def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | None:
     """Return the `state` of the checkpoint in `folder`, or None if there is none.
 
-    Raises UserError if it is damaged, is not one of ours, or belongs to another configuration or other data.
+    Raises UserError if it is damaged, no checkpoint of this package, or belongs to another configuration or other data.
     """
     folder = Path(folder)
     recover_folder(folder)
@@ -137,7 +137,7 @@ def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any])
 
 
 def stored_state(folder: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's state.json. Raises UserError if it is damaged or not one of ours."""
+    """Read a checkpoint's state.json. Raises UserError if it is damaged or of another program."""
     values = read_json(folder / "state.json")
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, IN_SHARES):
         raise UserError(
@@ -147,7 +147,7 @@ def stored_state(folder: Path) -> dict[str, Any]:
 
 
 def as_saved(folder: str | Path, restore: Callable[[], T]) -> T:
-    """Call `restore` on the state in `folder`; raises UserError where the state does not have its form."""
+    """Call `restore` on the state in `folder`; raise UserError if the state does not have the expected form."""
     try:
         return restore()
     except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -155,8 +155,8 @@ def as_saved(folder: str | Path, restore: Callable[[], T]) -> T:
 
 
 def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
-    """Return the model of the checkpoint in `folder`, checked against `state`: its residual and settings (which the
-    shapes of the tensors do not tell) and the tensors. Raises UserError if damaged."""
+    """Load the model of the checkpoint in `folder`, after checking its residual and settings (which the shapes of
+    tensors do not show) and the tensors against `state`. Raises UserError if damaged."""
     from attnres.models import load
 
     if state["format"] == IN_SHARES:
@@ -167,7 +167,7 @@ def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
     except (OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"cannot load the model in {path} ({error}): {DAMAGED}") from error
     check_residual(model.config, state, path)
-    for parameter in model.parameters():  # out of the memory-mapped file, aligned as a freshly made tensor is
+    for parameter in model.parameters():  # copied out of the memory-mapped file, aligned as a new tensor is
         parameter.data = parameter.data.clone()
     if checksum(finetune.base_parameters(model)) != state["checksums"].get("model"):
         raise UserError(f"the tensors in {path} are not those that were saved: {DAMAGED}")
@@ -175,7 +175,7 @@ def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
 
 
 def load_adapter(folder: str | Path, state: dict[str, Any], model: nn.Module) -> None:
-    """Fill LoRA's tensors, if the model has any, from the checkpoint in `folder`. Raises UserError if it is damaged."""
+    """Load LoRA's tensors, if the model has any, from the checkpoint in `folder`. Raises UserError if it is damaged."""
     try:
         finetune.load_adapter(model, Path(folder))
         if (adapter := finetune.adapter_tensors(model)) and checksum(adapter.items()) != state["checksums"]["adapter"]:
@@ -187,8 +187,8 @@ def load_adapter(folder: str | Path, state: dict[str, Any], model: nn.Module) ->
 def load_optimizers(
     folder: str | Path, state: dict[str, Any], optimizers: list[torch.optim.Optimizer], parameters: Container[str]
 ) -> None:
-    """Fill the optimizers from the checkpoint in `folder`, those entries that are of `parameters`. Raises UserError if
-    it does not fit."""
+    """Load the optimizers' entries for `parameters` from the checkpoint in `folder`. Raises UserError if they do not
+    fit."""
     path = Path(folder) / "optimizer.safetensors"
     try:
         tensors = load_file(path)
@@ -201,7 +201,7 @@ def load_optimizers(
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Return the CRC-32 of the names and bytes of tensors, in order of name."""
+    """Return the CRC-32 of the names and bytes of tensors, sorted by name."""
     value = 0
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         value = zlib.crc32(name.encode(), value)
@@ -216,13 +216,13 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
 IN_SHARES = "attnres-checkpoint-shares-1"
 SHARES = "shares"
 DAMAGED = "it is damaged or not of this run; remove the folder to start again, or use another --out"
-"""What is said of a checkpoint, whole or in shares, that does not hold what it should."""
+"""Message for a checkpoint, sharded or not, that lacks expected content."""
 
 
 class ShardedSave:
-    """A checkpoint in shares that is being written: every process writes what it has.
+    """A sharded checkpoint that is being written: every process writes its shard.
 
-    The folder is there once the first process's part is done; `wait` says on every process whether it is.
+    The folder exists once the first process has finished its part; `wait` returns on every process when that is so.
     """
 
     def __init__(
@@ -233,12 +233,13 @@ class ShardedSave:
         state: dict[str, Any],
         extra_files: Mapping[str, Path],
     ) -> None:
-        """Begin, with copies of the tensors where `placed.saving` is a group for it; else write all of it here.
+        """Start writing from copies of the tensors if `placed.saving` is a process group for it; otherwise write
+        everything now.
 
         `state` and `extra_files` are as in `checkpoint.save`.
 
         Raises:
-            UserError: one of the processes could not write.
+            UserError: a process could not write its part.
         """
         from attnres.scale.sharded_checkpoint import begin_shards, file_sums, save_shards
 
@@ -275,8 +276,8 @@ class ShardedSave:
         try:
             self.written.result()
             complete()
-        except Exception as error:  # whatever it is, all processes are told
-            with suppress(Exception):  # which leaves the checkpoint before in its place
+        except Exception as error:  # whatever the error, all processes are told
+            with suppress(Exception):  # this leaves the previous checkpoint in place
                 self.stack.__exit__(type(error), error, error.__traceback__)
             refusal = error if isinstance(error, UserError) else UserError(f"cannot write the checkpoint: {error}")
             self.completed.set_exception(refusal)
@@ -284,21 +285,21 @@ class ShardedSave:
             self.completed.set_result(None)
 
     def wait(self) -> None:
-        """Return when the checkpoint is complete. Raises UserError, on every process, where it could not be written."""
+        """Wait until the checkpoint is complete. Raises UserError on every process if it could not be written."""
         with self.who.alike():
             self.end()
 
     def end(self) -> None:
-        """Return when this process's part is done. Raises UserError where it could not be written."""
+        """Wait until this process's part is written. Raises UserError if it could not be written."""
         if self.written is not None:
             (self.completed if self.who.first else self.written).result()
 
 
 def fill(folder: Path, placed: "PlacedModel", optimizers: list[torch.optim.Optimizer]) -> None:
-    """Fill the model and the optimizers from the checkpoint in `folder`, whatever layout wrote it.
+    """Load the model and the optimizers from the checkpoint in `folder`, whatever layout wrote it.
 
     Raises:
-        UserError: it is damaged or does not fit.
+        UserError: the checkpoint is damaged or does not fit.
     """
     from attnres.scale.sharded_checkpoint import load_shards, shapes_in
 
@@ -315,14 +316,13 @@ def _model_tensors(placed: "PlacedModel") -> dict[str, Tensor]:
 
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a model that its state_dict has, by name."""
+    """Return the persistent buffers of a model, which its state_dict has, by name."""
     names = {name for name, _ in model.named_buffers()}
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
 def unfilled(folder: Path, state: dict[str, Any]) -> Any:
-    """Return the model of a checkpoint in shares, whose numbers `fill` reads; its files are checked. Raises
-    UserError."""
+    """Return the model of a sharded checkpoint, uninitialised until `fill`; the files are checked. Raises UserError."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from attnres.models.classes import register_stored
@@ -342,7 +342,7 @@ def unfilled(folder: Path, state: dict[str, Any]) -> Any:
 
 
 def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
-    """Refuse the config of a model in `path` that has another residual than the run of `state`: UserError."""
+    """Raise UserError if the model config in `path` has another residual than the run of `state`."""
     ours = state["config"]["model"]
     residual, settings = (getattr(config, name, None) for name in ("residual", "residual_settings"))
     wanted = changed_settings(ours["residual"], ours["settings"])
@@ -371,7 +371,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Undo `random_state`."""
+    """Restore the states of `random_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -396,10 +396,10 @@ def export_weights(name: str, out: str, *, trust_remote_code: bool = False) -> s
     """Write the model of a run, a checkpoint or any model with depth reads in Hugging Face layout, with its tokenizer.
 
     Returns:
-        What was written, in a few lines.
+        A description of what was written, in a few lines.
 
     Raises:
-        UserError: no model there, one that is damaged, or a folder that is not empty.
+        UserError: no model or a damaged one, or a folder that is not empty.
     """
     from attnres.models import export_model
     from attnres.models.export import write_model

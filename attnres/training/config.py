@@ -1,4 +1,4 @@
-"""Define the configuration of a training run: plain dataclasses, their dict form, and when two of them are one run.
+"""The configuration of a training run: dataclasses, their dict form, and when two of them are the same run.
 
 The docstrings below the fields are the help texts of the command line (tyro reads them). No torch is imported here.
 """
@@ -62,7 +62,7 @@ class DataConfig:
 
 
 READ_RATE = 0.1
-"""Of AdamW's rate, for queries and gains where no `residual_lr` is given."""
+"""Default learning rate of queries and gains relative to AdamW's, if `residual_lr` is not given."""
 
 
 @dataclass
@@ -74,8 +74,8 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     residual_lr: float | None = None
-    """Peak learning rate of the residual's own parameters. None is 0.1 x lr for the queries of depth reads, what
-    computes them and their keys' gains (`Residual.slow`), and lr for the residual's other parameters; with
+    """Peak learning rate of the residual's parameters. None is 0.1 x lr for the queries of depth reads, parameters that
+    compute them and the gains of their keys (`Residual.slow`), and lr for the residual's other parameters; with
     finetune.init_from it is lr for all."""
     residual_decay: float = 0.0
     """Decoupled weight decay of the pseudo-queries, towards the uniform mean."""
@@ -107,13 +107,13 @@ class OptimConfig:
 
 @dataclass
 class FinetuneConfig:
-    """What a run starts from, and what of it is trained."""
+    """The model that a run starts from, and which of its parameters are trained."""
 
     init_from: str | None = None
     """Start from this model instead of a new one: a folder or hub name of a Hugging Face model, converted to
-    model.residual; or a model or run folder of attnres. Takes the place of size, and brings its tokenizer."""
+    model.residual; or a model or run folder of attnres. Replaces size, and brings its tokenizer."""
     inexact: bool = False
-    """Start even where the residual changes the logits of the model it starts from (other layouts, biases, gates)."""
+    """Start even if the residual changes the logits of the model it starts from (other layouts, biases, gates)."""
     train_only: Literal["all", "residual", "lora"] = "all"
     """all parameters; residual: the residual's own, the rest frozen; lora: those and low-rank changes (LoRA) of the
     layers' matrices."""
@@ -122,7 +122,7 @@ class FinetuneConfig:
     lora_alpha: float = 16.0
     """Scale of LoRA: its matrices' product is multiplied by lora_alpha / lora_rank."""
     distill_weight: float = 0.0
-    """Share w of the loss (1-w) cross-entropy + w T^2 KL(model as it started from || this one)."""
+    """Weight w in the loss (1-w) cross-entropy + w T^2 KL(model at the start || this one)."""
     distill_temperature: float = 1.0
     """Temperature T of both distributions in the distillation loss."""
 
@@ -132,8 +132,8 @@ class ParallelConfig:
     """Distributed training: torchrun starts dp x shard x pp x tp x cp processes."""
 
     dp: int | None = None
-    """Replicas of the model, each with its part of every batch (data parallel); none is what the other sizes leave of
-    the processes."""
+    """Replicas of the model, each with its part of every batch (data parallel); none is the number of processes divided
+    by the other sizes."""
     shard: int = 1
     """Processes over which every parameter, gradient and optimizer state is sharded (FSDP2; HSDP with dp)."""
     pp: int = 1
@@ -141,19 +141,22 @@ class ParallelConfig:
     pp_schedule: Literal[
         "gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"
     ] = "1f1b"
-    """In which order a process runs its stages' micro-batches; all but gpipe and 1f1b have several stages a process."""
+    """Order in which a process runs its stages' micro-batches; all but gpipe and 1f1b have several stages a process."""
     pp_virtual: int | None = None
-    """Stages of a process; none is 2 where the schedule has several, else 1."""
+    """Stages of a process; none is 2 if the schedule has several, else 1."""
     pp_layers: tuple[int, ...] | None = None
     """Layers of each stage; none balances them by their multiplications (`attnres plan --measure`: by their times)."""
     tp: int = 1
     """Tensor parallel: processes over which the matrices of every layer (by Transformers' tp_plan) and the tokens of
     every sequence are split."""
     cp: int = 1
-    """Context parallel: processes over which the tokens of every sequence are split, with whole matrices: keys and
+    """Context parallel: processes over which the tokens of every sequence are split, with unsplit matrices: keys and
     values are gathered."""
+    ep: int = 1
+    """Expert parallel: processes, of those of `shard`, over which the experts of a mixture are distributed; tokens are
+    sent to their experts and back."""
     async_save: bool = False
-    """Write checkpoints while training goes on, from copies; training waits for one only before the next and at the
+    """Write checkpoints while training continues, from copies; training waits for one only before the next and at the
     end. For sharded, pipelined or tensor-parallel models."""
 
 
@@ -182,15 +185,15 @@ class TrainConfig:
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 is autocast over fp32 parameters; auto is bf16 where the device has it, else fp32."""
     stream_dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16 keeps the residual stream in bf16 from the embedding on, which halves what reads move; its sums are rounded
-    to it after each sublayer. It needs dtype bf16. What it costs in loss has not been measured."""
+    """bf16 keeps the residual stream in bf16 from the embedding on, which halves the bytes that reads move; its sums
+    are rounded to bf16 after each sublayer. It needs dtype bf16. Its cost in loss has not been measured."""
     device: str = "auto"
     """auto (CUDA where there is one, else the CPU), cpu or cuda."""
     compile: bool = False
     """Compile the model with torch.compile."""
     cuda_graphs: bool = False
-    """Capture forward, loss, backward, clipping and optimizers as CUDA graphs, so that the host launches a step by few
-    calls; where that cannot be done steps are eager, and environment.json says why."""
+    """Capture forward, loss, backward, clipping and optimizers as CUDA graphs, so that the host launches a step with
+    few calls; if that is impossible, steps are eager, and environment.json says why."""
     gradient_checkpointing: Literal["none", "layer", "sublayer", "reads"] = "none"
     """What is recomputed in the backward pass instead of stored: each layer, each attention and MLP (sublayer), or
     depth reads alone, which saves the least memory and costs little time."""
@@ -209,11 +212,11 @@ class TrainConfig:
     keep_at: tuple[int, ...] = ()
     """Steps whose checkpoints are kept in RUN/kept, for runs that branch off there."""
     resume: bool = False
-    """Continue the run in the folder from its checkpoint, or start it if there is none. The result is bit for bit that
-    of a run without a stop (on CUDA where its kernels are deterministic), with the threads and kernels it began
+    """Continue the run in the folder from its checkpoint, or start it if there is none. The result equals, bit for bit,
+    that of an uninterrupted run (on CUDA if its kernels are deterministic), with the threads and kernels it began
     with."""
     allow_different: bool = False
-    """Resume even where the device, versions or kernels differ from those the run began with, so that its numbers would
+    """Resume even if the device, versions or kernels differ from those the run began with, so that its numbers would
     differ."""
     track: Literal["none", "trackio", "wandb", "tensorboard"] = "none"
     """Also send the metrics to this tracker; metrics.jsonl is always written."""
@@ -223,8 +226,8 @@ class TrainConfig:
 
 
 def merged_settings(model: ModelConfig) -> dict[str, Setting]:
-    """Return the residual's settings with the plain `block_size` and `num_blocks` merged in, once each or UserError;
-    "standard" ignores those of "block"."""
+    """Return the residual's settings merged with the separate `block_size` and `num_blocks`, each given once or
+    UserError; "standard" ignores those of "block"."""
     from attnres.residuals.registry import switched_settings
 
     settings = dict(model.settings)
@@ -246,7 +249,7 @@ def size_or_default(model: ModelConfig) -> str | dict[str, Any]:
 
 
 def tokenizer_or_default(data: DataConfig) -> str:
-    """Return the tokenizer that is taken where neither the configuration nor a pretrained model names one."""
+    """Return the tokenizer to use if neither the configuration nor a pretrained model names one."""
     return "bpe:4096" if data.tokenizer is None else data.tokenizer
 
 
@@ -254,7 +257,7 @@ def tokenizer_or_default(data: DataConfig) -> str:
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """Return a nested plain dict, fit for JSON; `from_dict` undoes it.
+    """Return a nested plain dict for JSON; `from_dict` is the inverse.
 
     >>> to_dict(TrainConfig(steps=200))["steps"]
     200
@@ -265,23 +268,23 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> TrainConfig:
-    """Return the configuration `base` (default: the defaults) with nested `values` laid over it.
+    """Return the configuration `base` (by default the defaults) overridden by nested `values`.
 
     >>> from_dict({"steps": 200, "optim": {"lr": 0.002}}).optim.lr
     0.002
 
-    A configuration of an earlier version may hold the default of an option that is gone.
+    A configuration of an earlier version may hold the default of an option that was removed.
 
     Raises:
-        UserError: an unknown key, with the nearest valid one; a value of a wrong type, with what was expected; a value
-            that is gone.
+        UserError: an unknown key, with the nearest valid one; a value of a wrong type, with the expected one; a removed
+            value.
     """
     flat = dict(leaves(values))
     for name, (default, instead) in GONE.items():
         if flat.get(name, default) != default:
-            raise UserError(f"{name} is {flat[name]}, an option that is gone: {instead}")
+            raise UserError(f"{name} is {flat[name]}, a removed option: {instead}")
     if flat.get("loss") == "liger":
-        raise UserError("loss is liger, which is gone: give chunked, which is a fused kernel on CUDA, or auto")
+        raise UserError("loss is liger, which was removed: give chunked, which is a fused kernel on CUDA, or auto")
     known = dict(values)
     if isinstance(optim := values.get("optim"), Mapping):
         known["optim"] = {name: value for name, value in optim.items() if f"optim.{name}" not in GONE}
@@ -292,8 +295,8 @@ def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> Tra
 
 
 def unused(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return names of the fields that change nothing beside these values (all, by dotted names), and what each is
-    for."""
+    """Return the names of fields that have no effect with these values (all, by dotted names), and what each would
+    need."""
     needed = {
         "optimizer muon": (values["optim.optimizer"] == "muon", "optim.muon_lr", "optim.momentum"),
         "schedule wsd": (values["optim.schedule"] == "wsd", "optim.decay"),
@@ -307,19 +310,19 @@ GONE = {
     "optim.residual_hold": (0.0, "it gained nothing in a comparison, leave it out"),
     "optim.residual_warmup": (0.0, "it gained nothing in a comparison, leave it out"),
 }
-"""Fields of earlier versions: the default that a stored configuration may hold, and what to do about another value."""
+"""Removed fields: the default that a stored configuration may hold, and what to do about another value."""
 FREE = (
     *("out", "name", "resume", "track", "save_every", "keep_at", "device", "allow_different"),
     *("accumulation", "gradient_checkpointing", "loss", "cuda_graphs", "recompute_reads"),
 )
-"""Fields that may change between a run and its resumption, as those of `parallel` may; only `device`, `parallel`,
-`accumulation`, `loss`, `gradient_checkpointing` and `cuda_graphs` change numbers, by their rounding. `recompute_reads`
-was an earlier version's `gradient_checkpointing` reads."""
+"""Fields that may change when a run is resumed, as those of `parallel` may. Of these only `device`, `parallel`,
+`accumulation`, `loss`, `gradient_checkpointing` and `cuda_graphs` change numbers, by rounding. `recompute_reads` was an
+earlier version's `gradient_checkpointing` reads."""
 _CONTENT = "model.residual_sha256"
 
 
 def with_all_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `to_dict` form with every setting of its residual: an earlier version wrote those that were given."""
+    """Return a `to_dict` form with every setting of its residual; earlier versions wrote only the given ones."""
     from attnres.residuals.registry import is_known, settings_in_full
 
     model = values.get("model", {})
@@ -330,34 +333,38 @@ def with_all_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def deciding(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `to_dict` form that decide what a run computes, by dotted name; what an earlier version
-    did not have it did as by default."""
+    """Return the fields of a `to_dict` form that determine a run's result, by dotted name; fields that an earlier
+    version lacked have their defaults."""
     gone = {name: default for name, (default, _) in GONE.items()}
     fields = {**gone, **dict(leaves(to_dict(TrainConfig()))), **dict(leaves(with_all_settings(values)))}
     return {name: value for name, value in fields.items() if name not in FREE and not name.startswith("parallel.")}
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Return dotted names of the fields in which two `to_dict` forms differ and which change what is computed."""
+    """Return dotted names of the fields in which two `to_dict` forms differ and which affect results."""
     left, right = deciding(ours), deciding(theirs)
     names = list(dict.fromkeys([*left, *right]))
-    if None in (left.get(_CONTENT), right.get(_CONTENT)):  # an earlier version wrote none
+    if None in (left.get(_CONTENT), right.get(_CONTENT)):  # earlier versions did not write it
         names = [name for name in names if name != _CONTENT]
-    if left.get("finetune.init_from") and right.get("finetune.init_from"):  # an earlier version wrote a size then too
+    # earlier versions wrote a size with init_from, too
+    if left.get("finetune.init_from") and right.get("finetune.init_from"):
         names = [name for name in names if name.split(".")[:2] != ["model", "size"]]
         if left["finetune.init_from"] in (left.get("data.tokenizer"), right.get("data.tokenizer")):
-            names.remove("data.tokenizer")  # of which it wrote where the hub's was cached: data.json tells them apart
+            # earlier versions wrote the path of the hub's cache; data.json identifies the tokenizer
+            names.remove("data.tokenizer")
     neither = unused(left).keys() & unused(right).keys()
     differ = [name for name in names if left.get(name) != right.get(name) and name not in neither]
     return [name for name in differ if not any(name.startswith(f"{whole}.") for whole in differ)]
 
 
 def same_configuration(ours: dict[str, Any], theirs: dict[str, Any], where: str) -> None:
-    """Refuse to continue a run with another configuration, naming the fields that differ and both values."""
+    """Refuse to continue a run with another configuration; the error names the fields that differ and both values."""
     changed = differences(ours, theirs)
     file = _at(ours, "model.residual_file")
     if "model.residual_sha256" in changed and file == _at(theirs, "model.residual_file"):
-        raise UserError(f"{where} is of another content of {file}: restore it or start a new run in another folder")
+        raise UserError(
+            f"{where} was made with another content of {file}: restore it or start a new run in another folder"
+        )
     if changed:
         pairs = "; ".join(f"{name} is {_at(ours, name)!r} here, {_at(theirs, name)!r} there" for name in changed)
         raise UserError(
@@ -367,10 +374,10 @@ def same_configuration(ours: dict[str, Any], theirs: dict[str, Any], where: str)
 
 
 def same_text(ours: dict[str, Any], theirs: Any, where: str) -> None:
-    """Refuse to continue a run on other data than `theirs` (`attnres.training.data.data_record`): UserError."""
+    """Refuse to continue a run on other data than `theirs` (`attnres.training.data.data_record`). Raises UserError."""
     if ours != theirs:
         raise UserError(
-            f"{where} was trained on other data: the text or the tokenizer under the same source have changed since; "
+            f"{where} was trained on other data: the text or the tokenizer of the same source has changed since; "
             "restore them or start a new run in another folder"
         )
 

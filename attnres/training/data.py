@@ -1,4 +1,4 @@
-"""The data of a run: prepared once, read alike by every variant, and written down so that it can be recognised."""
+"""The data of a run: prepared once, read in the same order by every variant, and recorded for later comparison."""
 
 import hashlib
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def prepare_from(data: DataConfig, *, progress: bool = True) -> "Prepared":
-    """Return the tokens that a configuration asks for: made, or found where they were made before."""
+    """Return the prepared data of a configuration, tokenised now or found in the cache."""
     from attnres.data import prepare
     from attnres.data.stream import HEAD, refuse_prepared
 
@@ -30,7 +30,7 @@ def prepare_from(data: DataConfig, *, progress: bool = True) -> "Prepared":
 
 
 def held_out(prepared: "Prepared", data: DataConfig) -> Tensor:
-    """Return the windows on which every run with this configuration is validated: (count, seq_len + 1) int64."""
+    """Return the validation windows of every run with this configuration: (count, seq_len + 1) int64."""
     from attnres.data import held_out_windows
 
     return held_out_windows(prepared.tokens("val"), data.seq_len, data.val_windows)
@@ -42,7 +42,7 @@ def open_data(
     """Return the prepared data, the batches and the held-out windows; the first process prepares, the others wait.
 
     Raises:
-        UserError: on the first process; the others leave.
+        UserError: raised on the first process; the others exit.
     """
     from attnres.data import Batches
     from attnres.data.stream import HEAD, StreamedBatches, StreamedTokens

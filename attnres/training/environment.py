@@ -1,4 +1,5 @@
-"""Describe and prepare the machine of a run: device, precision, versions, memory, and what decides the last bits."""
+"""Describe and prepare the machine of a run: device, precision, versions, memory, and everything that affects the last
+bits of results."""
 
 import contextlib
 import ctypes
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether the device computes in bf16 natively; elsewhere bf16 is slower than fp32."""
+    """Return whether the device computes in bf16 natively; otherwise bf16 is slower than fp32."""
     return device.type in KERNELS and KERNELS[device.type].bf16(device)
 
 
 def emulated(device: torch.device, dtype: str) -> str | None:
-    """Return a warning for a precision that the device computes by emulation; None for another."""
+    """Return a warning for a precision that the device only emulates; None for another."""
     if dtype != "bf16" or has_bf16(device):
         return None
     return (
@@ -48,7 +49,7 @@ def emulated(device: torch.device, dtype: str) -> str | None:
 
 
 def name_of(device: torch.device) -> str:
-    """Return the product's name of a GPU or of the processor."""
+    """Return the product name of a GPU or of the CPU."""
     return processor() if is_host(device) else torch.get_device_module(device).get_device_name(device)
 
 
@@ -71,9 +72,9 @@ def describe(device: torch.device, dtype: str) -> dict[str, Any]:
 
 
 def record(path: Path, environment: dict[str, Any], *, resumed: bool) -> None:
-    """Write what `describe` found; a resumed run keeps its first environment and lists later, different ones in it.
+    """Write the result of `describe`; a resumed run keeps its first environment and lists later, different ones in it.
 
-    Those stand under the key `resumed`, each once however often the run was resumed there in a row.
+    Later environments are listed under the key `resumed`, consecutive equal ones once.
     """
     if not (resumed and path.exists()):
         write_json(path, environment)
@@ -86,9 +87,10 @@ def record(path: Path, environment: dict[str, Any], *, resumed: bool) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new measurement of `peak_memory`; on the CPU only Linux can, elsewhere the peak is the process's.
+    """Start a new measurement of `peak_memory`. On a CPU only Linux can reset the peak; elsewhere it is that of the
+    process.
 
-    What an earlier run in this process left behind is given back first.
+    Memory of an earlier run in this process is freed first.
     """
     gc.collect()
     if not is_host(device):
@@ -100,7 +102,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that tensors took on a GPU; on the CPU the largest resident set of the process."""
+    """Return the peak bytes of tensors on a GPU, or the largest resident set of the process on a CPU."""
     if not is_host(device):
         return torch.get_device_module(device).max_memory_allocated(device)
     try:
@@ -109,7 +111,7 @@ def peak_memory(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    import resource  # not on Windows
+    import resource  # not available on Windows
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
@@ -136,7 +138,7 @@ def processor() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout that this package lies in; None for an installed package."""
+    """Return the commit of the checkout that contains this package; None for an installed package."""
     root = Path(attnres.__file__).parent.parent
     if not (root / ".git").exists():
         return None
@@ -153,10 +155,10 @@ def _commit() -> str | None:
 
 
 def tune(model: "PreTrainedModel", device: torch.device, seq_len: int) -> None:
-    """Choose the attention implementation and, on a CPU, let freed memory be reused; for every residual alike.
+    """Choose the attention implementation and, on a CPU, let freed memory be reused; the same for every residual.
 
-    Up to `Kernels.whole_scores` tokens plain matrix products are taken, beyond that PyTorch's fused attention. A family
-    whose scores that cannot make (Gemma 2, GPT-OSS) keeps whole matrices everywhere.
+    Up to `Kernels.whole_scores` tokens attention uses plain matrix products, beyond that PyTorch's fused kernel.
+    Families whose scores the fused kernel cannot compute (Gemma 2, GPT-OSS) always use plain products.
     """
     fused = model._supports_sdpa and seq_len > (KERNELS[device.type].whole_scores if device.type in KERNELS else 0)
     model.set_attn_implementation("sdpa" if fused else "eager")
@@ -166,16 +168,16 @@ def tune(model: "PreTrainedModel", device: torch.device, seq_len: int) -> None:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Let the C library keep what a step frees for the next one, instead of giving it back to the system.
+    """Let the C library reuse memory that a step frees in the next one, instead of returning it to the system.
 
-    Otherwise every activation of a few MB is mapped, page by page, anew in each step. glibc only; elsewhere nothing.
+    Otherwise every activation of a few MB is mapped again, page by page, in each step. Does nothing without glibc.
     """
     if platform.system() != "Linux":
         return
     try:
         libc = ctypes.CDLL("libc.so.6")
         trim_threshold, mmap_threshold = -1, -3
-        sizes = 1 << 30, 32 << 20  # older ones refuse more than 32 MiB
+        sizes = 1 << 30, 32 << 20  # older versions refuse more than 32 MiB
         if any(libc.mallopt(mmap_threshold, size) for size in sizes):
             libc.mallopt(trim_threshold, (1 << 31) - 1)
     except (OSError, AttributeError):
@@ -195,8 +197,8 @@ _NAMES = {
 
 
 def arithmetic(who: Processes, width: int, loss: str | None) -> ArithmeticRecord:
-    """Return what decides the last bits of this process's results, for depth reads of vectors of `width`; `loss` is how
-    the loss is computed where that depends on what is installed, None where it was asked for."""
+    """Return everything that affects the last bits of this process's results, for depth reads of vectors of `width`.
+    `loss` is how the loss is computed if that depends on installed packages, None if it was configured."""
     backend = explain([torch.zeros(1, width, device=who.device)]).backend
     here: ArithmeticRecord = {
         "device": _processor() if is_host(who.device) else name_of(who.device),
@@ -215,15 +217,15 @@ def arithmetic(who: Processes, width: int, loss: str | None) -> ArithmeticRecord
 def restored_arithmetic(
     recorded: Mapping[str, Any], who: Processes, width: int, loss: str | None, *, different: bool
 ) -> Generator[None]:
-    """Compute as `recorded` says inside the block: its number of threads, its C kernels or plain torch.
+    """Compute inside the block with the recorded number of threads, and with C kernels or plain torch as recorded.
 
     Args:
-        recorded: an `ArithmeticRecord`; what a checkpoint of an earlier version does not have is not kept.
+        recorded: an `ArithmeticRecord`; fields that an earlier version did not record are ignored.
         width, loss: as for `arithmetic`.
-        different: go on where something else differs, instead of refusing.
+        different: continue if something else differs, instead of refusing.
 
     Raises:
-        UserError: what differs cannot be kept, by name.
+        UserError: a recorded property cannot be restored; the message names it.
     """
     with ExitStack() as stack:
         if is_host(who.device):
@@ -238,13 +240,14 @@ def restored_arithmetic(
         if other and not different:
             pairs = [f"{_NAMES.get(name, name)} ({recorded[name]} there, {here[name]} here)" for name in other]
             raise UserError(
-                f"the run would not go on bit for bit, for it was trained with other arithmetic: {listed(pairs)}; "
+                "the run would not continue bit for bit, because it was trained with other arithmetic: "
+                f"{listed(pairs)}; "
                 "resume it where these are the same, or give --allow-different"
             )
         yield
 
 
 def _processor() -> str:
-    """Return the processor's name without the number of its cores, which changes no result, and the instructions that
-    torch uses."""
+    """Return the CPU's name, without its number of cores (which changes no result), and the instruction set that torch
+    uses."""
     return f"{processor().rpartition(', ')[0]} ({torch.backends.cpu.get_cpu_capability()})"

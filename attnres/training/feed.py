@@ -1,6 +1,6 @@
-"""What goes to the device and what comes back without the one waiting for the other: batches ahead, numbers behind.
+"""Overlap transfers with the device's work: batches are sent ahead, and numbers are read back late.
 
-Pinned memory and events are those of CUDA, by which alone a host may go on before a copy or a step has ended.
+Pinned memory and events exist only for CUDA, where the host may continue before a copy or a step has ended.
 """
 
 import time
@@ -16,11 +16,11 @@ from attnres.data import Batches
 
 
 class Feed:
-    """The batches of a run in order, each made while the step before it runs, in pinned memory where that serves.
+    """The batches of a run in order, each made while the previous step runs, in pinned memory on CUDA.
 
     Args:
-        rank, world_size: whose share of each batch.
-        steps: no batch is made past these.
+        rank, world_size: this process's part of each batch.
+        steps: number of steps; no batch is made beyond them.
     """
 
     def __init__(self, batches: Batches, device: torch.device, *, rank: int, world_size: int, steps: int) -> None:
@@ -30,7 +30,7 @@ class Feed:
         self.next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
 
     def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the inputs and targets of a step, on the device; raises what `Batches.at` raises."""
+        """Return the inputs and targets of a step, on the device; raises the errors of `Batches.at`."""
         ready, self.next = self.next, None
         x, y = ready[1].result() if ready is not None and ready[0] == step else self._make(step)
         if step + 1 < self.steps:
@@ -47,20 +47,19 @@ class Feed:
 
 
 def to_device(numbers: list[float], like: Tensor) -> Tensor:
-    """Return a tensor of numbers, of the dtype and on the device of another, which need not have done what it was
-    asked."""
+    """Return a tensor of numbers with the dtype and device of another, without waiting for the device."""
     values = torch.tensor(numbers, dtype=like.dtype)
     return values.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else values.to(like.device)
 
 
 class Moment(NamedTuple):
-    """When a step reached a place, on the device's clock where it has one."""
+    """The time at which a step reached a point, on the device's clock if it has one."""
 
     at: float | torch.cuda.Event
 
     @classmethod
     def now(cls, device: torch.device) -> "Moment":
-        """Note the moment when the device comes to what is asked of it from here on."""
+        """Record the moment when the device reaches this point in its queue."""
         if device.type != "cuda":
             return cls(time.perf_counter())
         event = torch.cuda.Event(enable_timing=True)
@@ -68,7 +67,7 @@ class Moment(NamedTuple):
         return cls(event)
 
     def seconds_until(self, later: "Moment") -> float:
-        """Return seconds from this moment to a later one, for which it waits."""
+        """Return the seconds from this moment to a later one, waiting for the later one."""
         if isinstance(self.at, torch.cuda.Event) and isinstance(later.at, torch.cuda.Event):
             later.at.synchronize()
             return self.at.elapsed_time(later.at) / 1000
@@ -89,15 +88,15 @@ class Numbers:
             self.arrived.record()
 
     def read(self) -> list[float]:
-        """Return the numbers, as soon as they are there."""
+        """Wait for the numbers and return them."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.values.tolist()
 
 
 class Arriving:
-    """What the last steps gave and how long they took: read at once on a CPU, and on a GPU a step later, so that the
-    device need not wait."""
+    """Results and times of the last steps: read at once on a CPU, and one step later on a GPU, so that the device need
+    not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.behind = 1 if device.type == "cuda" else 0
@@ -105,21 +104,21 @@ class Arriving:
         self.moments: deque[tuple[Moment, Moment, bool]] = deque()
 
     def add_numbers(self, step: int, values: Tensor) -> None:
-        """Take on a step's numbers."""
+        """Add a step's numbers."""
         self.numbers.append((step, Numbers(values)))
 
     def add_moments(self, began: Moment, ended: Moment, usual: bool) -> None:
-        """Take on when a step began and ended, and whether it was one like the others."""
+        """Add the start and end of a step, and whether it was an ordinary step."""
         self.moments.append((began, ended, usual))
 
     def steps(self, *, to_come: int = 0) -> Iterator[tuple[int, list[float]]]:
-        """Yield each step's numbers in their order, but for the last `to_come` steps."""
+        """Yield each step's numbers in order, except for the last `to_come` steps."""
         while len(self.numbers) > to_come:
             step, numbers = self.numbers.popleft()
             yield step, numbers.read()
 
     def times(self, *, to_come: int = 0) -> Iterator[tuple[float, bool]]:
-        """Yield each step's seconds and whether it was a usual one, but for the last `to_come` steps."""
+        """Yield each step's seconds and whether it was an ordinary step, except for the last `to_come` steps."""
         while len(self.moments) > to_come:
             began, ended, usual = self.moments.popleft()
             yield began.seconds_until(ended), usual

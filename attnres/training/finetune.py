@@ -1,9 +1,9 @@
-"""Which parameters of a pretrained model are trained: all, only the residual's, or those and low-rank changes (LoRA).
+"""Choose which parameters of a pretrained model are trained: all, only the residual's, or those and LoRA's.
 
 LoRA (arXiv 2106.09685) adds (alpha / r) B A to each matrix W of the layers, with A (r, in) drawn at random, B (out, r)
-zero and W frozen, so that nothing changes before the first step. While training, checkpoints hold W as it was and A
-and B apart (adapter.safetensors); the model that a run leaves has them merged, W + (alpha / r) B A, and is an ordinary
-one.
+zero and W frozen, so that nothing changes before the first step. During training, checkpoints hold the unchanged W, and
+A and B separately (adapter.safetensors). The final model has them merged, W + (alpha / r) B A, and is an ordinary
+model.
 """
 
 import importlib
@@ -23,7 +23,7 @@ _WRAPPED = ".base_layer"
 
 
 def choose_trained(model: Any, config: FinetuneConfig, seed: int) -> None:
-    """Freeze what the regime freezes and add what it adds; A is drawn from `seed`.
+    """Freeze parameters and add LoRA's as `config.train_only` says; A is drawn from `seed`.
 
     Raises:
         UserError: `train_only` residual for a residual without parameters; LoRA without the package peft.
@@ -63,7 +63,7 @@ def _add_lora(model: Any, config: FinetuneConfig, seed: int) -> None:
 
 
 def import_peft() -> Any:
-    """Return the package peft; raises UserError where it is not installed."""
+    """Return the package peft; raises UserError if it is not installed."""
     return require("peft", f"train_only lora needs the package peft: {install('finetune')}, or choose all or residual")
 
 
@@ -71,7 +71,7 @@ def import_peft() -> Any:
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters by the names they have without LoRA, and without LoRA's own."""
+    """Yield the parameters under their names without LoRA, except LoRA's own."""
     for name, parameter in model.named_parameters():
         if not is_adapter(name):
             yield name.replace(_WRAPPED, ""), parameter
@@ -88,14 +88,14 @@ def is_adapter(name: str) -> bool:
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write A and B beside a checkpoint's model; nothing where there are none."""
+    """Write A and B beside a checkpoint's model; nothing without LoRA."""
     tensors = adapter_tensors(model)
     if tensors:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER)
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Undo `save_adapter` in a model that has its A and B already. Raises LookupError or ValueError if it differs."""
+    """Load `save_adapter`'s file into a model with LoRA. Raises LookupError or ValueError if it does not fit."""
     ours = adapter_tensors(model)
     if not ours:
         return
@@ -109,7 +109,8 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
 
 def base_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return the state of a model as if it had no LoRA; None where it has none, and its own state will do."""
+    """Return the state of a model without LoRA's tensors; None for a model without LoRA, whose state dict can be
+    used."""
     if not adapter_tensors(model):
         return None
     return {n.replace(_WRAPPED, ""): t for n, t in model.state_dict().items() if not is_adapter(n)}
@@ -117,7 +118,7 @@ def base_state(model: nn.Module) -> dict[str, Tensor] | None:
 
 @torch.no_grad()
 def merge_adapter(model: nn.Module) -> None:
-    """Add (alpha / r) B A to the weights and leave the modules as they were before LoRA."""
+    """Add (alpha / r) B A to the weights and restore the modules from before LoRA."""
     if not adapter_tensors(model):
         return
     wrapped = importlib.import_module("peft.tuners.tuners_utils").BaseTunerLayer

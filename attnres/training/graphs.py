@@ -1,7 +1,7 @@
-"""Passes of a training step as CUDA graphs: their kernels are recorded once and then launched by one call.
+"""Training steps as CUDA graphs: kernels are recorded once and then launched by one call.
 
-Not captured, a step of a small model waits for the host, which takes longer to launch a kernel than the device to run
-it. A graph fixes addresses: inputs are copied into tensors of its own, and gradients stay in those that it writes.
+Without a graph, a step of a small model waits for the host, which takes longer to launch a kernel than the device to
+run it. A graph fixes addresses: inputs are copied into its tensors, and gradients stay in the tensors that it writes.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from attnres.residuals import Residual
 from attnres.training.muon import StackedMuon
 
 WARM_UP = 3
-"""Steps of a shape that are taken without a graph first: they compile kernels and make the optimizers' state."""
+"""Steps of a shape that run without a graph first: they compile kernels and create the optimizers' state."""
 MOST_SHAPES = 4
-"""Shapes of batches with graphs of their own. Each keeps a set of gradients and the activations of a pass."""
+"""Most batch shapes with graphs. Each holds a set of gradients and the activations of a pass."""
 
 Micro = Callable[[Tensor, Tensor, int, bool], Tensor]
-"""Forward and backward of a micro-batch: (x, y, tokens that its sums are divided by, whether it is the last of the
-step) -> [cross-entropy, divergence], so divided."""
+"""Forward and backward of a micro-batch: (x, y, tokens to divide the sums by, whether it is the last of the step) ->
+[cross-entropy, divergence], divided by the tokens."""
 
 
 def why_not(device: torch.device, residual: Residual | None, *, processes: int = 1) -> str | None:
-    """Return why steps cannot be captured; None if they can, as far as can be told before one is tried."""
+    """Return the reason why steps cannot be captured; None if they can, as far as known before trying."""
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device, and this step runs on {device.type}"
     if processes > 1:
@@ -42,39 +42,40 @@ def why_not(device: torch.device, residual: Residual | None, *, processes: int =
 
 
 class Graph:
-    """What a function launches on the current CUDA device, recorded: `replay` runs it again on the same addresses.
+    """The recorded launches of a function on the current CUDA device; `replay` runs them again on the same addresses.
 
     Args:
-        function: waits for nothing and asks the device for no number.
-        pool: a graph's whose memory this one may use; both are then replayed in the order in which they were recorded.
+        function: must not wait for the device or read a number from it.
+        pool: memory pool of a graph to share; both graphs must then be replayed in the order in which they were
+            recorded.
 
     Attributes:
-        output: what the function returned; its tensors hold the values of the last replay.
+        output: the function's result; its tensors hold the values of the last replay.
     """
 
     def __init__(self, function: Callable[[], Any], pool: "Graph | None" = None) -> None:
         self.graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         numbers = torch.cuda.get_rng_state()
         try:
-            # Thread-local: the thread that makes the next batch may take pinned memory meanwhile.
+            # Thread-local: the thread that makes the next batch may allocate pinned memory meanwhile.
             with torch.cuda.graph(
                 self.graph, pool=None if pool is None else pool.graph.pool(), capture_error_mode="thread_local"
             ):
                 self.output = function()
         except BaseException:
-            torch.cuda.set_stream(before)  # PyTorch stays on the stream of a capture that it cannot end
-            fresh = torch.Generator(device=before.device).set_state(numbers)  # and its generator in the capture
+            torch.cuda.set_stream(before)  # after a failed capture PyTorch stays on its stream
+            fresh = torch.Generator(device=before.device).set_state(numbers)  # and its generator stays in capture mode
             torch.cuda.default_generators[before.device_index].graphsafe_set_state(fresh.graphsafe_get_state())
             raise
 
     def replay(self) -> None:
-        """Run it."""
+        """Launch the recorded kernels."""
         self.graph.replay()
 
 
 @contextmanager
 def side_stream(device: torch.device) -> Generator[None]:
-    """Launch on another stream of a CUDA device, which the current one waits for."""
+    """Launch on another stream of a CUDA device inside the block; the current stream waits for it."""
     if device.type != "cuda":
         yield
         return
@@ -86,15 +87,15 @@ def side_stream(device: torch.device) -> Generator[None]:
 
 
 class Passes:
-    """The passes of batches of one shape, a graph for each place that a micro-batch has in its batch.
+    """The passes of batches of one shape, with a graph for each position of a micro-batch in its batch.
 
     Args:
         micro: forward and backward of a micro-batch.
-        clip: scales the gradients and returns the norm that they had.
-        x, y: micro-batches of the batch.
+        clip: clips the gradients and returns their norm before.
+        x, y: the micro-batches of a batch.
 
     Attributes:
-        optimizers: for each optimizer a call that takes its step; empty until `capture_optimizers`.
+        optimizers: for each optimizer a function that takes its step; empty until `capture_optimizers`.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Passes:
         self.optimizers: list[Callable[[], Any]] = []
         self.graphs: dict[tuple[bool, bool], Graph] = {}
         for parameter in parameters:
-            parameter.grad = None  # so that a batch's first backward writes gradients, and the others add to them
+            parameter.grad = None  # so that a batch's first backward writes gradients, and later ones add to them
         for place in dict.fromkeys(self._places()):
             pool = next(iter(self.graphs.values()), None)
             self.graphs[place] = Graph(partial(self._pass, *place), pool)
@@ -120,7 +121,7 @@ class Passes:
         self.norm: Tensor = self.graphs[place].output
 
     def _places(self) -> Iterator[tuple[bool, bool]]:
-        """Yield of each micro-batch whether it is the first and whether it is the last."""
+        """Yield for each micro-batch whether it is the first and whether it is the last."""
         return ((index == 0, index == self.count - 1) for index in range(self.count))
 
     def _pass(self, first: bool, last: bool) -> Tensor | None:
@@ -130,9 +131,9 @@ class Passes:
         return self.clip() if last else None
 
     def __call__(self, x: Sequence[Tensor], y: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Make the clipped gradients of a batch; return its sums and the norm, which the next call overwrites."""
+        """Compute the clipped gradients of a batch; return its sums and the norm, which the next call overwrites."""
         for parameter, gradient in zip(self.parameters, self.gradients):
-            parameter.grad = gradient  # a step without a graph has its own
+            parameter.grad = gradient  # an eager step had its own gradients
         for place, inputs, targets in zip(self._places(), x, y):
             self.x.copy_(inputs)
             self.y.copy_(targets)
@@ -140,7 +141,7 @@ class Passes:
         return self.sums, self.norm
 
     def capture_optimizers(self, optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
-        """Record the steps of those that can be; return why not all are."""
+        """Capture the steps of those optimizers that allow it; return the reason why others do not, or None."""
         reason = None
         for optimizer in optimizers:
             step: Callable[[], Any] = optimizer.step
@@ -150,23 +151,23 @@ class Passes:
                 try:
                     with _rates_on_device(optimizer):
                         step = Graph(optimizer.step).replay
-                except Exception as error:  # of whatever a kernel or the driver refuses
+                except Exception as error:  # any exception of a kernel or the driver
                     reason = cause_of(error)
             self.optimizers.append(step)
         return reason
 
 
 class Capture:
-    """Captures the passes of a run's batches, shape by shape.
+    """Captures the passes of a run's batches, for one shape after another.
 
     Args:
-        micro, clip, parameters: of `Passes`.
-        count: micro-batches of a batch.
-        reason: why no step can be captured, if that is known already.
+        micro, clip, parameters: arguments of `Passes`.
+        count: number of micro-batches in a batch.
+        reason: why no step can be captured, if known in advance.
 
     Attributes:
-        reason: why steps are not captured, or no more; None while they are.
-        optimizers: why an optimizer's step is not captured; None if all are, or none was tried.
+        reason: why steps are not, or no longer, captured; None while they are.
+        optimizers: why an optimizer's step is not captured; None if all are, or if none was tried.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class Capture:
         self.passes: dict[torch.Size, Passes] = {}
 
     def ready(self, x: Tensor, y: Tensor) -> Passes | None:
-        """Return the graphs for a batch of this shape; None where its step is taken without."""
+        """Return the graphs for a batch of this shape; None if its step runs eagerly."""
         passes = self.passes.get(x.shape)
         if passes is not None or self.reason is not None:
             return passes
@@ -196,29 +197,29 @@ class Capture:
             try:
                 parts = x.chunk(self.count), y.chunk(self.count)
                 self.passes[x.shape] = Passes(self.micro, self.clip, self.parameters, *parts)
-            except Exception as error:  # of whatever a kernel, the driver or a model's own code refuses
+            except Exception as error:  # any exception of a kernel, the driver or a model's code
                 self._end(cause_of(error))
         return self.passes.get(x.shape)
 
     @contextmanager
     def eager(self) -> Generator[None]:
-        """While a step is taken without a graph: gradients are its own, not those that replays have left. As long as
-        captures may follow it launches on another stream, which the current one waits for: a gradient's stream is the
-        one on which it was first asked for, and a capture may not wait for the current one."""
+        """Prepare for an eager step: gradients are new tensors, not those of graphs. While captures may follow, it runs
+        on another stream, which the current one waits for: a gradient's stream is the one on which it was first used,
+        and a capture may not wait for the current stream."""
         for parameter in self.parameters if self.passes else ():
             parameter.grad = None
         with contextlib.nullcontext() if self.reason is not None else side_stream(self.device):
             yield
 
     def step(self, passes: Passes, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Let the optimizers take the step that `passes` has made the gradients of."""
+        """Let the optimizers step with the gradients that `passes` has computed."""
         if not passes.optimizers:
             self.optimizers = passes.capture_optimizers(optimizers)
         for step in passes.optimizers:
             step()
 
     def _end(self, reason: str) -> None:
-        """Capture nothing more, and give the memory back."""
+        """Stop capturing, and free the memory."""
         self.reason = reason
         self.passes.clear()
         for parameter in self.parameters:
@@ -226,14 +227,15 @@ class Capture:
 
     @property
     def path(self) -> str:
-        """How steps are taken, for environment.json: "captured" or "eager" and why."""
+        """Return how steps are executed, for environment.json: "captured" or "eager" and why."""
         if self.reason is not None:
             return f"eager: {self.reason}"
         return "captured" if self.optimizers is None else f"captured, optimizer eager: {self.optimizers}"
 
 
 def cause_of(error: BaseException) -> str:
-    """Return in a line what ended a capture: the first of a chain of errors, for the driver's own names no cause."""
+    """Return, in one line, why a capture failed: the first of a chain of errors, because the driver's last error names
+    no cause."""
     while error.__context__ is not None:
         error = error.__context__
     if isinstance(error, torch.OutOfMemoryError):
@@ -242,7 +244,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why the steps of an optimizer cannot be captured; None if they can."""
+    """Return the reason why the steps of an optimizer cannot be captured; None if they can."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
     if type(optimizer) is StackedMuon or (isinstance(optimizer, torch.optim.AdamW) and fused):
         return None
@@ -251,7 +253,8 @@ def why_not_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
 
 @contextmanager
 def _rates_on_device(optimizer: torch.optim.Optimizer) -> Generator[None]:
-    """Keep the rates where a graph reads them, `set_learning_rate` writes them there; and let AdamW be captured."""
+    """Keep learning rates in tensors on the device, where a graph reads them and `set_learning_rate` writes them; and
+    make AdamW capturable."""
     groups = optimizer.param_groups
     for group in groups:
         if not isinstance(group["lr"], Tensor):
@@ -261,6 +264,6 @@ def _rates_on_device(optimizer: torch.optim.Optimizer) -> Generator[None]:
         group["capturable"] = True
     try:
         yield
-    finally:  # in a step without a graph PyTorch would warn of it
+    finally:  # in an eager step PyTorch would warn about it
         for group in names:
             group["capturable"] = False

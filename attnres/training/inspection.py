@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 BATCH_TOKENS = 8192
-"""Of a forward pass at most: the weights of all its tokens are kept at once."""
+"""Most tokens of a forward pass: the weights of all its tokens are held at once."""
 LOOK_BACK = 4096
-"""Tokens before a window in which its document may begin; the kinds of later windows' tokens are not known."""
+"""Tokens before a window in which the start of its document is looked for; if it is not there, token kinds are
+unknown."""
 EXAMPLE = 128
-"""Tokens that are shown one by one."""
+"""Tokens that are shown individually."""
 
 
 def write_inspection(
@@ -33,8 +34,8 @@ def write_inspection(
     """Write inspection.json into the folder of a run called `name`.
 
     Args:
-        prepared: the data; the windows are those of validation, seen in the precision of `cast`.
-        rows: windows in a forward pass, what is known to fit in memory.
+        prepared: the data; the windows are those of validation, run in the precision of `cast`.
+        rows: windows in a forward pass, a number known to fit in memory.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -55,7 +56,7 @@ def write_inspection(
     kind = guess_language(text)
 
     def documents() -> Iterator[Encoded]:
-        """Yield the windows that begin in one document, together."""
+        """Yield the windows that begin in the same document, together."""
         for document in np.unique(place):
             windows = [start for start, number in zip(starts, place) if number == document]
             ids = np.concatenate([tokens[start : start + length] for start in windows])
@@ -80,11 +81,10 @@ def write_inspection(
 
 
 def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokenizer: Any, kind: str) -> np.ndarray:
-    """Return the kinds of the tokens of the windows at `starts`, which begin in the document at `first`; -1 where the
-    text does not say.
+    """Return the kinds of the tokens of the windows at `starts`, which begin in the document at `first`; -1 if unknown.
 
-    A document is decoded from where it begins, which decides what stands in a string or begins a sentence, and encoded
-    again, which says where in the text each token lies.
+    A document is decoded from its beginning, which determines what is inside a string or begins a sentence, and encoded
+    again, which gives the position of each token in the text.
     """
     from attnres.inspect.kinds import kinds_of
     from attnres.models.encoding import with_space
@@ -98,7 +98,7 @@ def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokeni
         text = tokenizer.decode(part, skip_special_tokens=False)
         retokenised = tokenizer.encode(text, add_special_tokens=False)
         pairs = enumerate(zip(part, retokenised.ids))
-        # They differ from where the last token ends in the middle of a word, if it does.
+        # They differ after the last token if it ends in the middle of a word.
         same = next((place for place, (one, other) in pairs if one != other), min(len(part), len(retokenised.ids)))
         known[begin : begin + same] = kinds_of(text, with_space(text, retokenised.offsets), kind)[:same]
     rows = [known[start - first : start - first + length] if start in near else np.full(length, -1) for start in starts]
@@ -120,16 +120,16 @@ def _example(tokens: "Tokens", starts: list[int], tokenizer: Any) -> str:
 
 
 def recorded(model: Any) -> AbstractContextManager[Any]:
-    """Record the passes of a block of code, forward and backward."""
+    """Record the forward and backward passes inside the block."""
     from attnres.inspect import record
 
-    return record(model, contributions=False)  # a step's memory stays what it is
+    return record(model, contributions=False)  # without contributions, so that a step's memory does not grow
 
 
 def magnitudes(trace: Any, model: Any, unit: int) -> dict[str, Any]:
-    """Return the RMS of outputs, inputs and gradients of a recorded pass and, of depth reads, how they choose.
+    """Return the RMS of outputs, inputs and gradients of a recorded pass and, for depth reads, how they choose.
 
-    `unit` is what the pass's loss is multiplied by to be a mean, so that gradients are those of a mean loss.
+    `unit` is the factor that turns the pass's loss into a mean, so that gradients are those of a mean loss.
     """
     from attnres.inspect import find_residual
     from attnres.inspect.geometry import learned_mixing, sharpness
@@ -145,4 +145,4 @@ def magnitudes(trace: Any, model: Any, unit: int) -> dict[str, Any]:
     if residual.traits.has_query:
         values["sharpness"] = sharpness(residual)
     values |= learned_mixing(residual) or {}
-    return plain(values, digits=17)  # a read may show no weights, of which NaN is the entropy
+    return plain(values, digits=17)  # the entropy of a read without weights is NaN

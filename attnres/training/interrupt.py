@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM between two steps instead of in the middle of one; a run ends with the comparison it is of, or
-with the torchrun that started its process."""
+"""Handle Ctrl-C and SIGTERM between two steps instead of inside one; end a run with the comparison or torchrun that
+started it."""
 
 import os
 import signal
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from types import FrameType
 
 PARENT = "ATTNRES_PARENT"
-"""Environment variable: the number of the process without which a run of a comparison is to end."""
+"""Environment variable: the process id of the comparison with which a run is to end."""
 LOOK_S = 1.0
-"""Seconds between two looks whether it is still there."""
+"""Seconds between two checks whether that process is running."""
 
 
 def end_with_parent() -> None:
-    """Send this process SIGTERM, on which a run saves and stops, once the process that `PARENT` names, or torchrun, is
-    no more its parent: it was killed, and nobody would collect the run. Does nothing without one of them."""
+    """Send this process SIGTERM, on which a run saves and stops, once the process in `PARENT`, or torchrun, is no
+    longer its parent. Does nothing without one of them."""
     launcher = str(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else ""
     parent = os.environ.get(PARENT, launcher)
     if not parent.isdecimal():
@@ -32,14 +32,14 @@ def end_with_parent() -> None:
 
 
 class Signals:
-    """Counts of the signals that came: `interrupts` (Ctrl-C) and `terminations` (SIGTERM)."""
+    """Numbers of received signals: `interrupts` (Ctrl-C) and `terminations` (SIGTERM)."""
 
     def __init__(self) -> None:
         self.interrupts = 0
         self.terminations = 0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal; a second Ctrl-C stops at once, as without us."""
+        """Count the signal; a second Ctrl-C stops the process at once."""
         if number == signal.SIGTERM:
             self.terminations += 1
         elif self.interrupts:
@@ -50,7 +50,8 @@ class Signals:
 
 @contextmanager
 def caught_signals() -> Generator[Signals]:
-    """Count Ctrl-C and SIGTERM instead of dying of them; only the main thread of a process may, others count none."""
+    """Count Ctrl-C and SIGTERM inside the block instead of ending. Only a process's main thread can; others count
+    none."""
     signals = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield signals

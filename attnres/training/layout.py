@@ -1,7 +1,8 @@
-"""Place a run's model on its processes: whole on each (DDP), sharded (FSDP2, HSDP), sliced (tp, cp) or in stages (pp).
+"""Place a run's model on its processes: replicated (DDP), sharded (FSDP2, HSDP), tensor or context parallel, or
+pipelined.
 
-`parallelize(objective, layout)` gives a `PlacedModel`, which the loop asks for gradients, their clipped norm, held-out
-losses, the named tensors of a checkpoint, and the whole model at the end.
+`parallelize(objective, layout)` returns a `PlacedModel`, which computes gradients, their clipped norm and held-out
+losses, and gives the named tensors of a checkpoint and the complete model at the end.
 """
 
 import contextlib
@@ -35,11 +36,11 @@ class Layout:
 
     Attributes:
         who: this process among the others.
-        parallel: the table of the configuration, which `prepare.check` has accepted.
-        batch_size, accumulation: sequences of a step over all processes, micro-batches of a step.
-        seq_len: tokens of a sequence.
+        parallel: the `parallel` section of the configuration, checked by `prepare.check`.
+        batch_size, accumulation: sequences in a step over all processes, micro-batches in a step.
+        seq_len: tokens in a sequence.
         dtype: "bf16" for autocast over fp32 parameters, or "fp32".
-        compile: a model that is sharded or cut into stages is compiled by parts (`compile_parts`).
+        compile: whether a sharded or pipelined model is compiled in parts (`compile_parts`).
     """
 
     who: Processes
@@ -52,23 +53,23 @@ class Layout:
 
     @property
     def shares(self) -> int:
-        """Into how many shares every batch is divided."""
+        """Return the number of parts into which every batch is divided."""
         return batch_shares(self.parallel, self.who.world_size)
 
     @property
     def rows(self) -> int:
-        """Sequences of a micro-batch on one process: what is known to fit in memory."""
+        """Return the sequences of a micro-batch on one process, a number known to fit in memory."""
         return self.batch_size // self.accumulation // self.shares
 
 
 def parallelize(objective: Objective, layout: Layout) -> "PlacedModel":
-    """Place a model, which is equal on every process, as the layout says.
+    """Place a model, which is equal on every process, according to the layout.
 
     Args:
-        objective: the model with its loss. A pipeline takes the model apart: use the result alone from then on.
+        objective: the model with its loss. A pipeline takes the model apart, so use only the result afterwards.
 
     Raises:
-        UserError: a model that cannot be divided so.
+        UserError: the model cannot be divided in this way.
     """
     if layout.parallel.pp > 1:
         return PipelinedModel(objective, layout)
@@ -78,8 +79,8 @@ def parallelize(objective: Objective, layout: Layout) -> "PlacedModel":
 
 
 def compile_parts(model: Any) -> None:
-    """Let the attention and the MLP of every layer be compiled apart: one graph a kind. A whole layer would have
-    another graph for each number of sources that its reads have, and past eight of them none."""
+    """Compile the attention and the MLP of every layer separately, one graph for each kind. A whole layer would need
+    another graph for each number of sources of its reads, and beyond eight graphs it would not be compiled."""
     for layer in model.depth_layers:
         for part in layer.children():
             if any(parameter.ndim > 1 for parameter in part.parameters()):
@@ -87,15 +88,16 @@ def compile_parts(model: Any) -> None:
 
 
 class PlacedModel:
-    """A model on the processes of a run: whole on each, which takes its share of every batch (DDP).
+    """A model on the processes of a run. This base class replicates it, and each process takes its part of every batch
+    (DDP).
 
     Attributes:
-        model: the part that lies here; its residual and config are those of the whole model.
-        rank, shares: this process takes share `rank` of `shares` of every batch.
-        objective: the module that a training pass calls; None where no process makes a pass alone (pipelines).
-        summed: number of processes whose gradients are added up rather than averaged.
-        whole: whether the first process writes a checkpoint alone; else each writes its part.
-        saving: process group for checkpoints that are written while training goes on; None: training waits.
+        model: this process's part; its residual and config are those of the complete model.
+        rank, shares: this process takes part `rank` of `shares` of every batch.
+        objective: the module that a training pass calls; None for pipelines, whose passes involve several processes.
+        summed: number of processes whose gradients are summed rather than averaged.
+        whole: whether the first process writes checkpoints alone; otherwise each writes its part.
+        saving: process group for checkpoints that are written while training continues; None: training waits.
     """
 
     model: Any
@@ -115,15 +117,16 @@ class PlacedModel:
         self.objective = self.who.wrap(self.plain)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give what this process trains, by its names in the whole model."""
+        """Yield the parameters that this process trains, by their names in the complete model."""
         return self.model.named_parameters()
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers that are saved, by name."""
+        """Return the persistent buffers, by name."""
         return saved_buffers(self.model)
 
     def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
-        """Make the gradient of the mean loss of this process's share, averaged over the processes; return the sums."""
+        """Compute the gradient of the mean loss of this process's part, averaged over the processes; return the loss
+        sums."""
         total = torch.zeros(2, dtype=torch.float64, device=self.who.device)
         parts = list(zip(x.chunk(self.layout.accumulation), y.chunk(self.layout.accumulation)))
         for index, (inputs, targets) in enumerate(parts):
@@ -133,19 +136,19 @@ class PlacedModel:
         return total
 
     def tokens_here(self, targets: Tensor) -> Tensor:
-        """Return the part of (B, T) whose losses a pass of this process gives."""
+        """Return the part of (B, T) whose losses a pass of this process computes."""
         return targets
 
     @contextlib.contextmanager
     def syncing(self, last: bool) -> Generator[None]:
-        """While a micro-batch passes: gradients are averaged over the processes in its backward if it is the last."""
+        """Average gradients over the processes in the backward of a micro-batch inside the block if it is the last."""
         with contextlib.ExitStack() as stack:
             if not last and isinstance(self.objective, nn.parallel.DistributedDataParallel):
                 stack.enter_context(self.objective.no_sync())
             yield
 
     def clip(self, limit: float) -> Tensor:
-        """Scale the gradients to a norm of `limit` at most and return the norm they had."""
+        """Clip the gradients to a norm of `limit` and return their norm before."""
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
@@ -153,13 +156,13 @@ class PlacedModel:
         return validate.window_losses(self.model, windows, self.who, self.plain.cast, rows, self.plain.kind)
 
     def gathered(self) -> Any:
-        """Return the whole model as one process has it, on the first process; None elsewhere."""
+        """Return the complete model on the first process; None on others."""
         return self.model if self.who.first else None
 
 
 class ShardedModel(PlacedModel):
-    """Every parameter is sharded, with replicas of the shards where there are more processes (FSDP2, HSDP). With tp
-    every layer's matrices and the tokens of every sequence are sliced too, with cp the tokens alone."""
+    """A model whose parameters are sharded, with replicas of the shards if there are more processes (FSDP2, HSDP). With
+    tp every layer's matrices and the tokens of every sequence are split too, with cp only the tokens."""
 
     whole = False
 
@@ -168,6 +171,13 @@ class ShardedModel(PlacedModel):
         self.summed = parallel.tp * parallel.cp
         sizes = (parallel.pp, layout.shares // parallel.shard, parallel.shard, self.summed)
         self.mesh = init_device_mesh(layout.who.device.type, sizes, mesh_dim_names=("pp", "dp", "shard", "slice"))
+        if parallel.ep > 1:
+            from attnres.scale.experts import check_experts
+
+            check_experts(objective.model, parallel.ep)
+            sizes = (*sizes[:2], parallel.shard // parallel.ep, parallel.ep)
+            axes = ("pp", "dp", "shard", "ep")
+            self.expert_mesh = init_device_mesh(layout.who.device.type, sizes, mesh_dim_names=axes)
         self.alike = _groups(self.mesh, ("dp", "shard"))
         """The processes with other shares of a batch, whose gradients are averaged; None for one."""
         if parallel.async_save:
@@ -180,15 +190,20 @@ class ShardedModel(PlacedModel):
         """Return the dtype of matrix products; None is the dtype of the parameters."""
         return torch.bfloat16 if self.layout.dtype == "bf16" else None
 
-    @property
-    def _sharing(self) -> DeviceMesh:
-        """Return the mesh over which parameters are sharded, with replicas of the shards as a second dimension
-        (HSDP)."""
-        return self.mesh[("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)]
-
-    def place(self) -> None:
+    def _shard(self, model: Any, root: nn.Module, *, reshard: bool = True) -> None:
+        """Shard a model or a stage, with replicas of the shards where there are more processes (HSDP)."""
+        from attnres.scale.experts import distribute_experts
         from attnres.scale.shard import shard
 
+        parallel = self.layout.parallel
+        axes = ("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)
+        if parallel.ep > 1:
+            distribute_experts(model, self.expert_mesh["ep"])
+        if parallel.shard > 1:
+            experts = self.expert_mesh[axes] if parallel.ep > 1 else None
+            shard(model, root, self.mesh[axes], experts=experts, reshard=reshard, dtype=self._products)
+
+    def place(self) -> None:
         self.objective = self.plain
         self.rebuild = _rebuilder(self.model)
         if self.summed > 1:
@@ -203,8 +218,7 @@ class ShardedModel(PlacedModel):
                 )
         if self.layout.compile:
             compile_parts(self.model)
-        if self.layout.parallel.shard > 1:
-            shard(self.model, self.plain, self._sharing, dtype=self._products)
+        self._shard(self.model, self.plain)
 
     @contextlib.contextmanager
     def syncing(self, last: bool) -> Generator[None]:
@@ -216,7 +230,8 @@ class ShardedModel(PlacedModel):
         return self.slices.of(targets) if self.summed > 1 else targets
 
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
-        def losses(x: Tensor, y: Tensor) -> Tensor:  # by the module whose call gathers what no layer has
+        # called through the module whose forward gathers the parameters outside the layers
+        def losses(x: Tensor, y: Tensor) -> Tensor:
             return self.plain(x, self.tokens_here(y), held_out=True)
 
         return validate.shared_out(
@@ -245,14 +260,13 @@ class ShardedModel(PlacedModel):
 
 
 class PipelinedModel(ShardedModel):
-    """The layers are cut into stages, each process with its own; replicas and shards of the stages where there are
-    more processes."""
+    """A model whose layers are split into stages, one or several for each process; with replicas and shards of the
+    stages if there are more processes."""
 
     objective = None
 
     def place(self) -> None:
         from attnres.scale.pipeline import Pipeline, plan_cut, refuse_schedule, stages_each
-        from attnres.scale.shard import shard
 
         layout, parallel, model, kind = self.layout, self.layout.parallel, self.model, self.plain.kind
         virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
@@ -263,8 +277,7 @@ class PipelinedModel(ShardedModel):
         def prepare(stage: Any) -> None:
             if layout.compile:
                 compile_parts(stage.model)
-            if parallel.shard > 1:
-                shard(stage.model, stage, self._sharing, reshard=False, dtype=self._products)
+            self._shard(stage.model, stage, reshard=False)
 
         self.pipeline = Pipeline(
             model,
@@ -291,7 +304,7 @@ class PipelinedModel(ShardedModel):
     def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
         from attnres.scale.shard import mean_gradients
 
-        # `micro` is not called: the schedule makes the passes, so that loss and penalty stand here a second time.
+        # `micro` is not called: the schedule runs the passes, so loss and penalty are repeated here.
         total = self.pipeline.step(x, y, 1 / y.numel())
         penalty = self.pipeline.residual("penalty")
         if penalty is not None and self.pipeline.rank == 0:
@@ -327,7 +340,8 @@ class PipelinedModel(ShardedModel):
                 stack.enter_context(evaluating(stage))
             for start in range(0, math.ceil(len(windows) / self.shares), size):
                 part = share[start : start + size]
-                filled = torch.zeros(size, dtype=torch.long)  # a pipeline takes whole batches: window 0 again
+                # a pipeline takes complete batches, so window 0 fills the last one
+                filled = torch.zeros(size, dtype=torch.long)
                 filled[: len(part)] = part
                 tokens = windows[filled].to(self.who.device)
                 values = self.pipeline.evaluate(tokens[:, :-1], tokens[:, 1:]).double()
@@ -339,12 +353,12 @@ class PipelinedModel(ShardedModel):
 
 
 def _axes(parameter: Tensor) -> tuple[str, ...]:
-    """Return the axes of the mesh that a parameter in shares or slices lies on."""
+    """Return the mesh axes over which a parameter is sharded."""
     return parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
 
 
 def _groups(mesh: DeviceMesh, names: tuple[str, str]) -> Any:
-    """Return the processes along two axes of the mesh as one group; None for one process."""
+    """Return the processes along several axes of the mesh as one group; None for a single process."""
     plane = mesh[names]
     if plane.size() == 1:
         return None
@@ -352,7 +366,7 @@ def _groups(mesh: DeviceMesh, names: tuple[str, str]) -> Any:
 
 
 def _rebuilder(model: Any) -> Callable[[dict[str, Tensor] | None], Any]:
-    """Return a function that builds the model on one process from its tensors; None of None."""
+    """Return a function that builds the model on one process from its tensors; it returns None for None."""
     device = next(model.parameters()).device
     cls, config, generation = type(model), copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
 
@@ -371,9 +385,9 @@ def _rebuilder(model: Any) -> Callable[[dict[str, Tensor] | None], Any]:
 
 
 def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor] | None:
-    """Return all named tensors of all processes, whole, on the first one; None elsewhere. One at a time.
+    """Return all named tensors of all processes, gathered, on the first process; None on others. Gathers one at a time.
 
-    A tensor that several processes have is taken from the lowest.
+    A tensor on several processes is taken from the lowest rank.
     """
     names = who.gather(list(tensors))
     owners = {name: rank for rank in reversed(range(who.world_size)) for name in names[rank]}

@@ -1,6 +1,6 @@
-"""Carry out a training run from a configuration to a folder with its model, its metrics and its summary.
+"""Run training from a configuration to a folder with its model, its metrics and its summary.
 
-The step itself is in `attnres.training.step`, what is measured and written after it in `attnres.training.run`.
+`attnres.training.step` takes a step; `attnres.training.run` measures and writes after it.
 """
 
 import dataclasses
@@ -31,15 +31,16 @@ from attnres.training.run_folder import claim
 
 
 def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
-    """Carry out a run, or what is left of it, and return its summary (the content of summary.json).
+    """Train a run, or the rest of it, and return its summary (the content of summary.json).
 
     >>> train(TrainConfig(steps=200, out="runs/mine"))["val_loss"]  # doctest: +SKIP
     4.51
 
     Raises:
-        UserError: the configuration cannot run, the folder is taken, the loss diverged, a file cannot be written.
+        UserError: the configuration cannot run, another process uses the folder, the loss diverged, a file cannot be
+            written.
         Interrupted: Ctrl-C or SIGTERM; the checkpoint is saved, `code` is the exit status.
-        SystemExit: the same, on all processes of torchrun but the first.
+        SystemExit: the same, on all processes of torchrun except the first.
     """
     who = join_processes(config.device)
     with who.alike():
@@ -100,11 +101,11 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
 def _claimed(
     folder: Path, config: dict[str, Any], who: Processes, *, resume: bool
 ) -> Generator[tuple[dict[str, Any] | None, Callable[[], bool] | None]]:
-    """Keep other runs out of the folder meanwhile.
+    """Keep other runs out of the folder inside the block.
 
     Yields:
-        The summary if the run is finished already, else None; and for the first process a function that returns
-        whether the folder is still there.
+        The summary if the run is already finished, else None; and on the first process a function that returns whether
+        the folder still exists.
     """
     with ExitStack() as stack:
         in_place: Callable[[], bool] | None = None
@@ -114,7 +115,7 @@ def _claimed(
             finished = claim(folder, config, resume=resume)
             if finished is None:
                 in_place = stack.enter_context(locked(folder))
-                # Once more: another process may have trained here while this one waited for the lock.
+                # Again, because another process may have trained here while this one waited for the lock.
                 finished = claim(folder, config, resume=resume)
             return finished
 
@@ -129,7 +130,7 @@ def finish(run: Run) -> dict[str, Any]:
     """Write inspection.json, the model and, last, the summary, which is returned on every process.
 
     Raises:
-        UserError: something cannot be written, on the first process; the others leave.
+        UserError: a file cannot be written; raised on the first process, the others exit.
     """
     memory, final, model = run.peak_memory(), run.losses_at_end(), run.placed.gathered()
     return run.who.of_first(lambda: _write(run, model, memory, final))
@@ -175,8 +176,8 @@ def _write(run: Run, model: Any, memory: int, final: np.ndarray) -> dict[str, An
 
 
 def _write_inspection(run: Run, model: nn.Module) -> None:
-    """Write inspection.json, or say why there is none: a mechanism that trains may still say wrongly what its reads
-    are made of, and the run is finished for all that."""
+    """Write inspection.json, or print why there is none: a mechanism that trains may still describe its reads wrongly,
+    which must not fail a finished run."""
     mechanism = run.config.model
     try:
         with foreign(

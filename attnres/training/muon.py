@@ -1,17 +1,17 @@
-"""Run torch's Muon on stacks of small matrices, in fp32 where bf16 is emulated, and on sharded parameters.
+"""torch's Muon for stacks of small matrices, in fp32 where bf16 is emulated, and for sharded parameters.
 
-torch orthogonalises one matrix after the other, in some thirty operations each, in bf16. For small matrices the calls
-take the time; here all matrices of one shape are one stack, and an operation is one call for the stack. The result is
-that of torch's Muon, on a CPU mostly to the last bit. Where bf16 is emulated (most laptops' processors, older GPUs) its
-products take tens of times as long as in fp32, so all matrices are orthogonalised in fp32 there.
+torch orthogonalises one matrix after the other, in some thirty operations each, in bf16. For small matrices the call
+overhead dominates; here all matrices of one shape are stacked, and an operation is one call for the stack. The result
+is that of torch's Muon, on a CPU mostly to the last bit. Where bf16 is emulated (most laptops' CPUs, older GPUs) its
+products take tens of times as long as in fp32, so matrices are orthogonalised in fp32 there.
 
 torch's Muon takes DTensors too, but then each product of the Newton-Schulz steps may communicate, and all ranks compute
 the same products. `OwnedMuon` gathers the update of a matrix once, on the rank that owns the matrix, which
 orthogonalises it and scatters the result: two messages of the matrix's size, and the work is divided among the ranks.
 Momentum stays sharded.
 
-A mixture's experts lie in one tensor (E, rows, columns): each is a matrix of its own. Sharding gives a rank whole
-experts, which it orthogonalises without a message.
+A mixture's experts are one tensor (E, rows, columns), and each is a separate matrix. Sharding gives a rank whole
+experts, which it orthogonalises without communication.
 """
 
 import functools
@@ -30,20 +30,21 @@ from attnres.training import environment
 
 
 class StackedMuon(torch.optim.Muon):
-    """torch.optim.Muon, small matrices of one shape orthogonalised in one stack; all of them where bf16 is emulated.
+    """torch.optim.Muon with small matrices of one shape orthogonalised in one stack, and all of them where bf16 is
+    emulated.
 
     Attributes:
-        small: values of the largest matrix that is put into a stack on a CPU. There a stack of 384 x 128 takes 0.72 of
-            the time, of 256 x 256 0.89, of 768 x 256 1.05 (`benchmarks/muon.py`). On a GPU, which waits for calls
-            rather than for products, every matrix is (not measured).
-        most: values of a stack, unless one matrix has more: the steps make four more of its size.
+        small: values of the largest matrix that is stacked on a CPU. There a stack of 384 x 128 takes 0.72 of the time,
+            of 256 x 256 0.89, of 768 x 256 1.05 (`benchmarks/muon.py`). On a GPU, where call overhead dominates, every
+            matrix is stacked (not measured).
+        most: most values of a stack, unless a single matrix has more: the steps allocate four more tensors of its size.
     """
 
     small: int = 1 << 16
     most: int = 1 << 26
 
     def __init__(self, params: Any, **options: Any) -> None:
-        """As torch's Muon, which refuses stacked experts: it is asked with a matrix in their place."""
+        """Construct torch's Muon, which refuses stacked experts and so gets a matrix in their place."""
         torch.optim.Muon.__init__(self, [nn.Parameter(torch.zeros(1, 1))], **options)
         self.param_groups.clear()
         given = list(params)
@@ -62,7 +63,7 @@ class StackedMuon(torch.optim.Muon):
             parameter.grad = gradient
 
     def _update_all(self, group: dict[str, Any]) -> Iterable[nn.Parameter]:
-        """Update what is not left to torch, and return it."""
+        """Update the parameters that are not left to torch, and return them."""
         stacks: dict[Any, list[Any]] = {}
         for p in group["params"]:
             if p.grad is None or isinstance(p, DTensor):
@@ -77,7 +78,7 @@ class StackedMuon(torch.optim.Muon):
         return [parameter for parameters in stacks.values() for parameter in parameters]
 
     def _update_stack(self, parameters: list[Any], group: dict[str, Any]) -> None:
-        """Update matrices of one shape, or experts, in as many calls as one of them takes."""
+        """Update matrices of one shape, or experts, in as many calls as one of them needs."""
         momenta = self._momenta(parameters, group)
         parameters = [local(parameter) for parameter in parameters]
         shape = parameters[0].shape[-2:]
@@ -88,13 +89,13 @@ class StackedMuon(torch.optim.Muon):
         changes = changes.to(parameters[0].dtype, memory_format=torch.contiguous_format)
         rate = rate_of(shape, group)
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        if isinstance(rate, Tensor):  # of a captured step, which reads it on the device
+        if isinstance(rate, Tensor):  # a captured step reads the learning rate on the device
             torch._foreach_add_(parameters, changes.mul_(-rate).unbind())
         else:
             torch._foreach_add_(parameters, changes.unbind(), alpha=-rate)
 
     def _momenta(self, parameters: list[Any], group: dict[str, Any]) -> Sequence[Tensor]:
-        """Update the momenta and return the matrices to orthogonalise, of DTensors this rank's shards."""
+        """Update the momenta and return the matrices to orthogonalise; for DTensors this rank's shards."""
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
@@ -108,12 +109,13 @@ class StackedMuon(torch.optim.Muon):
 
 @functools.cache
 def precision(device: torch.device) -> torch.dtype:
-    """That of the Newton-Schulz steps: bf16, as torch's Muon has it, or fp32 where the device has no bf16 products."""
+    """Return the dtype of the Newton-Schulz steps: bf16, as in torch's Muon, or fp32 on a device without bf16
+    products."""
     return torch.bfloat16 if environment.has_bf16(device) else torch.float32
 
 
 def orthogonal(updates: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
-    """Return a stack of matrices of one shape after the Newton-Schulz steps that torch's Muon takes, in `precision`."""
+    """Return a stack of matrices of one shape after the Newton-Schulz steps of torch's Muon, in `precision`."""
     (rows, columns), (a, b, c) = updates[0].shape, group["ns_coefficients"]
     x = torch.stack(list(updates)).to(precision(updates[0].device))
     x = x.mT.contiguous() if rows > columns else x
@@ -125,7 +127,7 @@ def orthogonal(updates: Sequence[Tensor], group: dict[str, Any]) -> Tensor:
 
 
 def rate_of(shape: torch.Size, group: dict[str, Any]) -> float | Tensor:
-    """Return the rate of a matrix of this shape, as torch's Muon has it; a tensor where the group's is one."""
+    """Return the learning rate for a matrix of this shape, as in torch's Muon; a tensor if the group's rate is one."""
     rows, columns = shape
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return group["lr"] * 0.2 * math.sqrt(max(rows, columns))
@@ -139,10 +141,10 @@ _OPTIONS = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
 
 class OwnedMuon(StackedMuon):
-    """`StackedMuon`, each DTensor orthogonalised by one rank.
+    """`StackedMuon`, with each DTensor orthogonalised by one rank.
 
-    Matrices go to their owners largest first, as many at a time as there are ranks. One that lies in shares along two
-    axes of the mesh (slices of which each is in shares) is gathered and orthogonalised by all.
+    Matrices go to their owners largest first, as many at a time as there are ranks. A matrix sharded along two axes of
+    the mesh (tensor parallel and FSDP) is gathered and orthogonalised by all ranks.
     """
 
     def _update_all(self, group: dict[str, Any]) -> Iterable[nn.Parameter]:
@@ -150,7 +152,7 @@ class OwnedMuon(StackedMuon):
         sharded.sort(key=lambda p: -p.numel())
         experts = [p for p in sharded if p.ndim == 3]
         for parameter in experts:
-            if parameter.to_local().numel():  # of fewer experts than ranks some have none
+            if parameter.to_local().numel():  # with fewer experts than ranks some ranks have none
                 self._update_stack([parameter], group)
         matrices = [p for p in sharded if p.ndim == 2]
         self._owned([p for p in matrices if len(_axes(p)) == 1], group)
@@ -191,7 +193,7 @@ class OwnedMuon(StackedMuon):
 
 
 def _axes(parameter: Any) -> list[int]:
-    """Return the axes of the mesh along which a parameter is shared out."""
+    """Return the axes of the mesh along which a parameter is sharded."""
     return [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
 
 
@@ -202,9 +204,9 @@ def _add(parameter: Any, delta: Tensor, group: dict[str, Any]) -> None:
 
 
 class _Divided:
-    """A matrix whose rows or columns are shared out among ranks.
+    """A matrix whose rows or columns are sharded over ranks.
 
-    Messages carry its rows: of one whose columns are shared out it is turned. They are filled up to the same number.
+    Messages carry rows; a matrix sharded by columns is transposed. They are padded to the same number of rows.
     """
 
     def __init__(self, parameter: Any, ranks: dist.ProcessGroup) -> None:
@@ -220,7 +222,7 @@ class _Divided:
         return filled
 
     def gather(self, part: Tensor, owner: int) -> tuple[Any, list[Tensor]]:
-        """Send this rank's part to the owner, who alone gets all parts."""
+        """Send this rank's part to the owner, which alone receives all parts."""
         filled = self._filled(part, self.rows)
         mine = dist.get_rank(self.ranks) == owner
         parts = [torch.empty_like(filled) for _ in range(dist.get_world_size(self.ranks) if mine else 0)]
@@ -228,11 +230,11 @@ class _Divided:
         return dist.gather(filled, parts if mine else None, dst=target, group=self.ranks, async_op=True), parts
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the matrix of which these are the parts."""
+        """Return the matrix joined from these parts."""
         return torch.cat(list(parts))[: self.count].transpose(0, self.dim).contiguous()
 
     def scatter(self, whole: Tensor | None, owner: int) -> tuple[Any, Tensor]:
-        """Return this rank's part of what the owner has, once the work is done."""
+        """Return this rank's part of the owner's matrix, once the operation is done."""
         ours = self.parameter.to_local()
         turned = ours.transpose(0, self.dim)
         received = turned.new_empty(self.rows, *turned.shape[1:])
@@ -245,7 +247,7 @@ class _Divided:
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return the orthogonalised update, as torch's Muon adds it to a parameter of zeros without momentum."""
+    """Return the orthogonalised update, as torch's Muon would add it to a zero parameter without momentum."""
     if precision(update.device) is torch.float32:
         return orthogonal([update], group)[0].to(update.dtype) * -rate_of(update.shape, group)
     parameter = nn.Parameter(torch.zeros_like(update))

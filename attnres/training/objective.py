@@ -1,13 +1,12 @@
-"""Compute the loss that a training step minimises, in one forward pass of a module, so that DDP sees the head too.
+"""The loss that a training step minimises, computed in one forward pass of a module, so that DDP sees the head too.
 
-With a teacher (knowledge distillation) the model also learns the whole next-token distribution of the model it started
-from:
+With a teacher (knowledge distillation) the model also learns the next-token distribution of the model it started from:
 
     loss = (1 - w) CE(y, z) + w T^2 KL( softmax(t / T) || softmax(z / T) )
 
 for each token, in nats: logits z of the model, t of the teacher, y the next token; w is `distill_weight` and T
 `distill_temperature`. T^2 keeps the gradient's size as T grows (Hinton et al., arXiv 1503.02531). The teacher sees the
-same batches, is frozen, and makes its logits in evaluation mode and in the run's own precision.
+same batches, is frozen, and computes its logits in evaluation mode in the run's precision.
 """
 
 from collections.abc import Callable
@@ -52,7 +51,7 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 
 
 Cast = Callable[[], AbstractContextManager[Any]]
-"""Makes the context of a forward pass: bf16 autocast, or nothing."""
+"""Returns the context of a forward pass: bf16 autocast, or none."""
 
 
 def precision(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -61,14 +60,14 @@ def precision(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
 
 
 def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = None) -> str:
-    """Return how the loss of a micro-batch of so many tokens is made: "whole" or "chunked".
+    """Return how the loss of a micro-batch of so many tokens is computed: "whole" or "chunked".
 
     Args:
-        choice: one of these, or "auto": not whole where it would be made in more than two parts and the model's head
-            can be called apart.
+        choice: one of these, or "auto", which is chunked if there are more than two parts and the model's head can be
+            called separately.
 
     Raises:
-        UserError: what was asked for cannot be done with this model, here.
+        UserError: the choice is impossible with this model on this machine.
     """
     device = next(model.parameters()).device
     if choice == "whole" or (choice == "auto" and is_small(model, tokens, device)):
@@ -84,12 +83,12 @@ def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = No
 
 
 class Objective(nn.Module):
-    """Gives the summed losses of a batch.
+    """Computes the summed losses of a batch.
 
     Args:
-        kind: of `loss_kind`.
-        cast: makes the precision of a forward pass.
-        compiled: the model, without what follows its logits or hidden states, runs through torch.compile.
+        kind: "whole" or "chunked", see `loss_kind`.
+        cast: returns the precision context of a forward pass.
+        compiled: whether the model, up to its logits or hidden states, runs through torch.compile.
     """
 
     def __init__(
@@ -98,7 +97,8 @@ class Objective(nn.Module):
         super().__init__()
         self.model, self.kind, self.cast, self.teacher = model, kind, cast, teacher
         run = model if kind == "whole" else body_of(model)
-        self._run = (torch.compile(run) if compiled else run,)  # a tuple, so that it is no further submodule
+        # in a tuple, so that it is not registered as a submodule
+        self._run = (torch.compile(run) if compiled else run,)
 
     def forward(self, x: Tensor, y: Tensor, *, eager: bool = False, held_out: bool = False) -> Any:
         """Return the summed losses of a batch, x, y (B, T) int64. `eager` does not use the compiled model. With
@@ -128,7 +128,7 @@ class Objective(nn.Module):
 
     @torch.no_grad()
     def _teach(self, teacher: Teacher, x: Tensor) -> Tensor:
-        """Return the teacher's logits, or its hidden states where the loss is made of those."""
+        """Return the teacher's logits, or its hidden states if the loss is computed from those."""
         with self.cast(), whole_sequences():
             if self.kind == "whole":
                 return teacher.model(input_ids=x, use_cache=False).logits

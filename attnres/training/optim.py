@@ -1,4 +1,4 @@
-"""Build the optimizers and their learning rates; a parameter's group follows from what it *is*, not from its shape.
+"""Build the optimizers and their learning rates; a parameter's group follows from its *role*, not from its shape.
 
     kind        what it is                             optimizer             weight decay
     read        queries of depth reads, keys' gains    AdamW, own group      no
@@ -9,12 +9,12 @@
     lora        low-rank changes of frozen matrices    AdamW                 yes
     matrix      every other weight                     AdamW or Muon         yes
 
-Muon has the matrices of two dimensions and stacked experts, each of which is a matrix; the rest stays with AdamW.
+Muon trains matrices of two dimensions and stacked experts, each of which is a matrix; AdamW trains the rest.
 
-Why the residual stands apart: pseudo-queries and gains are stored as (reads, d) tensors, which a rule by rank would
-take for weight matrices. Decay would pull the queries back to zero, that is to the uniform mean that depth attention
-is there to leave (`optim.residual_decay` does so on request, of queries alone), and Muon would mix the queries of
-different sublayers by making the tensor's rows orthogonal.
+Why the residual has separate groups: pseudo-queries and gains are stored as (reads, d) tensors, which a rule by rank
+would mistake for weight matrices. Decay would pull the queries back to zero, that is to the uniform mean
+(`optim.residual_decay` does so on request, for queries only), and Muon would mix the queries of different sublayers by
+making the tensor's rows orthogonal.
 
 Why embeddings are not decayed: a row gets a gradient only when its token occurs, but decay would act at every step,
 so rare tokens would fade; and the embedding is the first source, so its scale is part of what the depth reads compare.
@@ -36,13 +36,13 @@ from attnres.training.finetune import is_adapter
 from attnres.training.muon import OwnedMuon, StackedMuon
 
 QUERY, QUERY_WEIGHT = "query", "query_weight"
-"""The last part of the names of pseudo-queries and of the weights that make queries of the input, in every mechanism
-that has them."""
+"""Last part of the names of pseudo-queries, and of weights that compute queries from the input, in every mechanism."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """How a model's width changes rates and start values that were found at another: muP (arXiv 2203.03466, table 8).
+    """How a model's width changes learning rates and start values found at another width: muP (arXiv 2203.03466, table
+    8).
 
     With m = width / `optim.base_width`:
 
@@ -53,7 +53,7 @@ class Transfer:
         queries of a `slow` read, their makers   as they are       / m
         embedding, untied head, everything else  as they are       as they are
 
-    Weight decay is multiplied by what its rate is divided by: a step decays as much. Why each:
+    Weight decay is multiplied by the divisor of its learning rate, so that a step decays by the same amount. Reasons:
 
     - An update of AdamW has entries of one size, and d of them act together: its effect grows as the width.
     - Muon's is orthogonal and scaled to the RMS of AdamW's, so that its largest singular value grows as the square
@@ -62,12 +62,12 @@ class Transfer:
       with tied embeddings too, and a saved model needs no code for it.
     - A pseudo-query is an output weight: d products of one sign add up to a logit.
 
-    Heads have to be as wide in both models, else attention's 1 / sqrt(d) would have to change as well. CompleteP, which
-    does the same for depth, is the residual `completep`; depth reads have no sum that grows.
+    Heads must have the same width in both models, otherwise attention's 1 / sqrt(d) would have to change too.
+    CompleteP, the analogue for depth, is the residual `completep`; depth reads have no growing sum.
 
     Attributes:
         ratio: m. final: names of the parameters of the final norm.
-        query_lr: the part of the rate that queries and gains carry themselves (the setting of that name).
+        query_lr: the factor of the learning rate by which queries and gains are stored (the setting of that name).
     """
 
     ratio: float = 1.0
@@ -76,7 +76,8 @@ class Transfer:
 
     @classmethod
     def of(cls, model: Any, base_width: int | None) -> "Transfer":
-        """That of a model of the package; of any model where there is no base width."""
+        """Return the transfer for a model of this package; for any model without a base width, one that changes
+        nothing."""
         query_lr = next((part.query_lr for part in model.modules() if isinstance(part, Queried)), 1.0)
         if base_width is None:
             return cls(query_lr=query_lr)
@@ -85,7 +86,7 @@ class Transfer:
         return cls(model.residual("itself").width / base_width, final, query_lr)
 
     def divisor(self, kind: str, name: str, *, muon: bool = False) -> float:
-        """Return the number that the learning rate of a parameter of this kind and name is divided by."""
+        """Return the divisor of the learning rate of a parameter of this kind and name."""
         last = name.rpartition(".")[2]
         if kind == "matrix":
             return math.sqrt(self.ratio) if muon else self.ratio
@@ -94,7 +95,7 @@ class Transfer:
 
 
 def carry_start(model: Any, base_width: int | None, names: Mapping[str, list[str]]) -> None:
-    """Change the start values of a new model in place; `names` are those of its parameters by kind."""
+    """Change the start values of a new model in place; `names` are its parameters by kind."""
     transfer = Transfer.of(model, base_width)
     if transfer.ratio == 1:
         return
@@ -104,7 +105,7 @@ def carry_start(model: Any, base_width: int | None, names: Mapping[str, list[str
             parameters[name].div_(math.sqrt(transfer.ratio))
         gain = _final_norm(model).weight
         assert isinstance(gain, Tensor)
-        gain.add_(1 / transfer.ratio - 1)  # whether it is stored as 1, or as 0 that 1 is added to
+        gain.add_(1 / transfer.ratio - 1)  # a gain is stored as 1, or as 0 to which 1 is added
 
 
 def _final_norm(model: Any) -> nn.Module:
@@ -115,15 +116,16 @@ KINDS = ("read", "residual", "vector", "embedding", "head", "lora", "matrix")
 OF_RESIDUAL = ("read", "residual")
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 VECTORS = ("bias", "A_log")
-"""How names of parameters end that are vectors or scalars whatever their shape: experts' biases are one tensor."""
+"""Ends of the names of parameters that count as vectors or scalars whatever their shape: experts' biases are one
+tensor."""
 
 
 def kinds(model: nn.Module) -> dict[str, list[str]]:
-    """Return names of the trainable parameters of `model` by kind: read, residual, vector, embedding, head, lora,
+    """Return the names of the trainable parameters of `model` by kind: read, residual, vector, embedding, head, lora,
     matrix.
 
-    Of the residual is what `model.residual` or a `Residual` anywhere in the model has; reads are what the latter calls
-    `slow`. A parameter shared by two modules (tied embeddings) counts once.
+    The residual's parameters are those of `model.residual` or of a `Residual` anywhere in the model; reads are those in
+    its `slow`. A parameter shared by two modules (tied embeddings) counts once.
     """
     mechanisms = [module for module in model.modules() if isinstance(module, Residual)]
     own = getattr(model, "residual", None)
@@ -163,8 +165,8 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
 def optimizers_of(
     parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Sequence[str]], config: OptimConfig, transfer: Transfer
 ) -> list[torch.optim.Optimizer]:
-    """Return AdamW, or AdamW and Muon, over those of the named `kinds` that are among `parameters`, with what the
-    model's width does to their rates.
+    """Return AdamW, or AdamW and Muon, over the `parameters` that are in `kinds`, with learning rates adapted to the
+    model's width.
 
     Each group holds `kind`, `names` (of its parameters, in order) and `peak_lr`, which `set_learning_rate` scales.
     AdamW is fused where PyTorch has it for the model's device. Muon's updates are scaled to the RMS of AdamW's
@@ -179,7 +181,7 @@ def optimizers_of(
         orthogonal = [name for name in names if has_muon and _is_orthogonalised(name, parameters[name])]
         plain: dict[tuple[float, float], list[str]] = {}
         for name in [name for name in names if name not in orthogonal]:
-            # Pseudo-queries are decayed where that is asked for, back to the uniform mean.
+            # Queries are decayed if asked for, towards the uniform mean.
             pull = config.residual_decay if kind in OF_RESIDUAL and name.endswith(QUERY) else decay
             divisor = transfer.divisor(kind, name)
             rates = (_adamw_rate(kind, config, transfer.query_lr) / divisor, pull * divisor)
@@ -204,25 +206,28 @@ def optimizers_of(
 
 
 def _is_orthogonalised(name: str, parameter: Tensor) -> bool:
-    """Whether Muon has a weight: a matrix, or experts of which every process has whole ones."""
+    """Return whether Muon trains a weight: a matrix, or experts that are whole on every process."""
     if parameter.ndim == 2:
         return True
     places = parameter.placements if isinstance(parameter, DTensor) else ()
-    whole = all(place.is_replicate() or place.is_shard(0) for place in places)
+    # By their axis: of distributed experts (ep) torch places the shards as `_StridedShard`, which `is_shard` denies.
+    whole = all(place.is_replicate() or getattr(place, "dim", None) == 0 for place in places)
     return parameter.ndim == 3 and "experts" in name and whole
 
 
 def _adamw_rate(kind: str, config: OptimConfig, query_lr: float = 1.0) -> float:
-    """Return AdamW's peak rate of a kind. One of three rules applies: `residual_lr`, `query_lr`, or `READ_RATE`."""
+    """Return AdamW's peak learning rate for a kind. One of three rules applies: `residual_lr`, `query_lr`, or
+    `READ_RATE`."""
     if kind not in OF_RESIDUAL:
         return config.lr
     if config.residual_lr is not None:
-        return config.residual_lr / (query_lr if kind == "read" else 1.0)  # the rate of w itself, not of w / query_lr
+        # the learning rate of w itself, not of w / query_lr
+        return config.residual_lr / (query_lr if kind == "read" else 1.0)
     return config.lr * READ_RATE if kind == "read" and query_lr == 1.0 else config.lr
 
 
 def _alike(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    """Return the names by how their parameters lie: one step takes no whole tensors beside shares of a mesh."""
+    """Return the names grouped by the placement of their parameters: one step cannot mix plain tensors and DTensors."""
     places: dict[Any, list[str]] = {}
     for name in names:
         parameter = parameters[name]
@@ -232,11 +237,11 @@ def _alike(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float) -> None:
-    """Set every group's rate to `fraction` of its peak."""
+    """Set every group's learning rate to `fraction` of its peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             lr = group["peak_lr"] * fraction
-            if isinstance(group["lr"], Tensor):  # of a captured step, which reads it there
+            if isinstance(group["lr"], Tensor):  # a captured step reads it from the tensor
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
@@ -246,8 +251,7 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float) 
 
 
 def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Return the optimizers' whole state, flat: `PARAMETER::ENTRY` -> tensor (all that AdamW and Muon keep are
-    tensors)."""
+    """Return the optimizers' state, flat: `PARAMETER::ENTRY` -> tensor (AdamW and Muon store only tensors)."""
     flat = {}
     for optimizer in optimizers:
         for name, parameter in _named(optimizer):
@@ -257,8 +261,8 @@ def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
 
 
 def load_state_tensors(optimizers: list[torch.optim.Optimizer], flat: dict[str, Tensor]) -> None:
-    """Undo `state_tensors`; a parameter that never had a gradient has no state. Of whole tensors a parameter in shares
-    takes its own.
+    """Load the result of `state_tensors`; a parameter that never had a gradient has no state. A sharded parameter takes
+    its shard of unsharded tensors.
 
     Raises KeyError for a parameter that the optimizers do not know, ValueError for a shape that differs.
     """
@@ -285,7 +289,7 @@ def load_state_tensors(optimizers: list[torch.optim.Optimizer], flat: dict[str, 
 
 
 def empty_state(optimizers: list[torch.optim.Optimizer], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Return zeros to be filled with these entries of `state_tensors`, of the parameters that the optimizers have."""
+    """Return zeros to be filled for these entries of `state_tensors`, for the parameters that the optimizers have."""
     parameters = {name: parameter for optimizer in optimizers for name, parameter in _named(optimizer)}
     flat = {}
     for key, shape in shapes.items():
@@ -297,7 +301,7 @@ def empty_state(optimizers: list[torch.optim.Optimizer], shapes: Mapping[str, Se
 
 
 def entry_of(key: str) -> tuple[str, str]:
-    """Return `PARAMETER::ENTRY` as the two."""
+    """Split `PARAMETER::ENTRY`."""
     name, _, entry = key.rpartition("::")
     return name, entry
 
@@ -311,7 +315,7 @@ def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def scheduled_rate(step: int, steps: int, optim: OptimConfig) -> float:
-    """Return the fraction of its peak that every learning rate has at an update of a run of `steps`.
+    """Return the fraction of its peak for every learning rate at update `step` of a run of `steps`.
 
     It rises linearly from 1 / w at the first update to 1 at update w, the last of the warm-up, and ends at the floor,
     `min_lr_ratio`:

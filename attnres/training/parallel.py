@@ -1,4 +1,4 @@
-"""The processes of a run: one, or several under `torchrun`, each with its share of every batch."""
+"""The processes of a run: one, or several under `torchrun`, each with its part of every batch."""
 
 import atexit
 import gc
@@ -21,7 +21,7 @@ from attnres.scale.process_group import fresh_store, is_loss
 PATIENCE = timedelta(hours=2)
 """How long a process waits for the others: the first one may be tokenising the corpus."""
 JOINING = timedelta(seconds=10)
-"""How long one waits for torchrun, which was there when it started the process."""
+"""How long a process waits for torchrun, which was running when it started the process."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that writes files and talks to the user."""
+        """Return whether this process writes files and prints messages."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of `values` over the processes, in place; exact copies everywhere, so that all decide
-        alike."""
+        """Sum `values` over the processes, in place, and return them; the result is identical on all, so that all
+        decide alike."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def wait(self) -> None:
-        """Return when every process has come here."""
+        """Wait until every process has reached this point."""
         if self.world_size > 1:
             dist.barrier()
 
@@ -58,20 +58,20 @@ class Processes:
         return [json.loads(text) for text in gathered]
 
     def share(self, value: Any) -> Any:
-        """Return the first process's JSON value, whatever the others give."""
+        """Return the first process's JSON value on all processes."""
         return self.gather(value)[0]
 
     def of_first(self, make: Callable[[], Any]) -> Any:
-        """Return the JSON value that `make` gives on the first process. What it refuses (UserError) ends all of them:
-        the first raises it, the others leave with status 2."""
+        """Return the JSON value that `make` returns on the first process. A UserError there ends all of them: the first
+        raises it, the others exit with status 2."""
         with self.alike():
             value = make() if self.first else None
         return self.share(value)
 
     @contextmanager
     def alike(self) -> Generator[None]:
-        """Let a UserError of any process inside the block end all of them: the first raises it, the others leave with
-        status 2. The block sends no message between processes."""
+        """Let a UserError of any process inside the block end all of them: the first raises it, the others exit with
+        status 2. The block must not communicate."""
         refusal = None
         try:
             yield
@@ -88,13 +88,13 @@ class Processes:
             raise SystemExit(2)
 
     def same(self, end: UserError | Interrupted) -> BaseException:
-        """Return the exception with which all processes end for one reason: the error itself on the first, an exit with
-        its status on the others."""
+        """Return the exception with which a process ends for a common reason: the error itself on the first, an exit
+        with its status on the others."""
         return end if self.first else SystemExit(end.code if isinstance(end, Interrupted) else 2)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model` with its gradients averaged over the processes in each backward (DDP), or itself if there is
-        one."""
+        """Return `model` with gradients averaged over the processes in each backward (DDP); unchanged for one
+        process."""
         if self.world_size == 1:
             return model
         devices = [self.device] if not is_host(self.device) else None
@@ -103,15 +103,14 @@ class Processes:
 
 @contextmanager
 def losses_said(who: Processes, where: str) -> Generator[None]:
-    """Turn the loss of another process inside the block into the end of this one; one of the remaining processes says
-    so.
+    """End this process if another one is lost inside the block; one of the remaining processes prints that.
 
     Args:
-        where: how to go on.
+        where: the part of the message that says how to continue.
 
     Raises:
-        UserError: another process was lost, on the first of the others that notices.
-        SystemExit: the same, on the rest: status 2.
+        UserError: another process was lost; raised on the first process that notices.
+        SystemExit: the same on the others, with status 2.
     """
     try:
         yield
@@ -126,7 +125,7 @@ def losses_said(who: Processes, where: str) -> Generator[None]:
 
 
 def _first_to_notice() -> bool:
-    """Return whether no other process of this start has asked before; True where nobody can be asked."""
+    """Return whether this process is the first of this start to ask; True if torchrun's store cannot be reached."""
     try:
         port = int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timedelta(seconds=5))
@@ -136,11 +135,12 @@ def _first_to_notice() -> bool:
 
 
 def _leave() -> None:
-    """End the group before the interpreter: a gloo thread that still frees a tensor of Python's after it would abort.
+    """Destroy the process group before the interpreter ends: a gloo thread that frees a Python tensor later would
+    abort.
 
-    The group's threads are joined when nothing refers to it any more, and a wrapped model does, in a cycle. The last
-    reference has to be Python's own, which is let go without the interpreter's lock: a model's is let go with it, and
-    a thread that needs it to free a tensor would be waited for without end.
+    The group's threads are joined when its last reference is dropped, and a wrapped model holds one, in a cycle. The
+    last reference has to be Python's, which is dropped without the interpreter lock. A model's would be dropped with
+    the lock held, and would wait for ever for a thread that needs the lock to free a tensor.
     """
     group = dist.group.WORLD
     dist.destroy_process_group()
@@ -149,10 +149,10 @@ def _leave() -> None:
 
 
 def _meet() -> tuple[dist.Store, int]:
-    """Return the store by which the processes of this start find one another, and this one's number.
+    """Return the store through which the processes of this start find one another, and this process's rank.
 
     Raises:
-        UserError: torchrun, which keeps the store, was lost in the meantime; on the others SystemExit.
+        UserError: torchrun, which hosts the store, was lost; on the others SystemExit.
     """
     launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
@@ -161,19 +161,19 @@ def _meet() -> tuple[dist.Store, int]:
         if os.environ.get("RANK") != "0":
             raise SystemExit(2) from None
         raise UserError(
-            f"nobody answers at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, where this run's "
-            "processes were to meet: torchrun was lost, start it again"
+            f"no process answers at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, the address of "
+            "this run's store: torchrun was lost, start it again"
         ) from error
     store.set_timeout(PATIENCE)
     return store, rank
 
 
 def join_processes(device: str = "auto") -> Processes:
-    """Return the processes that `torchrun` started, with PyTorch's own backend for the device (gloo on the CPU, nccl on
-    CUDA); without it there is one.
+    """Return the processes that `torchrun` started, with PyTorch's default backend for the device (gloo on the CPU,
+    nccl on CUDA); without torchrun, one process.
 
-    The group lasts until the process ends, because a second one cannot be made from the same store; a group that is
-    there already is used. Raises UserError for a device that is not there, or that all of several would share.
+    The group lasts until the process ends, because a second one cannot be made from the same store; an existing group
+    is used. Raises UserError for a missing device, or for one that several processes would share.
     """
     picked = pick_device(device)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

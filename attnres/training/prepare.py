@@ -1,6 +1,7 @@
-"""Prepare a training run: fill in what its configuration leaves open, and refuse what cannot run.
+"""Prepare a training run: fill in defaults, and refuse configurations that cannot run.
 
-Everything here happens before text is read, a weight is drawn or a file is written. No torch is imported at the top.
+Everything here happens before text is read, weights are initialised or a file is written. Torch is not imported at the
+top.
 """
 
 import dataclasses
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that can start.
+    """A run that is ready to start.
 
     Attributes:
         config: the configuration with every default filled in.
-        notes: a sentence for each default that gave way to what was given.
+        notes: a sentence for each default that was changed to suit the given options.
         start: the model of `finetune.init_from`, opened once for the whole run. None for a new model.
     """
 
@@ -48,29 +49,29 @@ class PreparedRun:
 
 
 def prepare_run(config: TrainConfig, world_size: int = 1, start: "Checkpoint | None" = None) -> PreparedRun:
-    """Return the run that a configuration describes, on so many processes.
+    """Return the run that a configuration describes, on `world_size` processes.
 
-    A mechanism of a user's own file is read, and known by its name from then on. A converted model gets
-    `read_scale="sum"` unless the settings say otherwise, which keeps its logits; a model that is continued keeps its
-    settings, its tokenizer, and one learning rate for all parameters.
+    A mechanism in a user's file is imported and registered under its name. A converted model gets `read_scale="sum"`
+    unless the settings say otherwise, which keeps its logits. A continued model keeps its settings, its tokenizer, and
+    one learning rate for all parameters.
 
     Args:
-        start: the model of `finetune.init_from`, where it is open already.
+        start: the model of `finetune.init_from`, if it is already open.
 
     Raises:
-        UserError: a value that is impossible, changes nothing, or does not fit the model, the layout or the processes.
+        UserError: a value that is impossible, has no effect, or does not fit the model, the layout or the processes.
     """
     from attnres.residuals import settings_in_full
     from attnres.training.start import check_shapes, open_start
 
-    from_dict(dataclasses.asdict(config))  # refuses values of a wrong type
+    from_dict(dataclasses.asdict(config))  # raises for values of a wrong type
     _check_bounds(dict(leaves(to_dict(config))))
     name, init_from = config.name, config.finetune.init_from
     model = _named_residual(config.model)
     if name is None:
         name = run_name(model.residual, config.seed)
     if name in ("", ".", "..") or name != Path(name).name:
-        raise UserError(f"name is '{name}': expected a plain name, without folders; --out says where the run lies")
+        raise UserError(f"name is '{name}': expected a plain name, without folders; --out gives the run's folder")
     out = str(user_path(config.out if config.out is not None else Path("runs") / name))
     config = dataclasses.replace(config, name=name, out=out)
 
@@ -85,7 +86,7 @@ def prepare_run(config: TrainConfig, world_size: int = 1, start: "Checkpoint | N
         if model.size is not None:
             size = model.size if isinstance(model.size, str) else json.dumps(model.size)
             raise UserError(
-                f"both size {size} and init_from {init_from} are given: the model has its size, leave size out"
+                f"both size {size} and init_from {init_from} are given: the model has a size already, leave size out"
             )
         start = start or open_start(init_from)
         model = dataclasses.replace(model, settings=_settings_on(start, model))
@@ -105,7 +106,8 @@ def prepare_run(config: TrainConfig, world_size: int = 1, start: "Checkpoint | N
 
 
 def _named_residual(model: ModelConfig) -> ModelConfig:
-    """Return the model with its mechanism by name, the file it came from, and all settings in one mapping."""
+    """Return the model configuration with its mechanism by name, the file it came from, and all settings in one
+    mapping."""
     from attnres.residuals import residual_class, source_file, source_sha256
 
     mechanism = residual_class(model.residual, model.residual_file)
@@ -127,18 +129,18 @@ def _named_residual(model: ModelConfig) -> ModelConfig:
 
 
 def _settings_on(start: "Checkpoint", model: ModelConfig) -> dict[str, Any]:
-    """Return the residual's settings on the model that a run starts from. Raises UserError where it has others."""
+    """Return the residual's settings for the model that a run starts from. Raises UserError if the model has others."""
     from attnres.residuals import settings_of
     from attnres.training.start import has_reads
 
     if not has_reads(start):
-        # Reads that sum their sources keep the logits of a standard model; reads that average them would not.
+        # Reads that sum their sources keep the logits of a standard model; reads that average them do not.
         exact = {"read_scale": "sum"} if "read_scale" in settings_of(model.residual) else {}
         return {**exact, **model.settings}
     if model.residual != start.residual:
         raise UserError(
             f"{start.name} has the residual '{start.residual}' and '{model.residual}' was asked for: give residual "
-            f"{start.residual}, or start from a plain or standard model, which any residual can be put on"
+            f"{start.residual}, or start from a plain or standard model, which can get any residual"
         )
     theirs = {**settings_of(model.residual), **start.settings}
     for name, value in model.settings.items():
@@ -151,22 +153,23 @@ def _settings_on(start: "Checkpoint", model: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenized_for(start: "Checkpoint", data: DataConfig) -> DataConfig:
-    """Return the data with the start model's tokenizer, unless another is given or the source is prepared already."""
+    """Return the data configuration with the start model's tokenizer, unless another is given or the source is
+    prepared."""
     from attnres.data.shards import prepared_folder
 
     if data.tokenizer is not None:
         return data
     if prepared_folder(data.source) is not None:
         return dataclasses.replace(data, tokenizer=tokenizer_or_default(data))
-    # A model of the hub is named as the hub names it: the folder of the cache differs between machines.
+    # A model on the hub is named by its hub name, since the cache folder differs between machines.
     return dataclasses.replace(data, tokenizer=str(start.folder) if user_path(start.name).exists() else start.name)
 
 
 def _fit_defaults(config: TrainConfig, world_size: int, start: "Checkpoint | None") -> tuple[TrainConfig, list[str]]:
-    """Return the configuration with defaults replaced that do not fit what was given, and a sentence for each.
+    """Return the configuration with defaults changed that do not fit the given options, and a sentence for each.
 
-    A field counts as given if it is not the default, as in `idle`. A value that was given stays as it is: where it does
-    not fit, `check` refuses it. Raises UserError for numbers that nothing could be fitted to.
+    A field counts as given if it differs from the default, as in `idle`. Given values never change: if one does not
+    fit, `check` refuses it. Raises UserError for numbers that no default fits.
     """
     usual, notes = TrainConfig(), list[str]()
 
@@ -177,6 +180,9 @@ def _fit_defaults(config: TrainConfig, world_size: int, start: "Checkpoint | Non
 
     if world_size > 1 and config.parallel == usual.parallel:
         changed("parallel", f"torchrun started {world_size} processes, each trains a copy", dp=world_size)
+    ep = config.parallel.ep
+    if ep > 1 and config.parallel.shard == usual.parallel.shard and world_size % (ep * config.parallel.pp) == 0:
+        changed("parallel", f"experts are distributed over {ep} processes of shard", shard=ep)
     if config.parallel.pp > 1:
         _fit_stages(config, usual, _copies(config.parallel, world_size), changed)
     if not sees_all_depths(config.parallel) and config.depth_every == usual.depth_every:
@@ -203,8 +209,8 @@ def _fit_defaults(config: TrainConfig, world_size: int, start: "Checkpoint | Non
 
 
 def _fit_stages(config: TrainConfig, usual: TrainConfig, copies: int, changed: Callable[..., None]) -> None:
-    """Change defaults that do not fit a pipeline, of which there are so many copies: its stages a process, its
-    schedule, micro-batches, kind of loss."""
+    """Change defaults that do not fit a pipeline with `copies` replicas: its stages a process, schedule, micro-batches,
+    and kind of loss."""
     from attnres.scale.pipeline import fitting_microbatches, schedule_named, stages_each
 
     parallel = config.parallel
@@ -233,8 +239,8 @@ BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "it must be a number above 0",
         lambda value: 0 < value < math.inf,
         "steps batch_size accumulation parallel.dp parallel.shard parallel.pp parallel.pp_virtual "
-        "parallel.tp parallel.cp keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
-        "optim.lr optim.muon_lr optim.residual_lr optim.base_width finetune.lora_rank finetune.lora_alpha "
+        "parallel.tp parallel.cp parallel.ep keep_at val_every log_every save_every data.seq_len data.val_windows "
+        "data.limit optim.lr optim.muon_lr optim.residual_lr optim.base_width finetune.lora_rank finetune.lora_alpha "
         "finetune.distill_temperature",
     ),
     (
@@ -250,18 +256,18 @@ BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("decay rates lie from 0 to below 1", lambda value: 0 <= value < 1, "optim.betas optim.momentum"),
     ("it is the fraction of documents held out, between 0 and 1", lambda value: 0 < value < 1, "data.held_out"),
 )
-"""What numbers may be, and the fields that it holds for where they are given."""
+"""Bounds of numbers, each with a message and the fields that it applies to if they are given."""
 
 
 def check(config: TrainConfig, world_size: int = 1) -> None:
-    """Raise UserError for a configuration that cannot run on so many processes.
+    """Raise UserError for a configuration that cannot run on `world_size` processes.
 
-    Whether the residual's settings fit the model is checked where its depth is known (`start.check_shapes`).
+    `start.check_shapes` checks the residual's settings, once the model's depth is known.
     """
     from attnres.models.build import SIZES
     from attnres.residuals import check_settings, residual_class
 
-    from_dict(dataclasses.asdict(config))  # refuses values of a wrong type
+    from_dict(dataclasses.asdict(config))  # raises for values of a wrong type
     if isinstance(config.model.size, str) and config.model.size not in SIZES:
         raise unknown("size", config.model.size, SIZES)
     mechanism = residual_class(config.model.residual, config.model.residual_file)
@@ -276,7 +282,7 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
         raise UserError(
             f"keep_at is {list(config.keep_at)}: the run has {config.steps} steps, give some from 1 to {config.steps}"
         )
-    if config.seed > 2**32 - world_size:  # NumPy's limit; each process adds its rank
+    if config.seed > 2**32 - world_size:  # NumPy's limit; each process adds its rank to the seed
         raise UserError(f"seed is {config.seed}: it must be at most {2**32 - world_size}")
     for name in ("train_only", "distill_weight", "inexact"):
         if finetune.init_from is None and getattr(finetune, name) not in ("all", 0, False):
@@ -293,8 +299,8 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
         )
     if finetune.init_from is not None and optim.base_width is not None:
         raise UserError(
-            f"optim.base_width is {optim.base_width} and the model is {finetune.init_from}: it carries rates and start "
-            "values to new models alone, leave it out"
+            f"optim.base_width is {optim.base_width} and the model is {finetune.init_from}: it transfers learning "
+            "rates and start values to new models only, leave it out"
         )
     if optim.schedule == "wsd" and optim.warmup + optim.decay > 1:
         raise UserError(
@@ -323,7 +329,7 @@ def _check_bounds(values: Mapping[str, Any]) -> None:
 
 
 def _refuse_layout(config: TrainConfig) -> None:
-    """Raise UserError for what the table `parallel` cannot be combined with."""
+    """Raise UserError for options that the `parallel` section cannot be combined with."""
     finetune, parallel, usual = config.finetune, config.parallel, ParallelConfig()
     for name in ("pp_schedule", "pp_virtual", "pp_layers"):
         if parallel.pp == 1 and getattr(parallel, name) != getattr(usual, name):
@@ -337,22 +343,30 @@ def _refuse_layout(config: TrainConfig) -> None:
             f"optim.balance is {config.optim.balance} and parallel.{cuts[0]} above 1: loads are counted where every "
             "process has all layers and whole sequences, use dp and shard"
         )
+    if parallel.ep > 1 and (given := [name for name in ("tp", "cp") if getattr(parallel, name) > 1]):
+        raise UserError(
+            f"parallel.ep and parallel.{given[0]} are above 1: tokens are sent to experts from whole sequences, use ep "
+            "with dp, shard and pp"
+        )
+    if parallel.shard % parallel.ep:
+        raise UserError(
+            f"parallel.ep is {parallel.ep} and parallel.shard is {parallel.shard}: experts are distributed over "
+            "processes of shard, give an ep that divides it"
+        )
     if max(parallel.shard, parallel.pp, parallel.tp, parallel.cp) == 1:
         if parallel.async_save:
             raise UserError(
-                "parallel.async_save is on and the model is whole on each process: it needs shard, pp, tp or cp"
+                "parallel.async_save is on and every process has the whole model: it needs shard, pp, tp or cp"
             )
         return
     if len(cuts) > 1:
         raise UserError(
-            f"parallel.{' and parallel.'.join(cuts)} are above 1: a model is cut in one way alone, use {cuts[-1]} with "
+            f"parallel.{' and parallel.'.join(cuts)} are above 1: only one of them can be used, give {cuts[-1]} with "
             "dp and shard"
         )
     table = cuts[0] if cuts else "shard"
     if finetune.train_only == "lora":
-        raise UserError(
-            f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp alone"
-        )
+        raise UserError(f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp only")
     if config.compile and table in ("tp", "cp"):
         raise UserError(
             f"compile is on and parallel.{table} is {getattr(parallel, table)}: what is compiled may be sharded or cut "
@@ -360,9 +374,10 @@ def _refuse_layout(config: TrainConfig) -> None:
         )
     if table != "shard" and finetune.distill_weight:
         raise UserError(
-            f"distill_weight is given and parallel.{table} above 1: a teacher cannot be cut along, use dp and shard"
+            f"distill_weight is given and parallel.{table} above 1: a teacher cannot be split with the model, use dp "
+            "and shard"
         )
-    # The default is no wish of the user: `_fit_defaults` says that nothing is measured.
+    # A default was not chosen by the user: `_fit_defaults` notes that nothing is measured.
     if not sees_all_depths(parallel) and config.depth_every not in (0, TrainConfig().depth_every):
         raise UserError(
             f"depth_every is given and parallel.{table} above 1: nobody sees all depths of a model that is cut into "
@@ -373,28 +388,30 @@ def _refuse_layout(config: TrainConfig) -> None:
 
         virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
         check_schedule(parallel.pp_schedule, parallel.pp, virtual, config.accumulation)
-        if config.compile and schedule_named(parallel.pp_schedule).apart:
+        given = "compile is on" if config.compile else f"parallel.ep is {parallel.ep}" if parallel.ep > 1 else None
+        if given and schedule_named(parallel.pp_schedule).apart:
             raise UserError(
-                f"compile is on and parallel.pp_schedule is {parallel.pp_schedule}, which makes gradients of inputs "
-                "and of weights apart: what is compiled makes them at once. Choose 1f1b, interleaved or gpipe"
+                f"{given} and parallel.pp_schedule is {parallel.pp_schedule}, which makes gradients of inputs and of "
+                "weights apart: compiled layers and distributed experts make them at once. Choose 1f1b, interleaved or "
+                "gpipe"
             )
 
 
 def idle(config: TrainConfig, defaults: TrainConfig | None = None) -> dict[str, str]:
-    """Return the settings that are given (are not `defaults`) and change nothing, with what each of them is for."""
+    """Return the given settings (those that differ from `defaults`) without effect, and what each would need."""
     values, known = (dict(leaves(to_dict(one))) for one in (config, defaults or TrainConfig()))
     return {name: what for name, what in unused(values).items() if values[name] != known[name]}
 
 
 def refuse_idle(config: TrainConfig, defaults: TrainConfig | None = None) -> None:
-    """Raise UserError for a setting that is given (is not `defaults`) and changes nothing."""
+    """Raise UserError for a given setting (one that differs from `defaults`) without effect."""
     for name, needed in idle(config, defaults).items():
         value = dict(leaves(to_dict(config)))[name]
-        raise UserError(f"{name} is {value} and would change nothing: give {needed}, or leave it out")
+        raise UserError(f"{name} is {value} and would have no effect: give {needed}, or leave it out")
 
 
 def without_idle(config: TrainConfig, kept: Container[str] = ()) -> TrainConfig:
-    """Return a copy in which settings that change nothing, but for those `kept`, are the defaults."""
+    """Return a copy in which settings without effect, except those in `kept`, have their defaults."""
     defaults, changes = to_dict(TrainConfig()), dict[str, dict[str, Any]]()
     for part, _, name in (idle_name.partition(".") for idle_name in idle(config) if idle_name not in kept):
         changes.setdefault(part, {})[name] = defaults[part][name]
@@ -407,15 +424,15 @@ def sees_all_depths(parallel: ParallelConfig) -> bool:
 
 
 def _copies(parallel: ParallelConfig, world_size: int) -> int:
-    """Return into how many shares a batch is divided."""
+    """Return into how many parts a batch is divided."""
     return max(1, world_size // (parallel.pp * parallel.tp * parallel.cp))
 
 
 def batch_shares(parallel: ParallelConfig, world_size: int) -> int:
-    """Return into how many shares a batch is divided: the processes over those that work on one share together.
+    """Return into how many parts a batch is divided: the number of processes over those that work on one part together.
 
     Raises:
-        UserError: a number of processes that the table `parallel` does not make.
+        UserError: the number of processes does not fit the `parallel` section.
     """
     together = parallel.pp * parallel.shard * parallel.tp * parallel.cp * (parallel.dp or 1)
     fits = world_size == together if parallel.dp else world_size % together == 0

@@ -1,6 +1,6 @@
-"""Read and write what a run measures: metrics.jsonl, an optional tracker, and the types of all files of a run.
+"""Read and write a run's measurements: metrics.jsonl, an optional tracker, and the types of all files of a run.
 
-The types say what a file must hold when it is read back. Fields that they do not name are left as they are.
+The types list the fields that a file must have when it is read. Other fields are ignored.
 """
 
 import json
@@ -23,20 +23,20 @@ ADVICE = "restore the file, or remove that run's folder and run it again"
 
 
 class ModelPart(TypedDict):
-    """`model` of a run's config.json, as far as it is looked at by itself."""
+    """The fields of `model` in a run's config.json that are read separately."""
 
     residual: str
     settings: NotRequired[dict[str, Any] | None]
 
 
 class OptimPart(TypedDict, total=False):
-    """`optim` there."""
+    """The fields of `optim` in config.json."""
 
     lr: float | None
 
 
 class DataPart(TypedDict, total=False):
-    """`data` there."""
+    """The fields of `data` in config.json."""
 
     source: str
     column: str
@@ -66,7 +66,7 @@ class RunData(TypedDict, total=False):
 
 
 class Environment(TypedDict, total=False):
-    """environment.json: the machine; `resumed` are later ones."""
+    """environment.json: the machine; `resumed` lists later machines."""
 
     resumed: list[dict[str, Any]]
     threads: Count
@@ -113,14 +113,14 @@ class Finished(TypedDict):
 
 
 class MetricsLine(TypedDict):
-    """A line of metrics.jsonl of any kind; what is measured by depth is a list."""
+    """A line of metrics.jsonl of any kind; quantities by depth are lists."""
 
     kind: str
     step: Count
 
 
 class TrainLine(MetricsLine, total=False):
-    """One of kind `train`."""
+    """A line of kind `train`."""
 
     tokens: Count
     loss: float
@@ -131,7 +131,7 @@ class TrainLine(MetricsLine, total=False):
 
 
 class ValLine(MetricsLine):
-    """One of kind `val`."""
+    """A line of kind `val`."""
 
     loss: float
     windows: NotRequired[Count]
@@ -143,7 +143,7 @@ Numbers = list[float | None]
 
 
 class DepthLine(MetricsLine, total=False):
-    """One of kind `depth`."""
+    """A line of kind `depth`."""
 
     output_rms: Numbers
     input_rms: Numbers
@@ -156,7 +156,7 @@ LINES: dict[str, Any] = {"train": TrainLine, "val": ValLine, "depth": DepthLine}
 
 
 class Tracked(TypedDict):
-    """tracker.json: the id by which a tracker knows a run again."""
+    """tracker.json: the id of the run in a tracker."""
 
     id: str
 
@@ -165,10 +165,10 @@ class ArithmeticRecord(TypedDict, total=False):
     """The arithmetic of a run, as its checkpoint records it.
 
     Attributes:
-        device: name of the processor with the instructions that torch uses, or of the GPU.
-        threads: of each process, on a CPU.
-        reads: the backend of depth reads, see `attnres.ops.explain`; kernels: which build of the C kernels that is.
-        loss: how the loss is made, where that was left to `loss_kind`.
+        device: name of the CPU with the instruction set that torch uses, or of the GPU.
+        threads: threads of each process, on a CPU.
+        reads: the backend of depth reads, see `attnres.ops.explain`; kernels: the build of the C kernels.
+        loss: how the loss is computed, if that was left to `loss_kind`.
     """
 
     device: str
@@ -207,7 +207,7 @@ class Compared(TypedDict, total=False):
 
 
 TIMES = "speed.json"
-"""Of a comparison's folder: its variants' steps, timed in turn."""
+"""File in a comparison's folder with the step times of its variants, from an interleaved timing."""
 
 
 class Speed(TypedDict):
@@ -220,7 +220,7 @@ class Speed(TypedDict):
 
 
 class Timing(TypedDict, total=False):
-    """`TIMES`."""
+    """The content of `TIMES`."""
 
     key: dict[str, Any]
     device: str | None
@@ -232,12 +232,12 @@ class Timing(TypedDict, total=False):
 
 
 TRACKED = "tracker.json"
-"""In the folder of a run that is sent to a tracker: see `tracked`."""
+"""File in the folder of a run that is sent to a tracker: see `tracked`."""
 
 
 def growing(path: Path, kind: str, tail: int | None = None) -> list[tuple[int, float]]:
-    """Step and loss of the lines of one kind in a metrics.jsonl that another process is writing, a line that is half
-    written left out; of its last `tail` bytes, if given. Raises OSError."""
+    """Return step and loss of the lines of one kind in a metrics.jsonl that another process is writing, without a
+    half-written line; only from its last `tail` bytes, if given. Raises OSError."""
     with path.open("rb") as file:
         if tail is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
@@ -255,7 +255,7 @@ class Metrics:
     """The run's metrics.jsonl: one JSON object a line, each with its `kind` and `step`."""
 
     def __init__(self, folder: str | Path, step: int = 0, tracker: "Tracker | None" = None):
-        """Open the file to go on after `step`: lines past it, and a line cut short by a kill, are dropped."""
+        """Open the file to continue after `step`: later lines, and a line cut short by a kill, are dropped."""
         self.path = Path(folder) / "metrics.jsonl"
         self.tracker = tracker
         write_text(
@@ -265,7 +265,7 @@ class Metrics:
             self.file = self.path.open("a+", encoding="utf-8")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append a line; raises UserError when it cannot be written, ValueError for NaN and infinity."""
+        """Append a line; raises UserError if it cannot be written, ValueError for NaN and infinity."""
         line = {"kind": kind, "step": step, **values}
         text = json.dumps(line, allow_nan=False) + "\n"
         with self._no_room():
@@ -275,11 +275,11 @@ class Metrics:
             self.tracker.log(kind, step, values)
 
     def in_place(self) -> bool:
-        """Return whether the file is still the one of its name."""
+        """Return whether the open file is still the file at its path."""
         return is_same_file(self.file.fileno(), self.path)
 
     def text(self) -> str:
-        """Return the content of the file, though it may have been removed."""
+        """Return the content of the file, even if it was removed."""
         with self._no_room():
             self.file.seek(0)
             return self.file.read()
@@ -291,7 +291,7 @@ class Metrics:
 
     def close(self) -> None:
         """Close the file and the tracker."""
-        with suppress(OSError):  # every line was flushed when it was written, and a failure was raised there
+        with suppress(OSError):  # every line was flushed when it was written, and a failure was raised then
             self.file.close()
         if self.tracker:
             self.tracker.close()
@@ -306,19 +306,19 @@ class Metrics:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a metrics file; a missing file has none. Raises UserError for one that is not
-    ours."""
+    """Return the complete lines of a metrics file; empty if the file is missing. Raises UserError for another kind of
+    file."""
     if not Path(path).exists():
         return []
     lines = []
-    for number, text in enumerate(read_text(path).split("\n")[:-1], start=1):  # the last one may have been cut short
+    for number, text in enumerate(read_text(path).split("\n")[:-1], start=1):  # the last line may be incomplete
         where = f"line {number} of {path}"
         lines.append(line_of(parse_json(text, where), where, ADVICE))
     return lines
 
 
 def line_of(value: Any, where: str, advice: str) -> dict[str, Any]:
-    """Return a line as its kind has to be. Raises UserError."""
+    """Check a line against the type of its kind, and return it. Raises UserError."""
     line: dict[str, Any] = dict(checked(value, MetricsLine, where, advice))
     return checked(line, LINES.get(line["kind"], MetricsLine), where, advice)
 
@@ -330,12 +330,12 @@ class Tracker:
     """
 
     def __init__(self, kind: str, folder: str | Path, name: str, same: str, config: dict[str, Any], step: int = 0):
-        """Open a run called `name`, or go on after `step` with the one that has the id `same`; UserError if the tracker
-        is not installed or fails."""
+        """Open a run called `name`, or continue after `step` the one with the id `same`; UserError if the tracker is
+        not installed or fails."""
         self.kind, self.failed = kind, False
         module = import_tracker(kind)
         try:
-            if kind == "trackio":  # which knows a run by its name
+            if kind == "trackio":  # trackio identifies a run by its name
                 self.run = module.init(project="attnres", name=f"{name}-{same}", config=config, resume="allow")
             elif kind == "wandb":
                 self.run = module.init(
@@ -343,11 +343,12 @@ class Tracker:
                 )
             else:
                 self.run = module.SummaryWriter(log_dir=str(Path(folder) / "tensorboard"), purge_step=step + 1)
-        except Exception as error:  # whatever the package raises, the user asked for it and must hear why
-            raise UserError(f"{kind} does not start ({error}): mend it or train with --track none") from error
+        # whatever the package raises: the user asked for the tracker and must learn why it fails
+        except Exception as error:
+            raise UserError(f"{kind} does not start ({error}): fix it or train with --track none") from error
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Send the numbers among `values` as `kind/name`, those of lists as `kind/name/index`."""
+        """Send the numbers among `values` as `kind/name`, and those of lists as `kind/name/index`."""
         flat: dict[str, float] = {}
         for name, value in values.items():
             if isinstance(value, list):
@@ -372,18 +373,20 @@ class Tracker:
             yield
         except Exception as error:  # whatever the package raises: metrics.jsonl has the numbers
             if not self.failed:
-                print(f"{self.kind} failed ({error}): the run goes on, its metrics.jsonl is complete", file=sys.stderr)
+                print(
+                    f"{self.kind} failed ({error}): the run continues, its metrics.jsonl is complete", file=sys.stderr
+                )
             self.failed = True
 
 
 def tracked(folder: Path) -> Tracked:
-    """Return the content of tracker.json in a run's folder, or of a new one: other runs may have its name."""
+    """Return the content of tracker.json in a run's folder, or of a new one, because other runs may have its name."""
     path = folder / TRACKED
     return checked(read_json(path), Tracked, path, ADVICE) if path.exists() else {"id": uuid.uuid4().hex[:16]}
 
 
 def import_tracker(kind: str) -> ModuleType:
-    """Return the package of a tracker; raises UserError if there is none of that name or it is not installed."""
+    """Return the package of a tracker; raises UserError if the name is unknown or the package is not installed."""
     modules = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
     if kind not in modules:
         raise unknown("tracker", kind, ("none", *modules))
@@ -396,25 +399,25 @@ def import_tracker(kind: str) -> ModuleType:
 
 @dataclass
 class RunState:
-    """Where a run is and what it measured; saved with every checkpoint."""
+    """A run's position and measurements, saved with every checkpoint."""
 
     step: Count = 0
     wall_s: float = 0.0
     train_loss: float | None = None
-    """Of the last training line."""
+    """Loss of the last training line."""
     val_loss: float | None = None
     losses: list[float] = field(default_factory=list)
-    """Since the last training line."""
+    """Losses since the last training line."""
     times: list[float] = field(default_factory=list)
     """Seconds of the last steps, without validation, saving and the first steps."""
     last_s: float = 0.0
     """Seconds of the last step."""
     peak_memory_bytes: Count = 0
-    """The most that any process took in any session up to the checkpoint."""
+    """Largest memory of any process in any session up to the checkpoint."""
 
 
 def run_state_of(state: dict[str, Any]) -> RunState:
-    """Return a checkpoint's `progress`; one that the run could not go on from raises ValueError."""
+    """Return a checkpoint's `progress`; raises ValueError if the run could not continue from it."""
     try:
         run_state: RunState = fit(state["progress"], RunState)
     except Misfit as error:

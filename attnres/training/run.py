@@ -1,6 +1,6 @@
-"""A training run in progress: what it begins with, what is measured after its steps, what is saved.
+"""A training run in progress: its setup, the measurements after its steps, and its files.
 
-The same code serves one process and several under `torchrun`: each takes its share of every batch, and the first one
+The same code serves one process and several under `torchrun`: each takes its part of every batch, and the first one
 writes the files.
 """
 
@@ -45,17 +45,17 @@ from attnres.training.step import Steps, Update
 
 
 class Run:
-    """A run in progress: the model, its optimizers, its data and what has been measured."""
+    """A run in progress: the model, its optimizers, its data and its measurements."""
 
     def __init__(
         self, prepared: PreparedRun, who: Processes, *, progress: bool, in_place: Callable[[], bool] | None = None
     ):
         """Open the data, build the model or load it from the checkpoint, open the metrics.
 
-        `in_place` returns whether the folder is still there: somebody may rename or remove it.
+        `in_place` returns whether the folder still exists, since somebody may rename or remove it.
         """
         config = prepared.config
-        # How the processes share the work, and what has been measured so far.
+        # How the processes share the work, and the measurements so far.
         self.start_model = prepared.start
         self.who, self.output = who, Output(config, who, in_place)
         self.layout = Layout(
@@ -64,9 +64,9 @@ class Run:
         )
         self.run_state = RunState()
         self.saved: int | None = None  # step of the last checkpoint
-        self.saving: checkpoint.ShardedSave | None = None  # one that may still be written
+        self.saving: checkpoint.ShardedSave | None = None  # one that may still be being written
 
-        # The data. Only then is a checkpoint looked at: one of other data is refused.
+        # The data come before the checkpoint, so that a checkpoint of other data is refused.
         sizes = {"batch_size": config.batch_size, "seed": config.seed}
         self.prepared, self.batches, self.windows = open_data(config.data, who, **sizes, progress=progress)
         self.record = data_record(self.prepared, self.windows)
@@ -74,20 +74,21 @@ class Run:
         here = self.output.folder / "checkpoint"
         state = who.of_first(lambda: self._saved_state(here))
 
-        # The model, whole on every process, and what is known of it as a whole.
+        # The model, complete on every process, and its properties as a whole.
         environment.reset_peak_memory(who.device)
         with who.alike():
             self._make_model(here, state)
-        self.trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)  # of all stages
-        # Once: a model of the hub or a disk may be gone later.
+        self.trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)  # over all stages
+        # Only once: a model on the hub or a disk may be unavailable later.
         self.extra_files = start.extra_files(self.start_model, self.prepared)
         taught = 0.0 if self.teacher is None else forward_flops(self.teacher.model, config.data.seq_len)
-        self.flops = step_flops(self.model, config.data.seq_len) + taught  # a token
+        self.flops = step_flops(self.model, config.data.seq_len) + taught  # operations a token
         peak = peak_flops(who.device, config.dtype)
-        self.peak = None if peak is None else peak * who.world_size  # a second
+        self.peak = None if peak is None else peak * who.world_size  # operations a second
 
-        # Its place on the processes, the optimizers of the parameters that lie here, and the state of a checkpoint.
-        groups = kinds(self.model)  # of the whole model: a stage has no embedding beside its head to tell by
+        # The model's place on the processes, the optimizers of the local parameters, and the state of a checkpoint.
+        # kinds in the complete model: a stage cannot tell an untied head without the embedding
+        groups = kinds(self.model)
         transfer = Transfer.of(self.model, config.optim.base_width)
         objective = Objective(
             self.model, self.kind, self.cast, self.teacher, compiled=config.compile and not self.layout.compile
@@ -97,16 +98,16 @@ class Run:
             self.balancer = None if balance == "none" else Balancer(self.model, balance, who)
             self.placed = parallelize(objective, self.layout)
         self.model = self.placed.model
-        # After building, which may draw more for one residual than another: seed what may draw random numbers.
+        # After building, which may draw more numbers for one residual than another: seed all random generators.
         torch.manual_seed(config.seed + who.rank)
         random.seed(config.seed + who.rank)
-        np.random.seed(config.seed + who.rank)  # noqa: NPY002 (for whatever draws from it)
+        np.random.seed(config.seed + who.rank)  # noqa: NPY002 (for code that uses it)
         self.optimizers = optimizers_of(dict(self.placed.named_parameters()), groups, config.optim, transfer)
         update = Update(
             self.placed,
             self.optimizers,
             config.optim.clip,
-            lambda: self.model.residual("penalty"),  # whoever is the residual by then
+            lambda: self.model.residual("penalty"),  # looked up at each call, because the residual may be replaced
             capture=config.cuda_graphs,
             balancer=self.balancer,
         )
@@ -114,7 +115,7 @@ class Run:
             with who.alike():
                 self._restore(here, state)
 
-        # What decides the last bits. What cannot be kept as the checkpoint has it is refused before a file is changed.
+        # Everything that affects the last bits. Differences from the checkpoint are refused before a file changes.
         ours = who, self.model.residual("itself").width, self.kind if config.loss == "auto" else None
         self.computed_with = partial(environment.arithmetic, *ours)
         self.arithmetic = partial(
@@ -123,7 +124,7 @@ class Run:
         with who.alike(), self.arithmetic():
             pass
 
-        # The folder with its files, and what the user is told.
+        # The folder with its files, and messages for the user.
         self.resumed = state is not None
         self.described = environment.describe(who.device, config.dtype) | {"loss": self.kind, "step": update.path}
         who.of_first(lambda: self.output.open(self.described, self._records(), self.run_state.step if state else -1))
@@ -145,13 +146,13 @@ class Run:
 
     @property
     def config(self) -> TrainConfig:
-        """Return the run's configuration, with the folder where it is written now."""
+        """Return the run's configuration, with the folder to which it is written now."""
         return self.output.config
 
     # -------------------------------------------------------------- what it begins with
 
     def _make_model(self, here: Path, state: dict[str, Any] | None) -> None:
-        """Build the model or load it from the checkpoint `here`, on its device, with what is trained of it."""
+        """Build the model or load it from the checkpoint `here`, on its device, and choose the trained parameters."""
         config, who = self.config, self.who
         if state:
             self.model = checkpoint.load_model(here, state)
@@ -174,25 +175,25 @@ class Run:
         self.kind = loss_kind(config.loss, self.model, self.layout.rows * config.data.seq_len, self.teacher)
 
     def _restore(self, here: Path, state: dict[str, Any]) -> None:
-        """Go on from the checkpoint `here`: what was measured, the optimizers, the random numbers of this process."""
+        """Continue from the checkpoint `here`: measurements, optimizers, and this process's random numbers."""
         who = self.who
         self.run_state, self.saved = checkpoint.as_saved(here, lambda: run_state_of(state)), state["step"]
         checkpoint.restore(here, state, self.placed, self.optimizers)
-        if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
+        if who.rank < len(state["random"]):  # processes beyond the former number start from the seed
             numbers = state["random"][who.rank]
             checkpoint.as_saved(here, lambda: set_random_state(numbers, who.device))
 
     # -------------------------------------------------------------- its steps
 
     def begin(self) -> None:
-        """Before the first step: what the residual starts from and, of a pretrained model, the held-out loss."""
+        """Prepare the first step: write the residual's start values and, for a pretrained model, the held-out loss."""
         if self.run_state.step == 0:
             self._snapshot()
             if self.start is not None:
                 self._validate()
 
     def step(self, signals: Signals) -> None:
-        """Take one step: `attnres.training.step.Steps`. Say so where it was taken in another way than those before."""
+        """Take one step (`attnres.training.step.Steps`), and record it if steps are now executed in another way."""
         self.steps.take(signals)
         path = self.steps.update.path
         if path != self.described["step"]:
@@ -201,13 +202,13 @@ class Run:
             self.bars.say(f"{self.config.name}: --cuda-graphs: steps are {path}")
 
     def cast(self) -> AbstractContextManager[Any]:
-        """Return the precision of a forward pass."""
+        """Return the precision context of a forward pass."""
         return precision(self.config.dtype, self.who.device)
 
     # -------------------------------------------------------------- what is written
 
     def measure(self) -> None:
-        """After a step: its lines in metrics.jsonl, validation when it is due, the progress bar."""
+        """Write the lines of a step to metrics.jsonl, validate if it is due, and update the progress bar."""
         if self.steps.folder_was_away and self.output.gone is None:
             self.output.move_beside(self.run_state.step)
         config, run_state, steps = self.config, self.run_state, self.steps
@@ -248,7 +249,7 @@ class Run:
         self.bar.update(run_state.step, f"loss {steps.loss:.3f}{held_out}  {tokens / seconds:,.0f} tokens/s")
 
     def save(self) -> None:
-        """Write the checkpoint; the one before stays until this one is complete."""
+        """Write the checkpoint; the previous one stays until this one is complete."""
         self.steps.read()
         now = time.perf_counter()
         self.run_state.wall_s, self.since = self.run_state.wall_s + now - self.since, now
@@ -267,7 +268,7 @@ class Run:
         here = folder / "checkpoint"
         extra_files = self.files_beside()
         if not self.placed.whole:
-            if self.output.gone:  # and with it what was being written there
+            if self.output.gone:  # and with it the checkpoint that was being written there
                 self._end_saving()
             self._await_saving()
             self.saving = checkpoint.ShardedSave(here, self.placed, self.optimizers, state, extra_files)
@@ -284,13 +285,13 @@ class Run:
         self.saved = step
 
     def _await_saving(self) -> None:
-        """Return when the checkpoint that is being written is complete. Raises UserError."""
+        """Wait until the checkpoint that is being written is complete. Raises UserError."""
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.wait()
 
     def _end_saving(self) -> None:
-        """Return when this process's part of it is done, whether it could be written or not."""
+        """Wait until this process's part of it is written, or has failed."""
         saving, self.saving = self.saving, None
         if saving is not None:
             with suppress(UserError):
@@ -299,7 +300,7 @@ class Run:
     def close(self) -> None:
         """Close the metrics and the tracker."""
         self.steps.feed.close()
-        self._end_saving()  # an error came first, maybe of this process alone
+        self._end_saving()  # after an error, maybe of this process alone
         self.output.close()
 
     # -------------------------------------------------------------- details
@@ -317,7 +318,7 @@ class Run:
         self._write("val", **known, in_context=float(in_context.mean()))
 
     def losses_at_end(self) -> np.ndarray:
-        """Return the held-out losses of the last step on `AT_THE_END` times the windows, or as many as there are."""
+        """Return the held-out losses after the last step on `AT_THE_END` times the windows, or as many as there are."""
         count = validate.AT_THE_END * self.config.data.val_windows
         windows = held_out(self.prepared, dataclasses.replace(self.config.data, val_windows=count))
         return self.placed.window_losses(windows, self.layout.rows)
@@ -329,13 +330,13 @@ class Run:
             write_snapshot(self.output.folder, self.run_state.step, tensors)
 
     def _saved_state(self, here: Path) -> dict[str, Any] | None:
-        """Return the state of the checkpoint, if there is one; refuses a folder of a run on other data."""
+        """Return the state of the checkpoint, if there is one. Raises UserError for a folder of a run on other data."""
         same_data(self.output.folder, self.record)
         return checkpoint.read_state(here, to_dict(self.config), self.data)
 
     def _recorded(self, state: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the arithmetic that the checkpoint was computed with; with another layout without how the loss is
-        computed, for passes are of another size."""
+        """Return the arithmetic recorded in the checkpoint; with another layout, without how the loss is computed,
+        because passes then have another size."""
         if state is None:
             return {}
         recorded, ours = dict(state.get("arithmetic") or {}), to_dict(self.config)
@@ -345,7 +346,7 @@ class Run:
         return recorded
 
     def files_beside(self) -> dict[str, Path]:
-        """Return the files that go beside the model, as far as they are still there."""
+        """Return those files to copy beside the model that still exist."""
         return {name: file for name, file in self.extra_files.items() if file.is_file()}
 
     def peak_memory(self) -> int:
@@ -353,15 +354,15 @@ class Run:
         return max(self.run_state.peak_memory_bytes, *self.who.gather(environment.peak_memory(self.who.device)))
 
     def taken_away(self) -> UserError:
-        """Return the error for a run whose folder was taken away."""
+        """Return the error for a run whose folder was removed or renamed."""
         folder = self.output.folder
         return UserError(
             f"{self.output.gone} was removed or renamed, or files in it, while the run was going on: what it had up to "
-            f"step {self.run_state.step} is saved in {folder}, where --out {folder} --resume goes on"
+            f"step {self.run_state.step} is saved in {folder}, where --out {folder} --resume continues"
         )
 
     def _records(self) -> dict[str, dict[str, Any]]:
-        """Return the records that the run begins with, by file."""
+        """Return the records that are written at the start of the run, by file name."""
         if self.start is None:
             return {"data.json": self.record}
         return {"data.json": self.record, "start.json": {**self.start, "trainable": self.trainable}}
@@ -370,7 +371,7 @@ class Run:
         self.output.write(kind, self.run_state.step, **values)
 
     def _diverged(self, step: int, loss: float, norm: float) -> UserError:
-        """Return the error for a loss or gradient that is not finite, and write its step to the folder."""
+        """Return the error for a loss or gradient that is not finite, after writing its step to the folder."""
         if self.who.first:
             write_json(self.output.folder / DIVERGED, {"step": step})
         kept = f"the checkpoint of step {self.saved} is kept" if self.saved else "no checkpoint was made yet"

@@ -19,19 +19,19 @@ from attnres.training.validate import windows_files
 from attnres.typed import checked
 
 DIVERGED = "diverged.json"
-"""In the folder of a run whose loss or gradient was not finite: the step at which that was seen."""
+"""File in the folder of a run whose loss or gradient was not finite, with the step."""
 
 
 def ended(folder: Path) -> bool:
-    """Return whether a run of this folder is finished, or diverged and would again."""
+    """Return whether the run in this folder is finished, or diverged and would do so again."""
     return any((folder / name).is_file() for name in ("summary.json", DIVERGED))
 
 
 def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[str, Any] | None:
     """Return the summary of a finished run of `config` in `folder`; None if it may be started or continued there.
 
-    Raises UserError for a folder that holds something else, a run of another configuration, or a run and no `resume`.
-    Changes nothing, for another process may be working there: see `attnres.files.locked`.
+    Raises UserError for a folder that holds something else, a run of another configuration, or a run without `resume`.
+    Changes nothing, because another process may be using the folder: see `attnres.files.locked`.
     """
     folder = refuse_other(folder, "run")
     if kind_of(folder) is None:
@@ -48,7 +48,8 @@ def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[s
 
 
 def same_data(folder: str | Path, record: dict[str, Any]) -> None:
-    """Refuse to go on with a run whose data.json is not `record` (`attnres.training.data.data_record`): UserError.
+    """Refuse to continue a run whose data.json differs from `record` (`attnres.training.data.data_record`). Raises
+    UserError.
 
     A folder without data.json (a new run, or one of an earlier version) passes.
     """
@@ -58,7 +59,7 @@ def same_data(folder: str | Path, record: dict[str, Any]) -> None:
 
 
 def forget_after(folder: str | Path, step: int) -> None:
-    """Remove the held-out losses and snapshots of steps past `step`; metrics.jsonl does the same for its lines."""
+    """Remove the held-out losses and snapshots of steps after `step`; metrics.jsonl drops its lines itself."""
     for measured, path in (*windows_files(folder).items(), *snapshots(folder).items()):
         if measured > step:
             path.unlink()
@@ -68,15 +69,17 @@ def forget_after(folder: str | Path, step: int) -> None:
 
 
 class Output:
-    """The files of a run but for its checkpoints and its model.
+    """The files of a run, except its checkpoints and its model.
 
     Attributes:
-        config: the run's; its `out` is where the run is written, which changes when the folder is taken away.
-        gone: the folder that was taken away, if one was.
+        config: the run's configuration; its `out` is the folder to which it is written, which changes if the folder is
+            removed.
+        gone: the folder that was removed or renamed, if one was.
     """
 
     def __init__(self, config: TrainConfig, who: Processes, in_place: Callable[[], bool] | None = None) -> None:
-        """Touch nothing yet. `in_place` says whether the folder is still there: somebody may rename or remove it."""
+        """Store the arguments, without touching the disk. `in_place` returns whether the folder still exists, since
+        somebody may rename or remove it."""
         self.config, self.who = config, who
         self.in_place = in_place
         self.gone: Path | None = None
@@ -86,41 +89,41 @@ class Output:
 
     @property
     def folder(self) -> Path:
-        """Where the run is written, now."""
+        """Return the folder to which the run is written now."""
         return Path(self.config.out or ".")
 
     def open(self, described: dict[str, Any], records: dict[str, dict[str, Any]], kept: int) -> None:
-        """Make the folder, or make it what it was at step `kept` (-1: before anything was measured).
+        """Create the folder, or restore its state at step `kept` (-1: before any measurement).
 
-        Only the first process does.
+        Only the first process does this.
 
         Args:
             described: the machine (`attnres.training.environment.describe`).
-            records: what the run begins with, by file.
+            records: the records to write at the start, by file name.
         """
         config, folder, tracker = self.config, self.folder, None
-        if config.track != "none":  # before anything is written: it may not start
+        if config.track != "none":  # before anything is written, because it may fail to start
             records = {TRACKED: {**tracked(folder)}} | records
             same = records[TRACKED]["id"]
             try:
                 tracker = Tracker(config.track, folder, config.name or "", same, to_dict(config), max(0, kept))
             except BaseException:
-                if not (folder / "config.json").exists():  # no run yet, and what the tracker began would be no run's
+                if not (folder / "config.json").exists():  # not a run yet, so the tracker's file would belong to none
                     shutil.rmtree(folder / config.track, ignore_errors=True)
                 raise
         self.records = records
-        write_json(folder / "config.json", to_dict(config))  # first: it makes the folder one of ours
+        write_json(folder / "config.json", to_dict(config))  # first: it marks the folder as a run
         for name, content in records.items():
             write_json(folder / name, content)
         self.describe(described, resumed=kept > 0)
         (folder / DIVERGED).unlink(missing_ok=True)
         forget_after(folder, kept)
         if self.gone is None and kept in config.keep_at and not checkpoint.kept(folder, kept).exists():
-            checkpoint.keep(folder, kept)  # killed after it was saved
+            checkpoint.keep(folder, kept)  # the run was killed after the checkpoint was saved
         self.metrics = Metrics(folder, kept, tracker)
 
     def describe(self, described: dict[str, Any], *, resumed: bool) -> None:
-        """Write environment.json, of a run that was resumed beside what it was."""
+        """Write environment.json; for a resumed run, add to its first environment."""
         self.environment = described
         environment.record(self.folder / "environment.json", described, resumed=resumed)
 
@@ -130,18 +133,18 @@ class Output:
             self.metrics.write(kind, step, **values)
 
     def sync(self) -> None:
-        """Return when the metrics are on the disk."""
+        """Flush the metrics to the disk."""
         if self.metrics:
             self.metrics.sync()
 
     def is_away(self) -> bool:
-        """Return whether the folder, or the metrics in it, are no longer where they were; False but in the first
+        """Return whether the folder, or the metrics in it, were removed or renamed; False on all but the first
         process."""
         here = self.in_place is None or self.in_place()
         return self.metrics is not None and not (here and self.metrics.in_place())
 
     def move_beside(self, step: int) -> None:
-        """Go on in a folder beside the one that was taken away, with the metrics so far."""
+        """Continue in a folder beside the one that was removed, with the metrics so far."""
         gone = self.gone = self.folder
         self.in_place = None
         names = (gone.with_name(f"{gone.name}.saved{number}") for number in ["", *range(2, 1000)])

@@ -1,7 +1,7 @@
-"""Make the model that a run begins with: drawn for a size, or a pretrained model with the wanted residual.
+"""Make the model that a run starts from: a new one of a size, or a pretrained model with the wanted residual.
 
-A plain Hugging Face model is converted in memory (`attnres.models.convert`). A model of attnres is continued as it is,
-or, if its residual is `standard`, gets the wanted one. What was done is written to start.json in the run folder:
+A plain Hugging Face model is converted in memory (`attnres.models.convert`). A model of attnres is continued with its
+residual, or, if that is `standard`, gets the wanted one. start.json in the run folder records this:
 
     init_from   as it was given
     kind        "plain" (a Hugging Face model), "attnres" or "foreign" (another project's depth reads)
@@ -37,14 +37,14 @@ NAMES = ("tokenizer.json", "tokenizer_config.json")
 
 
 _CHECKED = set[Path]()
-"""Folders of plain models whose files were looked through in this process: that is slow."""
+"""Folders of plain models whose files were checked in this process, because the check is slow."""
 
 
 def open_start(init_from: str) -> "Checkpoint":
     """Open the model that a run starts from. No weight is read.
 
     Raises:
-        UserError: nothing there, an unfinished run, or a model that cannot be used.
+        UserError: nothing is there, the run is unfinished, or the model cannot be used.
     """
     from attnres.models import open_checkpoint
     from attnres.models.convert import check_source
@@ -61,7 +61,8 @@ def open_start(init_from: str) -> "Checkpoint":
 
 
 def has_reads(start: "Checkpoint") -> bool:
-    """Return whether it has depth reads or another residual than the plain standard one; such a residual stays."""
+    """Return whether the model has depth reads or another residual than the plain standard one; such a residual is
+    kept."""
     return start.residual is not None and (start.residual != "standard" or bool(start.settings))
 
 
@@ -69,11 +70,11 @@ def has_reads(start: "Checkpoint") -> bool:
 
 
 def check_shapes(start: "Checkpoint | None", model: ModelConfig, seq_len: int) -> None:
-    """Raise UserError for settings that the residual or the model refuses, and for a mechanism of the user's own that
-    fails in a small model. No weight is read or drawn.
+    """Raise UserError for settings that the residual or the model refuses, and for a mechanism in a user's file that
+    fails in a small model. No weight is read or initialised.
 
     Args:
-        start: the model that is continued or converted; None for a new one, of the size in `model`.
+        start: the model to continue or convert; None for a new one, of the size in `model`.
     """
     layers = _layers_of_start(start, model) if start is not None else _layers_of_new(model, seq_len)
     if model.residual_file is not None and layers is not None:
@@ -83,8 +84,8 @@ def check_shapes(start: "Checkpoint | None", model: ModelConfig, seq_len: int) -
 
 
 def _layers_of_start(start: "Checkpoint", model: ModelConfig) -> int | None:
-    """Return the number of layers of the start model, after making its residual of shapes. Where its config alone does
-    not tell the layers, return None: loading the model shows them. Raises UserError."""
+    """Return the number of layers of the start model, after building its residual on the meta device; None if its
+    config does not tell, since loading the model will. Raises UserError."""
     described = start.config
     try:
         layers, width = described.num_hidden_layers, described.hidden_size
@@ -102,7 +103,7 @@ def _layers_of_start(start: "Checkpoint", model: ModelConfig) -> int | None:
 
 
 def _layers_of_new(model: ModelConfig, seq_len: int) -> int:
-    """Return the layers of a new model, which is built of shapes. Raises UserError."""
+    """Return the number of layers of a new model, built on the meta device. Raises UserError."""
     from attnres.models import build
 
     with torch.device("meta"):
@@ -122,11 +123,11 @@ def _layers_of_new(model: ModelConfig, seq_len: int) -> int:
 def first_model(
     config: TrainConfig, start: "Checkpoint | None", prepared: "Prepared"
 ) -> tuple[Any, dict[str, Any] | None]:
-    """Return the model that a run begins with, in fp32, and the content of start.json (None for a new model).
+    """Return the model that a run starts from, in fp32, and the content of start.json (None for a new model).
 
     Raises:
-        UserError: sizes or settings that are impossible, a model that cannot be loaded or converted, whose logits the
-            residual would change (without `inexact`), or that does not fit the data.
+        UserError: impossible sizes or settings, a model that cannot be loaded or converted, one whose logits the
+            residual would change (without `inexact`), or one that does not fit the data.
     """
     wanted, seq_len = config.model, config.data.seq_len
     if start is None:
@@ -152,7 +153,8 @@ def first_model(
         return source, record
     model = _with_residual(source, wanted, start)
     record["logits"] = _compare_logits(source, model, start, inexact=config.finetune.inexact)
-    if (start.folder / "generation_config.json").is_file():  # copied at the end; Transformers writes not all it reads
+    # copied at the end, because Transformers does not write all that it reads
+    if (start.folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig()
@@ -167,17 +169,17 @@ def weights_crc32(model: Any) -> int:
 
 
 def extra_files(start: "Checkpoint | None", prepared: "Prepared") -> dict[str, Path]:
-    """Return the files that go with the model, by name: the tokenizer, and what else came with the start model. Not all
-    of them need exist."""
+    """Return the files to copy beside the model, by name: the tokenizer, and other files of the start model. Some may
+    not exist."""
     files = {name: prepared.path / name for name in NAMES}
     return files if start is None else files | start.files_beside()
 
 
 def _new(wanted: ModelConfig, prepared: "Prepared", *, seq_len: int, seed: int, base_width: int | None) -> Any:
-    """Return a new model for the data: with the same seed all shared weights are equal, whatever the residual.
+    """Return a new model for the data; with the same seed all shared weights are equal, whatever the residual.
 
     Raises:
-        UserError: a size that makes no model, or one whose parts do not fit together when it runs.
+        UserError: a size that makes no valid model, or one that fails when it runs.
     """
     from attnres.models import build
 
@@ -226,7 +228,7 @@ def _with_residual(source: Any, wanted: ModelConfig, start: "Checkpoint") -> Any
 
 
 def _compare_logits(source: Any, model: Any, start: "Checkpoint", *, inexact: bool) -> dict[str, Any]:
-    """Return how far the logits moved. Raises UserError where that is more than rounding and not `inexact`."""
+    """Return the difference of the logits. Raises UserError if it is more than rounding and `inexact` is False."""
     from attnres.models.exactness import compare_logits
 
     difference = compare_logits(source, model)
@@ -237,7 +239,7 @@ def _compare_logits(source: Any, model: Any, start: "Checkpoint", *, inexact: bo
         advice = "choose block or full with read_scale 'sum'" if mixes else "leave out the settings that do"
         raise UserError(
             f"residual '{residual}' {json.dumps(settings)} changes the logits of "
-            f"{start.name} by {difference.largest:.2g} of {difference.scale:.3g}, so that training would start from "
+            f"{start.name} by {difference.largest:.2g} of {difference.scale:.3g}, so training would start from "
             f"another function: {advice}, or give --inexact"
         )
     names = ("largest", "scale", "relative", "bound", "tokens")
@@ -247,7 +249,7 @@ def _compare_logits(source: Any, model: Any, start: "Checkpoint", *, inexact: bo
 def load_teacher(
     start: "Checkpoint | None", finetune: FinetuneConfig, record: dict[str, Any], device: torch.device, seq_len: int
 ) -> Teacher | None:
-    """Return the teacher of a run, None where it has none; `record` is the run's start.json.
+    """Return the teacher of a run, None if it has none; `record` is the run's start.json.
 
     Raises:
         UserError: the model is no longer the one that the run started from.
@@ -269,9 +271,9 @@ def load_teacher(
 
 
 def check_tokenizer(start: "Checkpoint", prepared: "Prepared") -> None:
-    """Refuse tokens that another tokenizer made than the model's: it would read them as other words.
+    """Refuse tokens made by another tokenizer than the model's, which the model would read as other words.
 
-    What counts is what makes ids out of text: vocabulary and merges, added tokens, normalisation and splitting.
+    Compared is everything that maps text to ids: vocabulary and merges, added tokens, normalisation and splitting.
     """
     from attnres.data import load_tokenizer
 

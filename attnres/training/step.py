@@ -1,7 +1,8 @@
-"""Take a training step, from top to bottom: batch, rates, forward, loss, backward, clipping, optimizers, numbers.
+"""Take a training step, from top to bottom: batch, learning rates, forward, loss, backward, clipping, optimizers,
+numbers.
 
-`Steps` takes the steps of a run and reads what they gave. `Update` is the part that changes a model: it is timed by
-comparisons and benchmarks too, which have no run.
+`Steps` takes the steps of a run and reads their results. `Update` is the part that changes a model; comparisons and
+benchmarks, which have no run, time it too.
 """
 
 import math
@@ -28,23 +29,23 @@ from attnres.training.records import RunState
 UNTIMED = 3
 """Steps at the start of a run or of its resumption that are not timed: they warm caches and compile."""
 TIMED = 1000
-"""Steps whose times are kept for the medians of the summary."""
+"""Number of steps whose times are kept for the medians of the summary."""
 
 
 class Steps:
-    """The steps of a run, and the numbers of the last of them.
+    """The steps of a run, and the results of the last one.
 
     Args:
-        run_state: where the run is; a step moves it on.
-        folder_is_away: returns whether the run's folder was taken away.
-        diverged: makes the error for (step, loss, norm) that are not finite.
+        run_state: the run's position; a step advances it.
+        folder_is_away: returns whether the run's folder was removed or renamed.
+        diverged: returns the error for (step, loss, norm) that are not finite.
 
     Attributes:
-        loss, norm, learning_rate: of the last step whose numbers were read.
-        divergence: the KL divergence to the teacher of the same step; 0 without a teacher.
-        penalty: of the last step.
-        signalled: 130 or 143 once a signal asked any process to stop, for signals are only counted up.
-        folder_was_away: whether the folder was taken away at any step.
+        loss, norm, learning_rate: values of the last step whose numbers were read.
+        divergence: the KL divergence to the teacher in that step; 0 without a teacher.
+        penalty: the penalty of the last step.
+        signalled: 130 or 143 once any process got a signal to stop.
+        folder_was_away: whether the folder was removed or renamed at any step.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Steps:
         self.loss = self.learning_rate = self.norm = self.divergence = 0.0
         self.penalty: Tensor | None = None
         self.signalled, self.folder_was_away = 0, False
-        # The step that captures a graph takes seconds, and is the one after the warm-up.
+        # The step that captures a graph takes seconds; it follows the warm-up.
         self.untimed = UNTIMED if update.capture is None else max(UNTIMED, graphs.WARM_UP + 1)
 
     def take(self, signals: Signals) -> None:
@@ -78,20 +79,21 @@ class Steps:
 
         # Batch and rates. A batch depends on (seed, step) alone, so that a resumed run needs no position.
         x, y = self.feed.at(step - 1)
-        factor = scheduled_rate(step, config.steps, config.optim)  # of each group's peak rate
+        factor = scheduled_rate(step, config.steps, config.optim)  # as a fraction of each group's peak learning rate
         set_learning_rate(update.optimizers, factor)
         residual = self.placed.model.residual
         residual("set_progress", step / config.steps)  # before the forward pass: mechanisms may anneal by it
         with torch.no_grad():
-            self.penalty = residual("penalty")  # for the log; `Update` adds it to the loss, which is logged without
+            self.penalty = residual("penalty")  # for the log; `Update` adds it to the loss, which is logged without it
 
         # Forward, loss, backward, clipping.
         every = config.depth_every if sees_all_depths(config.parallel) else 0
         record = bool(every) and (step % every == 0 or step == config.steps)
         sums, norm = update.gradients(x, y, record=record)
 
-        # One message carries everything that processes have to agree on, and one copy brings it to the host. `read`
-        # takes it apart: loss, divergence, interrupts, terminations, folder away, norm.
+        # One message carries everything on which processes have to agree, and one copy brings it to the host. `read`
+        # takes it
+        # apart: loss, divergence, interrupts, terminations, folder away, norm.
         counts = to_device([signals.interrupts, signals.terminations, int(self.folder_is_away())], sums)
         shared = who.sum(torch.cat([sums / self.placed.shares, counts]))
         self.arriving.add_numbers(step, torch.cat([shared, norm.to(shared)[None]]))
@@ -106,7 +108,7 @@ class Steps:
         self.read(to_come=self.arriving.behind)
 
     def read(self, to_come: int = 0) -> None:
-        """Take in the loss, norm, signals and time of all steps but the last `to_come`. Waits for the device."""
+        """Read the loss, norm, signals and time of all steps except the last `to_come`. Waits for the device."""
         run_state = self.run_state
         for step, numbers in self.arriving.steps(to_come=to_come):
             self.loss, self.divergence, interrupts, terminations, away, self.norm = numbers
@@ -129,12 +131,13 @@ class Update:
     Args:
         placed: the model on the processes of the run.
         clip: the largest norm of the gradient; 0 turns clipping off.
-        penalty: returns what is added to the loss once a step, with its gradient, or None.
-        capture: whether the passes are to be CUDA graphs. Where they cannot be, `path` says why, and steps are eager.
-        balancer: moves the biases of routers after a step; None leaves them.
+        penalty: returns the term added to the loss once a step, with a gradient, or None.
+        capture: whether to capture the passes as CUDA graphs. If that is impossible, steps are eager and `path` says
+            why.
+        balancer: updates the biases of routers after a step; None keeps them.
 
     Attributes:
-        depth: what the last step did by depth, if that was recorded.
+        depth: magnitudes by depth of the last step, if they were recorded.
     """
 
     def __init__(
@@ -158,12 +161,12 @@ class Update:
         """Compute the clipped gradient of a batch.
 
         Args:
-            x, y: this process's share of the batch, (B, T) int64.
-            record: what the last micro-batch does by depth. Its hooks ask for numbers, so that such a step is eager.
+            x, y: this process's part of the batch, (B, T) int64.
+            record: record magnitudes by depth in the last micro-batch. Its hooks read numbers, so such a step is eager.
 
         Returns:
-            [cross-entropy, divergence] in nats a token, fp64, of this process's share, whichever of them the objective
-            minimises; and the norm of the gradient before it was clipped.
+            [cross-entropy, divergence] in nats a token, fp64, of this process's part, whichever of them the objective
+            minimises; and the norm of the gradient before clipping.
         """
         self.depth = self.replayed = None
         capture, count = self.capture, self.placed.layout.accumulation
@@ -178,29 +181,30 @@ class Update:
     def _micro_batch(self, record: bool, x: Tensor, y: Tensor, tokens: int, last: bool) -> Tensor:
         """Add a micro-batch's gradients; return its cross-entropy and divergence over `tokens`.
 
-        A pipeline does not call it: `PipelinedModel.gradients` makes its own pass, so a new term of the loss goes there
+        A pipeline does not call it: `PipelinedModel.gradients` runs its own pass, so a new term of the loss goes there
         too.
         """
         objective = self.placed.objective
         assert objective is not None
         with recorded(self.placed.model) if record and last else nullcontext() as trace:  # None if not recorded
-            # torch.compile would start again for the hooks of a recorded pass, so that such a pass is eager.
+            # torch.compile would recompile for the hooks of a recorded pass, so such a pass is eager.
             sums = objective(x, y, eager=trace is not None)
-            # By all tokens of this process's share of the step, not the micro-batch's: so each token weighs the same.
+            # Divided by all tokens of this process's part of the step, not the micro-batch's, so that each token weighs
+            # the same.
             loss = sums.objective / tokens
             if last and (penalty := self.penalty()) is not None:
-                loss = loss + penalty / self.placed.summed  # once a step; processes of tp and cp add up its gradients
+                loss = loss + penalty / self.placed.summed  # once a step; processes of tp and cp sum its gradients
             loss.backward()  # in the last micro-batch DDP averages over the processes here
         if trace:
-            # Times the number of micro-batches: gradients of the recorded micro-batch's own mean loss.
+            # Times the number of micro-batches, which gives gradients of the recorded micro-batch's mean loss.
             self.depth = magnitudes(trace, self.placed.model, tokens // y.numel())
         return torch.stack([sums.cross_entropy, sums.divergence]).double() / tokens
 
     def apply(self) -> None:
-        """Let the optimizers take their step with the gradients that are there."""
+        """Let the optimizers step with the present gradients."""
         if self.replayed is not None:
             assert self.capture is not None
-            self.capture.step(self.replayed, self.optimizers)  # no zero_grad: graphs write gradients where they are
+            self.capture.step(self.replayed, self.optimizers)  # no zero_grad: graphs overwrite gradients in place
         else:
             for optimizer in self.optimizers:
                 optimizer.step()
@@ -210,7 +214,8 @@ class Update:
 
     def _capture(self) -> graphs.Capture:
         placed, who = self.placed, self.placed.who
-        residual = placed.model.residual("itself") if hasattr(placed.model, "residual") else None  # a plain model's
+        # a plain model has no residual
+        residual = placed.model.residual("itself") if hasattr(placed.model, "residual") else None
         reason = graphs.why_not(who.device, residual, processes=who.world_size)
         parameters = [parameter for _, parameter in placed.named_parameters()]
         count = placed.layout.accumulation
@@ -218,5 +223,5 @@ class Update:
 
     @property
     def path(self) -> str:
-        """How steps are taken: "eager", "captured", or "eager" and why they are not captured."""
+        """Return how steps are executed: "eager", "captured", or "eager" and why they are not captured."""
         return "eager" if self.capture is None else self.capture.path

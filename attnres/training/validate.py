@@ -1,4 +1,4 @@
-"""The loss, window by window on held-out text."""
+"""Measure the loss of each held-out window."""
 
 import io
 import math
@@ -17,20 +17,22 @@ from attnres.training.parallel import Processes
 from attnres.training.records import ADVICE
 
 EARLY, LATE, AROUND = 50, 250, 5
-"""Tokens of a window of 256 whose losses the in-context score compares, and how many on either side count too."""
+"""Positions in a window of 256 tokens whose losses the in-context score compares, and the number of neighbours averaged
+on either side."""
 AT_THE_END = 4
-"""Times as many windows are measured after the last step as at each validation."""
+"""Factor of the number of windows after the last step, relative to the other validations."""
 
 
 @torch.no_grad()
 def window_losses(
     model: nn.Module, windows: Tensor, who: Processes, cast: Cast, batch: int, kind: str = "whole"
 ) -> np.ndarray:
-    """Mean loss and in-context score of each held-out window: (count, T + 1) int64 -> (count, 2) float64, nats a token.
+    """Return the mean loss and in-context score of each held-out window: (count, T + 1) int64 -> (count, 2) float64,
+    nats a token.
 
-    The in-context score is the loss late in the window less the loss early in it (`token_weights`): the more a model
-    makes of what it has read, the lower it is. The processes share the windows out, `batch` at a time, and all get the
-    whole result. `kind` is how losses are made, see `loss_kind`.
+    The in-context score is the loss late in the window minus the loss early in it (`token_weights`): the better a model
+    uses its context, the lower it is. The windows are divided among the processes, `batch` at a time, and all get the
+    complete result. `kind` is how losses are computed, see `loss_kind`.
     """
 
     def losses(x: Tensor, y: Tensor) -> Tensor:
@@ -49,15 +51,15 @@ def shared_out(
     batch: int,
     place: tuple[int, int],
 ) -> np.ndarray:
-    """Return what `window_losses` returns, with `of_tokens` as the pass through `model`: x, y (B, T) int64 -> losses
-    (B, T), or the losses of those tokens that this process has.
+    """Compute `window_losses` with `of_tokens` as the pass through `model`: x, y (B, T) int64 -> losses (B, T), or the
+    losses of this process's tokens.
 
     Args:
-        tokens_here: returns of (B, T) the part of those tokens whose losses `of_tokens` gives.
-        place: which of how many shares of the windows is this process's.
+        tokens_here: returns the part of (B, T) whose losses `of_tokens` computes.
+        place: (index, number of parts) of this process's windows.
 
-    All processes make as many passes, because one of a model in shares is a pass of all: who has no window left makes
-    one of the first again.
+    All processes make equally many passes, because a pass of a sharded model involves all of them: a process without
+    windows left repeats the first one.
     """
     rank, shares = place
     losses = torch.zeros(len(windows), 2, dtype=torch.float64, device=who.device)
@@ -73,7 +75,7 @@ def shared_out(
 
 
 def token_weights(length: int) -> Tensor:
-    """Return what each token of a window counts in its mean loss and in its in-context score: (2, length) float64."""
+    """Return the weight of each token of a window in its mean loss and in its in-context score: (2, length) float64."""
     weights = torch.zeros(2, length, dtype=torch.float64)
     weights[0] = 1 / length
     reach = AROUND * length // 256
@@ -114,7 +116,7 @@ def windows_path(folder: str | Path, step: int | None) -> Path:
 
 
 def last_three(folder: str | Path) -> float:
-    """Return the mean of the held-out losses of the last three validations, or of as many as there are: it scatters
-    less over seeds than the last one."""
+    """Return the mean of the held-out losses of the last three validations, or of as many as there are: it varies less
+    over seeds than the last one."""
     files = windows_files(folder)
     return float(np.mean([read_windows(files[step]).mean() for step in sorted(files)[-3:]]))

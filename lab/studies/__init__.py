@@ -10,4 +10,4 @@ _FILES = (
 )
 _DESIGNS: list[Design] = [importlib.import_module(f"lab.studies.{name}").STUDY for name in _FILES]
 STUDIES = {design.name: design for design in _DESIGNS}
-"""In the order in which to run them: the first ones say what the others' differences are worth."""
+"""In the order in which to run them: the first ones measure the noise for the others' differences."""

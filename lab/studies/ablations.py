@@ -1,4 +1,4 @@
-"""What each part of the mechanism does: the paper's Table 4."""
+"""The effect of each part of the mechanism: the paper's Table 4."""
 
 from lab.tuning import tuned_study
 

@@ -1,4 +1,4 @@
-"""How large a block may be: Figure 6."""
+"""Loss by block size: the paper's Figure 6."""
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
@@ -9,13 +9,13 @@ from lab.design import Arm, Design, Measured, Setting, StudyResult
 
 
 def sizes(setting: Setting) -> list[int]:
-    """Return the divisors of the number of sublayers, but for the whole network as one block."""
+    """Return the divisors of the number of sublayers, except the whole network as one block."""
     sublayers = 2 * setting.preset.depth
     return [size for size in range(1, sublayers) if sublayers % size == 0]
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for the standard model, and Block at each size; a size of one is Full."""
+    """Request the standard model, and Block at each size; size one is Full."""
     variants = ["standard", *(f"block:block_size={size}" for size in sizes(setting))]
     return [setting.arm("sizes", variants, of=setting.config())]
 
@@ -31,7 +31,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
     best, worst = points[means.index(min(means))], points[means.index(max(means))]
     assert one.recipe is not None
     count = len(sizes(setting)) * (len(sizes(setting)) - 1) // 2
-    # The two that lie furthest apart of all pairs.
+    # The pair with the largest difference.
     effect = one.recipe.effect(worst[1].label, best[1].label, ALPHA / max(1, count))
     spread = number(max(means) - min(means), 4)
     tell = "excludes 0" if effect.excludes() else "includes 0"

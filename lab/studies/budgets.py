@@ -1,4 +1,4 @@
-"""Whether the gap lasts: standard and Block at half, one, two and four times a budget, by branches of one long run."""
+"""Does the gap last? Standard and Block at half, one, two and four times a budget, as branches of one long run."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult,
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
 VARIANTS = ("standard", "block")
 WARM_UP, DECAY = 0.05, 0.2
-"""Of the unit's steps; of each run's."""
+"""Warm-up as a fraction of the unit's steps; decay as a fraction of each run's."""
 
 
 READ = (
@@ -27,12 +27,12 @@ READ = (
 
 
 def unit(setting: Setting) -> int:
-    """Return the steps of one budget: four of them are 20 tokens a parameter at nano."""
+    """Return the steps of one budget: four budgets are 20 tokens a parameter at nano."""
     return max(8, setting.preset.steps * 7 // 5)
 
 
 def config(setting: Setting, budget: float) -> TrainConfig:
-    """Return the run of a budget: the same warm-up as all, then a constant rate, then its own decay."""
+    """Return the run of a budget: the common warm-up, a constant learning rate, then its own decay."""
     steps = round(budget * unit(setting))
     warm = max(1, round(WARM_UP * unit(setting)))
     optim = {"schedule": "wsd", "warmup": warm / steps, "decay": DECAY, "min_lr_ratio": 0.0}
@@ -40,7 +40,7 @@ def config(setting: Setting, budget: float) -> TrainConfig:
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for the longest run of each seed, which keeps checkpoints; then the others' decays, of the seeds that have
+    """Request the longest run of each seed, which keeps checkpoints; then the other budgets' decays for seeds that have
     it."""
     *shorter, longest = BUDGETS
     steps = tuple(sorted({branch_step(config(setting, budget)) for budget in shorter}))

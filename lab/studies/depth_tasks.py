@@ -1,4 +1,4 @@
-"""Tasks whose answers take several steps in a row: whether a mechanism makes more steps in the same depth."""
+"""Tasks whose answers take several steps in a row: does a mechanism make more steps with the same depth?"""
 
 import dataclasses
 import math
@@ -16,16 +16,16 @@ from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 NAMES = ("composition", "arithmetic")
 VARIANTS = ("standard", "rescaled", "block", "full", "denseformer", "hyper_connections", "mhc_lite", "muddformer")
 PROBLEMS = 400
-"""Of each number of steps."""
+"""Number of problems of each number of steps."""
 EPOCHS = 2
-"""Passes over the documents at most: more would be learned by heart."""
+"""Most passes over the documents, to avoid memorisation."""
 WINDOW = 64
-"""Tokens of a window at most, the more windows in a batch: where attention begins with 256 to choose from, it is up to
-the seed whether it finds the letter that counts in four million tokens at all."""
+"""Most tokens of a window (a batch has correspondingly more windows): with 256 tokens for attention to choose from,
+whether a model finds the relevant letter within four million tokens depends on the seed."""
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for an arm a task, the same shape of run in both: a third of the recipe's layers, so that depth is scarce."""
+    """Request an arm for each task, with a third of the recipe's layers, so that depth is scarce."""
     small = setting.preset.small < 0.01
     size, recipe = setting.preset.of_depth(max(2, setting.preset.depth // 3)), setting.config()
     window = min(WINDOW, recipe.data.seq_len)
@@ -42,15 +42,15 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def documents_for(name: str, tokens: int) -> int:
-    """Return how many documents of a task are read at most `EPOCHS` times in so many tokens, a character and an end
-    each."""
+    """Return the number of documents of a task that are read at most `EPOCHS` times in so many tokens; a token is a
+    character or an end of text."""
     some = list(task_documents(f"task:{name}:100")())
     return max(DOCUMENTS, math.ceil(tokens / EPOCHS / (sum(map(len, some)) / len(some) + 1)))
 
 
 def answers(folder: Path) -> list[dict[str, Any]]:
-    """Return rows `accuracy/STEPS` of a trained model on problems drawn apart from its text, and `accuracy`, their
-    mean: the answer has to be the likeliest character of all."""
+    """Return rows `accuracy/STEPS` of a trained model on problems outside its text, and `accuracy`, their mean. An
+    answer counts if it is the likeliest of all characters."""
     from attnres.data import load_tokenizer
     from attnres.head import evaluating
     from attnres.models import load
@@ -77,7 +77,7 @@ def answers(folder: Path) -> list[dict[str, Any]]:
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Accuracy by the number of steps, and the mean accuracy against the standard model's."""
+    """Report accuracy by the number of steps, and the mean accuracy relative to the standard model."""
     tables, panels, sentences, values = [], {}, [], {}
     for name in NAMES:
         lines, rows = [], []
@@ -92,7 +92,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         panels[name] = lines
         head = ["variant", *map(str, range(1, STEPS + 1))]
         tables.append(ResultTable(f"{name}: share of right answers by steps", head, rows))
-        # An accuracy over so many problems tells no less than this, whatever its seeds have in common.
+        # The resolution of an accuracy over this number of problems, a lower bound of its noise.
         floor = 0.5 / math.sqrt(STEPS * PROBLEMS)
         made = sum(len(measured.asked_for(task)) - 1 for task in measured.planned)
         one = contrast(measured, name, "standard", quantity="accuracy", comparisons=made, floor=floor)
@@ -109,7 +109,8 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
 
 
 def _band(measured: Measured, name: str, label: str) -> dict[str, list[float]]:
-    """Return the least and the greatest of the seeds of the standard model and its control: what chance does."""
+    """Return the smallest and largest values over seeds of the standard model and its placebo control, which show the
+    noise."""
     each = [list(measured.finals(name, label, f"accuracy/{k}").values()) for k in range(1, STEPS + 1)]
     if label not in VARIANTS[:2] or min(map(len, each)) < 2:
         return {}

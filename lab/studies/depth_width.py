@@ -1,4 +1,4 @@
-"""Where the best shape is at fixed compute: Figure 7's question, whether depth reads want deeper models."""
+"""The best shape at fixed compute: do depth reads favour deeper models (the paper's Figure 7)?"""
 
 import math
 
@@ -18,7 +18,7 @@ VARIANTS = ("standard", "block")
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for an arm a depth; all have about the parameters of the recipe's layers, and as many steps as give equal
+    """Request an arm for each depth; all have about the parameters of the recipe's layers, and steps for equal
     FLOPs."""
     preset, recipe = setting.preset, setting.config()
     parameters = preset.layer_parameters
@@ -34,7 +34,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Report the lowest point of each mechanism in width over depth."""
+    """Report the minimum of each mechanism's loss over width / depth."""
     parameters = setting.preset.layer_parameters
     ratios, panels, rows = list[float](), {label: list[float]() for label in VARIANTS}, []
     for layers in sorted(setting.preset.layers):

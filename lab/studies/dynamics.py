@@ -1,4 +1,4 @@
-"""Magnitudes and gradients by depth: Figure 5, also at many narrow layers."""
+"""Magnitudes and gradients by depth: the paper's Figure 5, also for many narrow layers."""
 
 import math
 import statistics
@@ -15,7 +15,7 @@ VARIANTS = ("standard", "rescaled", "block", "full")
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for the recipe, and a model of many narrow layers."""
+    """Request the recipe, and a model of many narrow layers."""
     deep = setting.sized(setting.preset.deep, steps=setting.preset.many)
     depth = tuple(QUANTITIES)
     seeds = range(min(2, setting.seeds))
@@ -36,9 +36,10 @@ def profiles(measured: Measured, arm: str, label: str, quantity: str) -> dict[in
 
 
 def growth(values: list[float]) -> float:
-    """Return the logarithm of the last quarter's median over the first's; NaN of fewer than four values or of zeros.
+    """Return the logarithm of the ratio of the last quarter's median to the first's; NaN for fewer than four values or
+    zeros.
 
-    Medians, for the first sublayer alone may be far from all others and would decide a mean.
+    Medians, because the first sublayer may be far from all others and would dominate a mean.
     """
     quarter = len(values) // 4
     if not quarter or min(values) <= 0:
@@ -48,7 +49,7 @@ def growth(values: list[float]) -> float:
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Report how much outputs grow along the depth, and how unevenly gradients reach it, beside the standard model."""
+    """Report how much outputs grow with depth, and how uneven gradients are over it, relative to the standard model."""
     comparisons = len(QUANTITIES) * sum(len(measured.asked_for(arm)) - 1 for arm in measured.planned)
     rows, charts, values, sentences = [], [], {}, []
     for quantity, name in QUANTITIES.items():
@@ -83,10 +84,10 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
 
 @dataclass(frozen=True)
 class RatioByDepth:
-    """How much a quantity grows along the depth, over a mechanism's seeds.
+    """Growth of a quantity with depth, over a mechanism's seeds.
 
     Attributes:
-        effect: the logarithm of that over standard's; None of standard itself.
+        effect: the logarithm of the ratio to standard's growth; None for standard itself.
     """
 
     ratio: float
@@ -104,7 +105,7 @@ class RatioByDepth:
 
 
 def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) -> dict[str, RatioByDepth]:
-    """Return the ratios of an arm's mechanisms, of the seeds at which they can be told."""
+    """Return the growth of each of an arm's mechanisms, over the seeds for which it is known."""
     logs = {
         label: {seed: one for seed, many in seeds.items() if math.isfinite(one := growth(many))}
         for label, seeds in each.items()

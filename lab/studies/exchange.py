@@ -1,4 +1,4 @@
-"""What a lower loss is worth in steps of the standard model."""
+"""A lower loss expressed in steps of the standard model."""
 
 import math
 import statistics
@@ -12,22 +12,22 @@ from lab.contrast import NO_NOISE, noise_note
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 LENGTHS = (0.25, 0.5, 1.0, 2.0)
-"""Of the recipe's steps."""
+"""Lengths of runs as fractions of the recipe's steps."""
 
 
 def lengths(setting: Setting) -> dict[str, int]:
-    """Arm -> steps."""
+    """Return arm -> steps."""
     counts = {f"x{length:g}": max(1, round(length * setting.preset.steps)) for length in LENGTHS}
     return counts | ({} if setting.preset.many in counts.values() else {"many": setting.preset.many})
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for the standard model at several lengths, each with a whole schedule."""
+    """Request the standard model at several lengths, each with a complete schedule."""
     return [setting.arm(name, ["standard"], of=setting.config(steps=steps)) for name, steps in lengths(setting).items()]
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Report the curve, and what a hundredth of a nat is worth at the recipe's length."""
+    """Report the curve, and how many steps 0.01 nats are worth at the recipe's length."""
     curve = {}
     for name, steps in lengths(setting).items():
         if losses := list(measured.finals(name, "standard").values()):

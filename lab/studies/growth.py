@@ -1,4 +1,5 @@
-"""The blog's three demonstrations with their controls: norms that grow with depth, dilution, and the start at zero."""
+"""The blog's three demonstrations with controls: norms that grow with depth, dilution, and the start at zero
+queries."""
 
 import math
 import statistics
@@ -17,15 +18,15 @@ EPS = 1e-12
 
 
 def normed(h: Tensor) -> Tensor:
-    """RMSNorm without a gain."""
+    """Return h after an RMSNorm without a gain."""
     return F.rms_norm(h, (h.shape[-1],), eps=EPS)
 
 
 class Mlps(nn.Module):
-    """L sublayers W2 relu(W1 x) of width d, connected by a mechanism; with `norm`, every read ends with one.
+    """L sublayers W2 relu(W1 x) of width d, connected by a mechanism; with `norm`, every read ends with a norm.
 
     Args:
-        settings: of the mechanism. generator: what the weights are drawn from (normal, by fan-in).
+        settings: settings of the mechanism. generator: random generator for the weights (normal, scaled by fan-in).
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class Mlps(nn.Module):
         self.streams: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., d). Without gradients `reads` and `streams` then hold the RMS of each read before its norm,
-        and of the state as one vector after each write."""
+        """Map (..., d) -> (..., d). Without gradients `reads` and `streams` then hold the RMS of each read before its
+        norm, and of the state as one vector after each write."""
         self.reads, self.streams = [], []
         state = self.residual("start", x)
-        for index, (first, second) in enumerate(zip(self.first, self.second, strict=True)):  # one stack in backward
+        # iterating unbinds the matrices, so that backward stacks their gradients once
+        for index, (first, second) in enumerate(zip(self.first, self.second, strict=True)):
             read, state = self.residual("read", state, index, self._norm)
             output = F.relu(read @ first) @ second
             state = self.residual("write", state, index, output)
@@ -80,7 +82,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 EXPLODES = 10
-"""Times as much growth as another's, from which on the difference is called an explosion."""
+"""Ratio of two variants' growth above which the difference is called an explosion."""
 
 
 def grow(
@@ -89,10 +91,10 @@ def grow(
     """Pass random inputs through a random network of MLPs in fp64.
 
     Returns:
-        Rows `stream` and `read` by depth (RMS after each write, and of each read before its norm); `dilution` (how
-        much the output changes, relative to itself, with half the input of the first sublayer's weights taken away,
-        over the same of the last sublayer); `from_standard` (how far the output is from the standard residual's with
-        the same weights, relative to it).
+        Rows `stream` and `read` by depth (RMS after each write, and of each read before its norm); `dilution` (the
+        relative change of the output when half of the first sublayer's input weights are removed, divided by that for
+        the last sublayer); `from_standard` (the relative distance of the output to the standard residual's with the
+        same weights).
     """
     with torch.no_grad():
         net = _network(residual, norm, layers, width, seed, settings)
@@ -120,7 +122,7 @@ def _network(residual: str, norm: bool, layers: int, width: int, seed: int, sett
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for each variant with every seed: seconds at any size."""
+    """Request each variant with every seed, which takes seconds at any size."""
     small = setting.preset.small < 0.01
     layers, width = (8, 16) if small else (48, 256)
     flops = 64.0 * 4 * layers * width**2
@@ -133,8 +135,8 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Report how far each stream grows, what is left of the first sublayer, whether zero queries are the standard
-    model."""
+    """Report the growth of each stream, the remaining effect of the first sublayer, and whether zero queries equal the
+    standard model."""
     rows, lines, values = [], [], {}
     for label in VARIANTS:
         stream: dict[int, list[float]] = {}

@@ -1,4 +1,4 @@
-"""Labels with a structure against labels to be memorised, with and without the norm, and at teachers' temperatures."""
+"""Structured labels and random labels, with and without the norm, and teachers with several query temperatures."""
 
 import dataclasses
 import itertools
@@ -24,16 +24,16 @@ RATES = (0.001, 0.003, 0.01, 0.03)
 TEMPERATURES = (0.01, 1.0, 100.0)
 MECHANISMS = ("standard", "rescaled", "full")
 OPERATIONS = 30
-"""Of PyTorch in a step, forward and backward, for a sublayer and its norm."""
+"""PyTorch operations in a step, forward and backward, for a sublayer and its norm."""
 OPERATIONS_A_SOURCE = 3
 """The same for each source of each read."""
 
 
 def mixture(residual: str, norm: bool, layers: int, steps: int, seed: int) -> list[dict[str, Any]]:
-    """Train on y = alpha (W x) + (1 - alpha) noise for each alpha, at each rate of Adam.
+    """Train on y = alpha (W x) + (1 - alpha) noise for each alpha, at each learning rate of Adam.
 
     Returns:
-        Rows `loss/ALPHA`: the least training loss at the end over the rates (mean squared error over y's variance).
+        Rows `loss/ALPHA`: the lowest final training loss over the learning rates (mean squared error / variance of y).
     """
     rows = []
     for alpha in ALPHAS:
@@ -47,10 +47,11 @@ def mixture(residual: str, norm: bool, layers: int, steps: int, seed: int) -> li
 
 
 def taught(residual: str, layers: int, temperature: float, steps: int, seed: int) -> list[dict[str, Any]]:
-    """Train on what a random Full network with queries drawn at 1 / temperature gives, at each rate of Adam.
+    """Train on the outputs of a random Full network with queries drawn at 1 / temperature, at each learning rate of
+    Adam.
 
     Returns:
-        Rows `loss/RATE`, as `mixture` has them; infinite of one that diverged.
+        Rows `loss/RATE` as in `mixture`; infinite for a run that diverged.
     """
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(SAMPLES, WIDTH, generator=draw)
@@ -65,7 +66,7 @@ def taught(residual: str, layers: int, temperature: float, steps: int, seed: int
 def _fit(
     residual: str, norm: bool, layers: int, x: torch.Tensor, y: torch.Tensor, rate: float, steps: int, seed: int
 ) -> float:
-    """Return the training loss at the end of full batches, relative to the variance of y."""
+    """Return the final training loss with full batches, relative to the variance of y."""
     net = Mlps(residual, layers, WIDTH, norm=norm, generator=torch.Generator().manual_seed(seed + 1))
     head = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH))
     optimizer = torch.optim.Adam([*net.parameters(), head], lr=rate)
@@ -84,7 +85,7 @@ def _fit(
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Mixtures of labels at three depths with and without the norm; teachers at three temperatures."""
+    """Request mixtures of labels at three depths with and without the norm; and teachers at three temperatures."""
     steps = max(2, round(20_000 * setting.preset.small))
     small = setting.preset.small < 0.01
     depths, mechanisms = ((2,), MECHANISMS[:2]) if small else ((4, 10, 30), MECHANISMS)
@@ -106,7 +107,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def _call(fits: int, arguments: dict[str, Any]) -> ComputedCall:
-    """Return a run of so many fits at each rate."""
+    """Return a run with this number of fits at each learning rate."""
     layers, steps = arguments["layers"], fits * len(RATES) * arguments["steps"]
     sources = layers * (layers + 1) / 2 if arguments["residual"] == "full" else 0
     calls = OPERATIONS * layers + OPERATIONS_A_SOURCE * sources
@@ -114,8 +115,8 @@ def _call(fits: int, arguments: dict[str, Any]) -> ComputedCall:
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Full and rescaled against standard: at each alpha and depth, whether structure or memorisation favours either;
-    beside a teacher, at each rate."""
+    """Compare Full and rescaled with standard: at each alpha and depth, whether structure or memorisation favours
+    either; for teachers at each learning rate."""
     kinds = list(dict.fromkeys(label.partition(", ")[2] for label in measured.labels("mixtures")))
     panels = {"norm": dict[str, list[Line]](), "no norm": dict[str, list[Line]]()}
     for kind in kinds:
@@ -162,7 +163,7 @@ QUESTIONS = {
     ),
     "teachers": ("Loss of students over standard's by rate", "teacher", "", RATES),
 }
-"""Of an arm: the title of its table, the heads of its first column and of the others, and what these are of."""
+"""Arm -> the title of its table, the headings of its first and its other columns, and the subject of these."""
 NOTE = (
     "In brackets the interval of the ratio, all of the table together by Holm, by the noise of seeds there. Networks "
     "that diverged are left out; where more of a mechanism did than of standard it is not called below, where more of "
@@ -172,11 +173,12 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Cell:
-    """A mechanism beside the baseline in one network (`kind`) at one place, an alpha or a rate.
+    """A mechanism compared with the baseline in one network (`kind`) at one place, an alpha or a learning rate.
 
     Attributes:
-        effect: the logarithm of the ratio of their losses; None where nothing is left.
-        diverged: how many of the mechanism's networks did, which are left out. more: than of the baseline's.
+        effect: the logarithm of the ratio of their losses; None if all runs diverged.
+        diverged: number of the mechanism's networks that diverged and are left out. more: how many more than of the
+            baseline's.
     """
 
     kind: str
@@ -192,12 +194,12 @@ class Cell:
 
     @property
     def words(self) -> str:
-        """Say which side of 1 the interval of the ratio lies on."""
+        """Return on which side of 1 the interval of the ratio lies."""
         if self.effect is None or not self.effect.excludes():
             return "includes 1"
         below = self.effect.difference < 0
         if (below and self.more > 0) or (not below and self.more < 0):
-            return "others diverged"  # those that are left are the lucky ones
+            return "others diverged"  # the remaining runs are those that happened not to diverge
         return "below 1" if below else "above 1"
 
     def __str__(self) -> str:
@@ -209,7 +211,7 @@ class Cell:
 
 
 def _cells(measured: Measured, arm: str, places: Sequence[float]) -> list[Cell]:
-    """Return every mechanism beside the baseline, wherever both have run."""
+    """Return the comparison of every mechanism with the baseline at all places where both have run."""
     baseline = MECHANISMS[0]
     asked = [label.partition(", ") for label in measured.asked_for(arm)]
     tested = len(places) * sum(name != baseline for name, _, _ in asked)
@@ -238,7 +240,7 @@ def _rows(cells: Sequence[Cell], places: Sequence[float]) -> list[list[str]]:
 
 
 def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
-    """Return what may be said of a mechanism by its cells."""
+    """Return the sentence about a mechanism that its cells support."""
     parts = []
     for words in ("below 1", "above 1"):
         places = dict[str, list[str]]()
@@ -252,7 +254,7 @@ def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
 
 
 def _taught_cell(measured: Measured, label: str, rate: float) -> str:
-    """Return the mean loss of the students that did not diverge, and how many did."""
+    """Return the mean loss of the students that did not diverge, and how many diverged."""
     logs = _logs(measured, "teachers", label, f"{rate:g}")
     lost = len(measured.diverged("teachers", label, f"loss/{rate:g}"))
     mean = f"{math.exp(statistics.fmean(logs.values())):.2g}" if logs else ""
@@ -260,7 +262,7 @@ def _taught_cell(measured: Measured, label: str, rate: float) -> str:
 
 
 def _logs(measured: Measured, arm: str, label: str, place: str) -> dict[int, float]:
-    """Return the logarithms of a loss by the seeds that did not diverge."""
+    """Return the logarithms of a loss by seed, for seeds that did not diverge."""
     return {row.seed: math.log(max(row.value, 1e-12)) for row in measured.of(arm, label, f"loss/{place}")}
 
 

@@ -1,4 +1,4 @@
-"""The nanoGPT study's six configurations, and what its closing gates do without a model."""
+"""The nanoGPT study's six configurations, and its final gates without a model."""
 
 from attnres.comparison.plan import label_of
 from attnres.figures.chart import Chart, Curves, Line
@@ -23,11 +23,11 @@ DIFFERENT = (
     "10,000 steps; its value residual mixes a projection of the embeddings into the values, with a sigmoid, and ours "
     "those of the first layer, with a free factor."
 )
-"""Beside the numbers of others."""
+"""Differences from the study, printed beside published numbers."""
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for the configurations in GPT-2's shape, and the simulation of the gates."""
+    """Request the configurations in GPT-2's shape, and the simulation of the gates."""
     run = setting.config(model={"size": setting.preset.gpt2}, steps=setting.preset.many)
     steps = max(20, round(STEPS * min(1.0, 10 * setting.preset.small)))
     null = Computed("lab.studies.null_gates:simulate", runs(steps, setting.seeds))
@@ -35,7 +35,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Report the configurations against the standard one; the course of gates that no loss depends on."""
+    """Compare the configurations with the standard one, and report gates that no loss depends on."""
     one = contrast(measured, "configurations", "standard")
     published = {label_of(variant): text for variant, text in CONFIGURATIONS.items()}
     rows, panels = [], {"sum of the gates": list[Line]()}
@@ -49,7 +49,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         panels["sum of the gates"].append(
             Line(label, [row.step for row in course], [row.value for row in course], dashed=label != "as published")
         )
-    # Whether, with every seed, the sum of the published variant's gates falls below a tenth of its target of 4.
+    # Whether, for every seed, the sum of the published variant's gates falls below a tenth of its target of 4.
     seeds = set(measured.finals(NULL, "as published", "count"))
     below = {row.seed for row in measured.of(NULL, "as published", "count") if row.value < 0.4}
     closed = below == seeds if seeds else None

@@ -1,4 +1,4 @@
-"""How far runs of the standard model fall apart that differ in their seed alone."""
+"""The noise between runs of the standard model that differ only in their seed."""
 
 import statistics
 
@@ -9,12 +9,12 @@ from lab.contrast import interval
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 ENOUGH = 5
-"""Seeds below which no correlation over them is given."""
+"""Fewest seeds for which a correlation over them is reported."""
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for the standard model with the preset's number of seeds, at both lengths that studies have; its control with
-    two."""
+    """Request the standard model with the preset's number of seeds, at the two lengths that studies use; its placebo
+    control with two."""
     preset, recipe = setting.preset, setting.config()
     seeds = range(max(preset.floor, setting.seeds))
     parts = [setting.arm("recipe", ["standard"], seeds, of=recipe)]
@@ -24,7 +24,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """sigma over training and at the end of each length, and whether the control lies inside it."""
+    """Report sigma over training and at the end of each length, and whether the control lies within it."""
     rows, by_steps, lines, when = [], {}, [], []
     control, base = measured.finals("control", "rescaled"), measured.finals("recipe", "standard")
     for arm in ("recipe", "many"):
@@ -75,7 +75,8 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
 
 
 def _when(spread: dict[int, list[float]]) -> list[list[str]]:
-    """Return rows of the step, its sigma and how its losses go with the last ones, seed by seed; none of few seeds."""
+    """Return rows of the step, its sigma, and the correlation of its losses with the final ones over seeds; empty for
+    few seeds."""
     end = spread[max(spread)]
     if len(end) < ENOUGH:
         return []

@@ -1,11 +1,11 @@
-"""What annealing and the penalty do to learned block boundaries by themselves: gates that no loss depends on.
+"""The effect of annealing and penalty alone on learned block boundaries: gates that no loss depends on.
 
-The gates are those of `adaptive` over 12 layers, trained as the nanoGPT study trained its own (10,000 steps of AdamW at
-6e-4, betas 0.9 and 0.95, 2,000 steps of warm-up, a cosine down to 6e-5, gradients clipped at 1), without a network:
-their gradient is the penalty's, in some variants with noise of mean zero where a loss's would be. Whatever the sum of
-the gates does here, no model asked for it.
+The gates are those of `adaptive` over 12 layers, trained as in the nanoGPT study (10,000 steps of AdamW at 6e-4, betas
+0.9 and 0.95, 2,000 steps of warm-up, a cosine down to 6e-5, gradients clipped at 1), but without a network: their
+gradient is the penalty's, in some variants plus zero-mean noise in place of a loss's gradient. So no change of their
+sum here is due to a model.
 
-Source: github.com/aupadhyay/attnres-exp, whose reading of its run is that the model eliminates all boundaries.
+Source: github.com/aupadhyay/attnres-exp, which interprets its run as the model eliminating all boundaries.
 """
 
 from dataclasses import dataclass, field
@@ -20,12 +20,13 @@ from attnres.training.optim import scheduled_rate
 from lab.design import ComputedCall
 
 LAYERS = 12
-"""Of the network that is not there: a gate after each but the last."""
+"""Layers of the simulated network: a gate after each except the last."""
 STEPS, RATE = 10_000, 6e-4
 WARMUP, FLOOR, BETAS, CLIP = 0.2, 0.1, (0.9, 0.95), 1.0
-"""Of the study's optimizer: fractions of the steps and of the peak rate, AdamW's rates, the largest gradient norm."""
+"""Of the study's optimizer: warm-up as a fraction of the steps, floor as a fraction of the peak rate, AdamW's betas,
+largest gradient norm."""
 OPERATIONS = 80
-"""Of PyTorch in a step, about."""
+"""Approximate number of PyTorch operations in a step."""
 QUANTITIES = ("count", "logit", "temperature", "penalty")
 
 
@@ -34,7 +35,7 @@ class GateVariant:
     """One way to train the gates.
 
     Attributes:
-        settings: of `adaptive`; the defaults are the study's.
+        settings: settings of `adaptive`; the defaults are the study's.
         rate: the gates' learning rate as a multiple of the study's.
         noise: standard deviation of the normal noise in each gate's gradient.
     """
@@ -59,7 +60,7 @@ VARIANTS = {
 
 
 def runs(steps: int, seeds: int) -> dict[str, ComputedCall]:
-    """Calls of `simulate` by the run's name: noise at each seed, what has none once."""
+    """Return calls of `simulate` by the run's name: variants with noise for each seed, others once."""
     every = max(1, steps // 100)
     return {
         run_name(label, seed): ComputedCall(
@@ -71,8 +72,8 @@ def runs(steps: int, seeds: int) -> dict[str, ComputedCall]:
 
 
 def simulate(label: str, steps: int, every: int, seed: int = 0, lr: float = RATE) -> list[dict[str, Any]]:
-    """Train gates on their penalty and noise alone; the rows are `count` (the sum of the gates), `logit` (their mean),
-    `temperature` and `penalty`, at step 0 and every so many steps."""
+    """Train gates on penalty and noise alone; return rows `count` (the sum of the gates), `logit` (their mean),
+    `temperature` and `penalty`, at step 0 and every `every` steps."""
     variant = VARIANTS[label]
     residual = Adaptive(2 * LAYERS, 1, **variant.settings)
     gates, generator = residual.logit, torch.Generator().manual_seed(seed)

@@ -1,4 +1,5 @@
-"""Which learning rates: the residual's own parameters', the standard model's; what else keeps reads from settling."""
+"""Learning rates of the residual's parameters and of the standard model, and other changes that keep reads from
+settling."""
 
 import math
 from collections.abc import Mapping
@@ -16,18 +17,18 @@ from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 from lab.presets import shape
 
 MODEL = (0.5, 2.0)
-"""Of the recipe's rates, for the standard model, beside the recipe's own."""
+"""Learning rates of the standard model, relative to the recipe's, that are tried besides the recipe's."""
 MOST = 16.0
-"""The highest rate of the standard model that is tried, in multiples of the recipe's; the lowest is one over it."""
+"""Highest learning rate that is tried for the standard model, relative to the recipe's; the lowest is one over it."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A search of the standard model's learning rates.
+    """A search for the standard model's learning rate.
 
     Attributes:
-        base: the arm that has it at the recipe's rates. judged: the arm by whose noise its losses are.
-        subject: as a sentence begins. optim: what differs from the recipe.
+        base: the arm with the recipe's learning rates. judged: the arm whose noise applies to its losses.
+        subject: beginning of a sentence about it. optim: differences from the recipe.
     """
 
     base: str
@@ -40,17 +41,17 @@ SEARCHES = {
     "model": Kind("own", "own", "The standard model", {}),
     "adamw": Kind("adamw", "tuned-adamw", "With AdamW alone it", {"optimizer": "adamw"}),
 }
-"""By the name of their first arm."""
+"""Searches by the name of their first arm."""
 
 
 @dataclass(frozen=True)
 class RateSearch:
-    """The standard model at one seed, up or down from the recipe's rates until its loss turns.
+    """The standard model at one seed, at learning rates up or down from the recipe's until its loss rises.
 
     Attributes:
-        arms: those asked for so far.
-        losses: by multiple of the recipe's rates; NaN for what diverged or has not finished.
-        ended: whether nothing further is to be tried.
+        arms: arms requested so far.
+        losses: multiple of the recipe's learning rates -> loss; NaN for a run that diverged or has not finished.
+        ended: whether the search is complete.
     """
 
     arms: list[Arm]
@@ -59,21 +60,22 @@ class RateSearch:
 
     @property
     def finite(self) -> dict[float, float]:
-        """The losses that are known, lowest rate first."""
+        """Return the known losses, lowest learning rate first."""
         return {factor: loss for factor, loss in sorted(self.losses.items()) if math.isfinite(loss)}
 
     @property
     def best(self) -> float:
-        """The multiple with the lowest loss; 1 where none is known."""
+        """Return the multiple with the lowest loss; 1 if none is known."""
         return min(self.finite, key=self.losses.__getitem__, default=1.0)
 
     @property
     def turned(self) -> bool:
-        """Whether rates on both sides of the best were tried."""
+        """Return whether learning rates on both sides of the best were tried."""
         return min(self.losses) < self.best < max(self.losses)
 
     def where(self, recipe: Recipe | None) -> str:
-        """Say how well the best rate is known, by the rates next to it; a rate that diverged counts as worse."""
+        """Return how well the best learning rate is known, judged by its neighbours; one that diverged counts as
+        worse."""
         if not self.turned:
             return f"the {'highest' if self.best == max(self.losses) else 'lowest'} that was tried: it has not turned"
         rates = sorted(self.losses)
@@ -87,12 +89,12 @@ class RateSearch:
 
 
 def at_rate(setting: Setting, factor: float, residual: str = "standard") -> str:
-    """Return a residual with all rates at this multiple of the recipe's."""
+    """Return a residual's variant with all learning rates at this multiple of the recipe's."""
     return residual if factor == 1 else f"{residual}@lr={setting.config().optim.lr * factor:g}"
 
 
 def searched(setting: Setting, measured: Measured, name: str) -> RateSearch:
-    """Return a search as far as it has come, in the arms `name`, `name`-xFACTOR."""
+    """Return a search so far, in the arms `name`, `name`-xFACTOR."""
     kind = SEARCHES[name]
     of, ways = setting.config(optim=kind.optim), [at_rate(setting, factor) for factor in MODEL]
     parts = [setting.arm(name, ["standard", *ways] if kind.base == name else ways, [0], of=of)]
@@ -113,11 +115,12 @@ def searched(setting: Setting, measured: Measured, name: str) -> RateSearch:
 
 
 OWN = (READ_RATE, 1.0, 1 / 30, 1 / 3, 0.01)
-"""Of AdamW's rate, for the residual's own parameters, the default first; recipes/lasting_rates.yaml has the same."""
+"""Learning rates of the residual's parameters relative to AdamW's, the default first; recipes/lasting_rates.yaml has
+the same."""
 
 
 def _own(setting: Setting, factor: float) -> str:
-    """Block with its own parameters at this multiple of AdamW's rate."""
+    """Return Block with its parameters at this multiple of AdamW's learning rate."""
     if factor == READ_RATE:
         return "block"
     rate = setting.config().optim.lr * factor
@@ -126,14 +129,16 @@ def _own(setting: Setting, factor: float) -> str:
 
 
 def _best(setting: Setting, measured: Measured) -> list[str]:
-    """Block at the two of its own rates with the lowest losses at the coarse seed, the better one first."""
+    """Return Block at the two of these learning rates with the lowest losses at the coarse seed, the better one
+    first."""
     variants = setting.some([_own(setting, factor) for factor in OWN])
     return survivors({one: measured.mean("own", label_of(one)) for one in variants}, 2) or variants[:1]
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Coarse at one seed; the standard model up or down until it turns, with either optimizer; both residuals at its
-    best rate; the best own rates with all seeds, and what is near."""
+    """Request a coarse search at one seed; the standard model up or down until its loss rises, with either optimizer;
+    both residuals at its best learning rate; and the best learning rates of the residual, and their neighbours, with
+    all seeds."""
     recipe = setting.config()
     variants = setting.some([_own(setting, factor) for factor in OWN])
     coarse = setting.arm("own", ["standard", *variants], [0], of=recipe, depth=("sharpness", "entropy"))
@@ -171,7 +176,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Report the loss by rate, the gap of the best over training, and what the rest changes."""
+    """Report the loss by learning rate, the best gap over training, and the effect of the other changes."""
     own = {factor: measured.mean("own", label_of(_own(setting, factor))) for factor in sorted(OWN)}
     own = {factor: loss for factor, loss in own.items() if math.isfinite(loss)}
     searches = {name: searched(setting, measured, name) for name in SEARCHES}
@@ -219,7 +224,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
 
 
 def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]]) -> ResultTable:
-    """Return the loss at each multiple of a rate: of Block's own parameters', and of the standard model's."""
+    """Return the losses at each multiple of a learning rate: of Block's parameters', and of the standard model's."""
     which = {"own": "block, own parameters", "model": "standard, all", "adamw": "standard, AdamW alone"}
     rows = [
         [f"{factor:.3g}", number(loss, 4), which[name]]
@@ -246,7 +251,7 @@ def _other_losses(measured: Measured) -> list[ResultTable]:
 
 
 def _by_rate(losses: Mapping[str, Mapping[float, float]]) -> Curves | None:
-    """Draw the loss at the end by rate."""
+    """Return a chart of the final loss by learning rate."""
     if not (losses["own"] and losses["model"]):
         return None
     which = {"own": "block, own parameters", "model": "standard, all parameters", "adamw": "standard, AdamW alone"}
@@ -256,12 +261,13 @@ def _by_rate(losses: Mapping[str, Mapping[float, float]]) -> Curves | None:
 
 
 def _tuned_baseline(measured: Measured, arm: str) -> str:
-    """Return the standard model at the rate at which both are."""
+    """Return the variant of the standard model at the learning rate common to both."""
     return next((label for label in measured.asked_for(arm) if label.startswith("standard")), "standard")
 
 
 def _over_training(setting: Setting, measured: Measured) -> Curves | None:
-    """Draw the gap of each own rate to the standard model of the same seed over training."""
+    """Return a chart over training of the gap of each of Block's learning rates to the standard model of the same
+    seed."""
     base = {row.step: row.value for row in measured.of("own", "standard")}
     lines = []
     for factor in sorted(OWN):

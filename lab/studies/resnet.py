@@ -30,10 +30,10 @@ from lab.design import Arm, Computed, ComputedCall, Design, Measured, Setting, S
 def load_images(source: str) -> dict[str, np.ndarray]:
     """Return the images of a folder or tar archive: train_x, test_x (n, 3, H, W) uint8, train_y, test_y (n,) int64.
 
-    They are decoded once and kept in the cache. Classes are numbered in the order of their names.
+    They are decoded once and cached. Classes are numbered in the order of their names.
 
     Raises:
-        UserError: nothing there, no such images, one that cannot be read, images of several sizes, or test images of a
+        UserError: nothing is there, no such images, an unreadable one, images of several sizes, or test images of a
             class without training images.
     """
     path = user_path(source)
@@ -81,7 +81,7 @@ def _decoded(path: Path) -> bytes:
 
 
 def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
-    """Yield split, class and bytes of every image, in order of name."""
+    """Yield split, class and bytes of every image, ordered by name."""
     if path.is_dir():
         names = [(file.relative_to(path).as_posix(), file) for file in path.rglob("*.jpg")]
         for name, file in sorted(names):
@@ -96,7 +96,7 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
             stream.seek(archive.offset)
             if stream.read(tarfile.BLOCKSIZE).strip(tarfile.NUL):
                 raise tarfile.ReadError("damaged after its first files")
-            while stream.read(1 << 20):  # to its end, where a compressed one has its checksum
+            while stream.read(1 << 20):  # read to the end, where a compressed archive has its checksum
                 pass
     except (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{path} is no archive of images ({error})") from error
@@ -106,7 +106,7 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
 
 
 def _place(name: str) -> tuple[str, str] | None:
-    """Return split and class of a file's name, which may have folders before them."""
+    """Return split and class from a file's name, which may be preceded by folders."""
     parts = PurePosixPath(name).parts
     for place, part in enumerate(parts[:-2]):
         if part in ("train", "test"):
@@ -119,7 +119,7 @@ def _place(name: str) -> tuple[str, str] | None:
 
 WIDTHS = (16, 32, 64)
 DEPTHS = {20: 3, 32: 5, 44: 7, 56: 9}
-"""Layers -> blocks in each of three stages: 6 n + 2."""
+"""Layers -> blocks in each of three stages; layers = 6 n + 2."""
 PUBLISHED = {
     "plain-20": "9.26",
     "plain-32": "10.00",
@@ -135,11 +135,11 @@ CAPTION = "Test error less that of the first network named, in percent of the im
 AXIS = "difference of the test error, percent"
 RATE, MOMENTUM, DECAY, BATCH, STEPS = 0.1, 0.9, 1e-4, 128, 64_000
 MULTIPLICATIONS = 41e6
-"""Of ResNet-20 for an image of 32 x 32, forward (He et al.)."""
+"""Multiplications of ResNet-20 for an image of 32 x 32, forward (He et al.)."""
 
 
 class Branch(nn.Module):
-    """Two 3x3 convolutions with batch norm: what a block adds."""
+    """Two 3x3 convolutions with batch norm, the branch of a block."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -155,9 +155,9 @@ class Net(nn.Module):
     """He et al.'s network for CIFAR: a convolution, three stages of n blocks, pooling, a classifier.
 
     Args:
-        kind: plain is relu(f(x)), resnet relu(x + f(x)) with shortcut A (strided, zeros added) between stages. Another
-            is a mechanism's name: the blocks of a stage after its first are connected by it, each reading at every
-            position for itself over the stage's outputs so far, f(relu(h)); standard is then x + f(relu(x)).
+        kind: plain is relu(f(x)), resnet relu(x + f(x)) with shortcut A (strided, zeros added) between stages.
+            Otherwise a mechanism's name: it connects the blocks of a stage after its first, each reading the stage's
+            outputs so far separately at every position, f(relu(h)); standard is then x + f(relu(x)).
     """
 
     def __init__(self, kind: str, blocks: int, classes: int) -> None:
@@ -180,7 +180,7 @@ class Net(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out")
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, 3, H, W) -> logits (batch, classes)."""
+        """Map (batch, 3, H, W) -> logits (batch, classes)."""
         x = F.relu(self.stem(x))
         for stage, blocks in enumerate(self.stages):
             branches = cast(list[Branch], blocks)
@@ -202,26 +202,26 @@ class Net(nn.Module):
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """Channels last, as a stream has them."""
+    """Return x with channels last, as a stream has them."""
     return x.movedim(1, -1).contiguous()
 
 
 def channels_first(x: Tensor) -> Tensor:
-    """Channels first, as a convolution has them."""
+    """Return x with channels first, as a convolution has them."""
     return x.movedim(-1, 1)
 
 
 def shortcut(x: Tensor, branch: Branch) -> Tensor:
-    """Shortcut A: every second pixel, new channels zero; the same where the branch keeps the shape."""
+    """Return shortcut A of x: every second pixel, new channels zero; unchanged if the branch keeps the shape."""
     stride, width = branch.first.stride[0], branch.first.out_channels
     x = x[:, :, ::stride, ::stride]
     return F.pad(x, (0, 0, 0, 0, 0, width - x.shape[1]))
 
 
 def train(kind: str, blocks: int, images: str, steps: int, seed: int, dtype: str) -> list[dict[str, Any]]:
-    """Train one network by the published recipe, its schedule stretched to `steps`, under autocast where `dtype` is not
-    fp32; rows `error`, percent of the test images, at the end alone (nothing is chosen on them), and `train_loss`, of
-    the last hundredth of training."""
+    """Train one network by the published recipe, its schedule scaled to `steps`, under autocast if `dtype` is not fp32;
+    return rows `error` (percent of test images, only at the end, so nothing is selected on them) and `train_loss` (of
+    the last hundredth of training)."""
     data = load_images(images)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
@@ -234,7 +234,7 @@ def train(kind: str, blocks: int, images: str, steps: int, seed: int, dtype: str
     precision = partial(torch.autocast, device.type, torch.bfloat16, enabled=dtype == "bf16")
     losses = []
     for step in range(steps):
-        warm = min(1.0, (step + 1) / max(1.0, 0.01 * steps))  # the published warm-up of deep ones, for all
+        warm = min(1.0, (step + 1) / max(1.0, 0.01 * steps))  # the published warm-up for deep networks, used for all
         rate = RATE * warm * (1.0 if step < steps // 2 else 0.1 if step < 3 * steps // 4 else 0.01)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -250,7 +250,7 @@ def train(kind: str, blocks: int, images: str, steps: int, seed: int, dtype: str
     with torch.no_grad(), precision():
         guesses = torch.cat([net(part.to(device)).argmax(1).cpu() for part in test_x.split(500)])
     end = losses[-max(1, steps // 100) :]
-    # Of a network that diverged every guess is class 0, which is no result.
+    # A diverged network always predicts class 0, which is no result.
     wrong = (guesses.numpy() != data["test_y"]).mean() if all(map(math.isfinite, end)) else math.nan
     return [
         {"quantity": "error", "step": steps, "value": 100 * float(wrong)},
@@ -259,7 +259,7 @@ def train(kind: str, blocks: int, images: str, steps: int, seed: int, dtype: str
 
 
 def _augmented(x: Tensor, draw: np.random.Generator) -> Tensor:
-    """Padded by four, a random crop, flipped or not, image by image."""
+    """Return images padded by four, cropped at random and flipped at random, image by image."""
     size = x.shape[-1]
     padded = F.pad(x, (4, 4, 4, 4))
     corners, flips = draw.integers(0, 9, (len(x), 2)), draw.random(len(x)) < 0.5
@@ -273,7 +273,7 @@ def _named(label: str) -> tuple[str, int]:
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for each kind at each depth; none without images."""
+    """Request each kind at each depth; nothing without images."""
     if setting.images is None:
         return []
     small = setting.preset.small
@@ -294,13 +294,13 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Test errors at each depth against the ResNet's (the plain network's where there is no other)."""
+    """Compare test errors at each depth with the ResNet's (with the plain network's if there is no ResNet)."""
     if setting.images is None:
         return StudyResult("Not run: it needs images, give --images with a folder or archive of train/CLASS/*.jpg.")
     tables, charts, sentences, values = [], [], [], {}
     asked = measured.asked_for("cifar10")
     kinds, depths = {_named(label)[0] for label in asked}, {_named(label)[1] for label in asked}
-    # One baseline a depth; depth reads are held against a second one, the same network without them.
+    # One baseline for each depth; depth reads have a second one, the same network without them.
     how: dict[str, Any] = {
         "quantity": "error",
         "comparisons": len(asked) - (0 if "standard" in kinds else len(depths)),
@@ -315,7 +315,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         )
         sentences.append(f"{layers} layers: {one.sentence()}")
         values[str(layers)] = one.values()
-        if f"standard-{layers}" in here:  # the same network but for its reads
+        if f"standard-{layers}" in here:  # the same network except for its reads
             reads = contrast(measured, "cifar10", f"standard-{layers}", [f"full-{layers}"], **how)
             if reads.others:
                 tables.append(reads.table(f"{layers} layers, beside the same network without depth reads"))

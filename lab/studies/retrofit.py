@@ -1,4 +1,4 @@
-"""Depth reads put on a finished model: whether continuing with them is better than continuing without."""
+"""Depth reads added to a trained model: is continuing with them better than continuing without?"""
 
 from attnres.text import run_name
 from lab.contrast import contrast
@@ -14,11 +14,11 @@ REGIMES = (
     "standard@distill_weight=0.5",
 )
 SHARE, COOLER = 0.1, 0.1
-"""Of the recipe's steps, and of its rates."""
+"""Fraction of the recipe's steps, and of its learning rates."""
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for a standard model, trained once; then its continuations."""
+    """Request a standard model, trained once; then its continuations."""
     first = setting.arm("pretrained", ["standard"], [0], of=setting.config(), started_from=True)
     if not measured.complete(first.name) or measured.diverged(first.name, "standard"):
         return [first]
@@ -33,12 +33,12 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         steps=max(2, round(SHARE * setting.preset.steps)),
     )
     layouts = setting.arm("layouts", setting.some(LAYOUTS), of=run)
-    regimes = setting.arm("regimes", setting.some(REGIMES), of=run)  # which takes what both have
+    regimes = setting.arm("regimes", setting.some(REGIMES), of=run)  # requested after layouts, to copy the runs in both
     return [first, layouts, *([regimes] if measured.complete("layouts") or "regimes" in measured.begun else [])]
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Report each continuation against that of the standard model."""
+    """Compare each continuation with that of the standard model."""
     if measured.diverged("pretrained", "standard"):
         return StudyResult("The model to continue diverged: there is nothing to put depth reads on.")
     tables, charts, sentences, values = [], [], [], {}

@@ -1,4 +1,4 @@
-"""The other ways to connect a network's depth, at the recipe's rates and each at its own best."""
+"""Alternative residual rules, at the recipe's learning rates and each at its best ones."""
 
 from lab.tuning import tuned_study
 
@@ -36,7 +36,7 @@ RIVALS = {
     "cumulative:num_blocks=4,recency_bias=0,query_std=0.02": "3.489 where standard has 3.523 (100 M, since withdrawn)",
     "boundary:num_blocks=4": "3.474 where standard has 3.478 (GPT-2, 124 M)",
 }
-"""Variant -> what was published beside a standard model, where it was."""
+"""Variant -> the published result relative to a standard model, if there is one."""
 
 
 STUDY = tuned_study(

@@ -1,4 +1,4 @@
-"""Loss against compute at a fixed number of tokens a parameter: Figure 5's fits and the compute multiplier."""
+"""Loss against compute at fixed tokens a parameter: the paper's Figure 5 fits and the compute multiplier."""
 
 import math
 import statistics
@@ -16,18 +16,18 @@ from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 
 VARIANTS = ("standard", "block", "full")
 ENOUGH = 5
-"""Degrees of freedom of the noise below which an interval excludes nothing."""
+"""Fewest degrees of freedom of the noise for which an interval can exclude a value."""
 
 
 def steps_for(setting: Setting, run: TrainConfig) -> int:
-    """Return steps that give a model its tokens a parameter, counted as the 6 N D of its FLOPs count them."""
+    """Return the steps that give a model its tokens a parameter, with the parameters N of its 6 N D FLOPs."""
     assert isinstance(run.model.size, dict)
     parameters = flops_a_token(run.model.size, 1, vocabulary_of(run)) / 6
     return max(2, round(setting.preset.tokens_a_parameter * parameters / run.batch_size / run.data.seq_len))
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Ask for an arm a size of the preset's ladder."""
+    """Request an arm for each size of the preset's ladder."""
     parts = []
     for size in setting.preset.ladder:
         run = setting.sized(size, steps=steps_for(setting, setting.sized(size)))
@@ -37,7 +37,8 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
-    """Report a fit a mechanism, and the compute that the standard model needs for the same loss at the largest size."""
+    """Report a fit for each mechanism, and the compute that the standard model needs for the same loss at the largest
+    size."""
     points = {label: dict[str, tuple[float, float]]() for label in VARIANTS}  # by arm: FLOPs, loss
     rows = []
     for arm in measured.planned:
@@ -57,7 +58,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
     shared = set.intersection(*map(set, complete.values())) if complete else set()
     if "standard" not in complete or len(shared) < 3:
         return StudyResult("Too few sizes have finished for a fit.", tables)
-    # What a curve misses of the sizes that it is fitted to is the same for all only where these are.
+    # Residuals of the fits are comparable only for mechanisms with the same sizes.
     sizes = sorted(shared, key=lambda arm: points["standard"][arm])
     compute = {label: [each[arm][0] for arm in sizes] for label, each in complete.items()}
     losses = {label: [each[arm][1] for arm in sizes] for label, each in complete.items()}
@@ -68,7 +69,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
     floor = None if len(sizes) >= 4 else 0.0
     unit = statistics.geometric_mean(compute["standard"])
     fits = {label: fitted(compute[label], losses[label], sigma, floor, unit) for label in complete}
-    # The compute that the standard model needs for a mechanism's loss at its largest size, over what that took.
+    # The compute that the standard model needs for a mechanism's loss at its largest size, divided by the mechanism's.
     saved = dict[str, tuple[float, tuple[float, float]]]()
     for label, one in fits.items():
         if label != "standard":

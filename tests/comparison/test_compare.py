@@ -298,7 +298,7 @@ def test_settings_of_some_variants_fine_tuning_are_none_of_the_others(tmp_path, 
     runs = make_plan(dataclasses.replace(config, base=both, variants=variants)).runs.values()
     assert [(run.finetune.lora_rank, run.finetune.distill_temperature) for run in runs] == [(8, 2.0), (4, 1.0)]
     for variants in (["standard", "block"], ["standard", "block@lora_rank=2"]):
-        with pytest.raises(UserError, match=r"lora_rank is \d and would change nothing"):
+        with pytest.raises(UserError, match=r"lora_rank is \d and would have no effect"):
             make_plan(dataclasses.replace(config, base=base, variants=variants))
 
 

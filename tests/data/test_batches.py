@@ -166,7 +166,7 @@ def test_impossible_sizes_are_refused(arguments: dict[str, int], message: str):
 
 
 def test_batch_that_does_not_divide_among_processes_is_refused():
-    with pytest.raises(UserError, match="batch_size 4 does not divide among 3 processes"):
+    with pytest.raises(UserError, match="batch_size 4 is no multiple of 3 processes"):
         Batches(counting(100), seq_len=4, batch_size=4).at(0, rank=0, world_size=3)
 
 

@@ -192,7 +192,7 @@ def test_depth_shows_parts_of_a_read_also_where_weights_are_none(speakers, resid
 
 
 def test_depth_needs_weights_and_one_recording_at_a_time(speakers):
-    with pytest.raises(UserError, match="residual 'standard' weighs its sources alike"):
+    with pytest.raises(UserError, match="residual 'standard' has the same weights"):
         generate(speakers["standard"], PROMPT, max_new_tokens=2, on_token=print)
     assert speakers["standard"].model.residual.observer is None
     with pytest.raises(UserError, match="Qwen3ForCausalLM has no depth reads to show"):

@@ -173,7 +173,7 @@ def test_a_broken_model_is_not_scored(loaded):
     broken = copy.deepcopy(model)
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(UserError, match="the model gives a log-probability of nan: its weights are broken"):
+    with pytest.raises(UserError, match="the model gives a log-probability of nan: its weights are damaged"):
         score(broken, some_requests(3), context=subject.context, batch_tokens=100)
 
 

@@ -398,7 +398,7 @@ def test_a_quantity_that_is_not_listed_is_drawn_under_its_own_name():
 def test_a_residual_that_weighs_nothing_says_so():
     example = inspection("standard", 2, routing=None, mixing=None)
     example.model["residual"] = "deepnorm"
-    with pytest.raises(NotShown, match="deepnorm weighs nothing"), style.style():
+    with pytest.raises(NotShown, match="deepnorm has no weights"), style.style():
         patterns(example)
     drawn = draw_comparison(models(example))
     assert {"depth", "magnitudes"} == {plot.name for plot in drawn.plots}

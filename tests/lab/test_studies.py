@@ -236,11 +236,11 @@ def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting,
 
     elsewhere = tmp_path / "another"
     shutil.copytree(corpus, elsewhere)
-    refused(dataclasses.replace(other, source=str(elsewhere)), "was carried out with --source .*: give the same, or")
+    refused(dataclasses.replace(other, source=str(elsewhere)), "was run with --source .*: give the same, or")
     changed = tmp_path / corpus.name
     shutil.copytree(corpus, changed)
     (changed / "0.txt").write_text("Other numbers: " + ", ".join(map(str, range(900, 999))))
-    refused(dataclasses.replace(other, source=str(changed)), "would lose what this command does not take of it")
+    refused(dataclasses.replace(other, source=str(changed)), "would lose runs that this command does not reuse")
     assert not [path for path in folder.iterdir() if path.is_dir()], "nothing half-written"
     last = before[ARCHIVE].splitlines()[-1]
     further = json.dumps(json.loads(last) | {"run": "standard-seed99"}, sort_keys=True)
@@ -554,10 +554,10 @@ def test_images_that_were_wrong_are_no_images_of_the_study(setting, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--list", "noise"], "--list is of all studies: leave out 'noise'"),
+        (["--list", "noise"], "--list applies to all studies: leave out 'noise'"),
         (
             ["noise", "--slurm", "timeout_min=9"],
-            "--slurm has settings of jobs and the runs are processes here: add --executor slurm",
+            "--slurm has settings of jobs, but runs are local processes: add --executor slurm",
         ),
         ([], "no study given: expected python -m lab NAME..."),
         (["noize"], "unknown study 'noize': did you mean 'noise'?"),
@@ -565,7 +565,7 @@ def test_images_that_were_wrong_are_no_images_of_the_study(setting, tmp_path):
         (["noise", "--preset", "seconds", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
         (["noise", "--source", "absent.txt", "--dry-run"], "source 'absent.txt' does not exist"),
         (["noise", "--preset", "seconds", "--source", "text.txt", "--jobs", "0"], "jobs is 0: expected 1 or"),
-        (["noise", "rates", "--runs", "own/*"], "--runs is of one study: name one"),
+        (["noise", "rates", "--runs", "own/*"], "--runs applies to one study: name one"),
         (["resnet", "--preset", "seconds", "--images", "absent"], "images 'absent' does not exist"),
         (
             ["noise", "--preset", "seconds", "--adopt", "absent"],
@@ -579,7 +579,7 @@ def test_images_that_were_wrong_are_no_images_of_the_study(setting, tmp_path):
             ["--resume"],
             "unknown option '--resume': the same command continues by itself what was stopped; python -m lab",
         ),
-        (["noise", "--formats", "svg"], "formats is svg, which is of --figures alone"),
+        (["noise", "--formats", "svg"], "formats is svg, which needs --figures"),
         (["noise", "--out", "absent", "--figures", "drawn"], "cannot read absent/nano/noise/study.json: No such file"),
         (["--list", "--figures", "drawn"], "--figures is given with --dry-run, --list or --report"),
         (["all", "--out", "absent", "--figures", "drawn"], "absent/nano holds no study"),

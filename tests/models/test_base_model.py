@@ -172,7 +172,7 @@ def test_a_base_model_is_refused_where_its_head_is():
     fields = {**{name: value for name, value in SIZE.items() if name != "head_dim"}, "family": "olmo2"}
     config = build(fields, "standard", vocab_size=50).config
     config.residual = "deepnorm"
-    with pytest.raises(UserError, match="not worked out for Olmo2ForCausalLM"):
+    with pytest.raises(UserError, match="not implemented for Olmo2ForCausalLM"):
         AutoModel.from_config(config)
 
 

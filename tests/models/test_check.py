@@ -126,7 +126,7 @@ def test_start_values_that_overwrite_what_was_loaded(failures):
             if self.shift is not None:
                 nn.init.zeros_(self.shift)
 
-    assert failures(Broken)["saving"] == "scale is another where a file lacks shift"
+    assert failures(Broken)["saving"] == "scale changes if a file lacks shift"
 
 
 def test_a_tensor_that_no_file_holds(failures):

@@ -112,7 +112,9 @@ def test_layers_that_know_no_checkpointing_are_named(monkeypatch):
     monkeypatch.delattr(GradientCheckpointingLayer, "gradient_checkpointing")
     for module in model.modules():
         vars(module).pop("gradient_checkpointing", None)
-    with pytest.raises(UserError, match="layers of AttnResQwen3ForCausalLM know no checkpointing: choose sublayer"):
+    with pytest.raises(
+        UserError, match="layers of AttnResQwen3ForCausalLM do not support checkpointing: choose sublayer"
+    ):
         checkpoint_activations(model, "layer")
 
 

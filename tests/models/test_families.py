@@ -291,7 +291,7 @@ def test_deepnorm_is_refused_where_its_start_values_are_not_worked_out():
     fields = {**NARROW, **SMALL["mixtral"]}
     for name in ("vocab_size", "max_position_embeddings"):
         fields.pop(name)
-    with pytest.raises(UserError, match="not worked out for MixtralForCausalLM"):
+    with pytest.raises(UserError, match="not implemented for MixtralForCausalLM"):
         build({"family": "mixtral", **fields}, "deepnorm", vocab_size=VOCAB)
 
 

@@ -19,7 +19,7 @@ from attnres.streams.inputs import Inputs
 
 IDS = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 SEVERAL = ["muddformer", "dca"]
-OTHERS = ("deepseek_v3", "kimi_linear", "qwen3_next")
+OTHERS = ("deepseek_v3", "kimi_k3", "kimi_linear", "qwen3_next")
 """Families whose attentions have other projections."""
 
 

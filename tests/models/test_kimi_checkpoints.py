@@ -1,7 +1,10 @@
 """Folders of Kimi K3's release, made here: loaded against its decoder written out, written back, and refused."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from attnres import cli
 from attnres.models import export_model, load
+from attnres.models.classes import CLASSES
+from attnres.models.foreign import FORMATS
 from attnres.models.foreign.kimi import mxfp4
+from attnres.models.foreign.weights import foreign_config, foreign_state
 
 D, VOCAB, LAYERS, EXPERTS, HEADS = 64, 61, 5, 4, 3
 IDS = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -69,8 +75,8 @@ TEXT = {
 }
 
 
-def tensors(quantised):
-    """Random weights by the release's names, in its shapes."""
+def tensors(quantised, experts=EXPERTS, inner=32):
+    """Random weights by the release's names, in its shapes; `inner` is the width of a latent and of an expert."""
     generator = torch.Generator().manual_seed(1)
     state = {}
 
@@ -104,22 +110,23 @@ def tensors(quantised):
             draw(f"{layer}self_attn.q_a_layernorm.weight", 24, mean=1.0)
             draw(f"{layer}self_attn.kv_a_layernorm.weight", 16, mean=1.0)
         moe = f"{layer}block_sparse_moe."
-        shared, inner = (f"{moe}shared_experts.", 64) if i else (f"{layer}mlp.", 48)
-        for name, shape in {"gate": (inner, D), "up": (inner, D), "down": (D, inner)}.items():
+        shared, width = (f"{moe}shared_experts.", 2 * inner) if i else (f"{layer}mlp.", 48)
+        for name, shape in {"gate": (width, D), "up": (width, D), "down": (D, width)}.items():
             draw(f"{shared}{name}_proj.weight", *shape)
         if not i:
             continue
-        draw(f"{moe}gate.weight", EXPERTS, D)
-        draw(f"{moe}gate.e_score_correction_bias", EXPERTS)
-        draw(f"{moe}routed_expert_down_proj.weight", 32, D)
-        draw(f"{moe}routed_expert_up_proj.weight", D, 32)
-        draw(f"{moe}routed_expert_norm.weight", 32, mean=1.0)
-        for expert in (f"{moe}experts.{e}.{part}.weight" for e in range(EXPERTS) for part in ("w1", "w2", "w3")):
+        draw(f"{moe}gate.weight", experts, D)
+        draw(f"{moe}gate.e_score_correction_bias", experts)
+        draw(f"{moe}routed_expert_down_proj.weight", inner, D)
+        draw(f"{moe}routed_expert_up_proj.weight", D, inner)
+        draw(f"{moe}routed_expert_norm.weight", inner, mean=1.0)
+        for expert in (f"{moe}experts.{e}.{part}.weight" for e in range(experts) for part in ("w1", "w2", "w3")):
             if quantised:
-                state[f"{expert}_packed"] = torch.randint(0, 256, (32, 16), generator=generator, dtype=torch.uint8)
-                state[f"{expert}_scale"] = torch.randint(122, 127, (32, 1), generator=generator, dtype=torch.uint8)
+                for part, low, high, per in (("packed", 0, 256, 2), ("scale", 122, 127, 32)):
+                    values = torch.randint(low, high, (inner, inner // per), generator=generator, dtype=torch.uint8)
+                    state[f"{expert}_{part}"] = values
             else:
-                draw(expert, 32, 32)
+                draw(expert, inner, inner)
     return state
 
 
@@ -271,6 +278,75 @@ def test_logits_are_those_of_the_releases_decoder(block, quantised, tmp_path):
     assert (actual - expected).abs().max() < 1e-10 * expected.abs().max()
 
 
+PUBLISHED = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 93,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 96,
+    "vocab_size": 163840,
+    "intermediate_size": 33792,
+    "moe_intermediate_size": 3072,
+    "num_experts": 896,
+    "num_experts_per_token": 16,
+    "routed_expert_hidden_size": 3584,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "attn_res_block_size": 12,
+    "linear_attn_config": {
+        **TEXT["linear_attn_config"],
+        "kda_layers": [i for i in range(1, 93) if i % 4],
+        "full_attn_layers": [*range(4, 93, 4), 93],
+        "num_heads": 96,
+        "head_dim": 128,
+    },
+}
+"""As public readers of the release give it, with the other fields of `TEXT`."""
+LAYER_1 = {
+    "self_attention_res_norm.weight": (7168,),
+    "self_attention_res_proj.weight": (1, 7168),
+    "input_layernorm.weight": (7168,),
+    **{f"self_attn.{part}_proj.weight": (12288, 7168) for part in "qkvg"},
+    **{f"self_attn.{part}_conv1d.weight": (12288, 1, 4) for part in "qkv"},
+    "self_attn.f_a_proj.weight": (128, 7168),
+    "self_attn.f_b_proj.weight": (12288, 128),
+    "self_attn.A_log": (128,),
+    "self_attn.dt_bias": (12288,),
+    "self_attn.b_proj.weight": (96, 7168),
+    "self_attn.o_norm.weight": (128,),
+    "self_attn.o_proj.weight": (7168, 12288),
+    "mlp_res_norm.weight": (7168,),
+    "mlp_res_proj.weight": (1, 7168),
+    "post_attention_layernorm.weight": (7168,),
+    "block_sparse_moe.gate.weight": (896, 7168),
+    "block_sparse_moe.gate.e_score_correction_bias": (896,),
+    "block_sparse_moe.routed_expert_down_proj.weight": (3584, 7168),
+    "block_sparse_moe.routed_expert_norm.weight": (3584,),
+    "block_sparse_moe.routed_expert_up_proj.weight": (7168, 3584),
+    "block_sparse_moe.shared_experts.gate_proj.weight": (6144, 7168),
+    "block_sparse_moe.shared_experts.up_proj.weight": (6144, 7168),
+    "block_sparse_moe.shared_experts.down_proj.weight": (7168, 6144),
+    **{f"block_sparse_moe.experts.{e}.{w}.weight": (3072, 3584) for e in range(896) for w in ("w1", "w3")},
+    **{f"block_sparse_moe.experts.{e}.w2.weight": (3584, 3072) for e in range(896)},
+}
+"""The tensors of the release's layer 1 (KDA and experts), which a public converter lists with these shapes."""
+
+
+@pytest.mark.long
+def test_the_published_config_makes_the_published_layer_and_2_8_trillion_parameters():
+    config = foreign_config("K3", {"model_type": "kimi_k3", "text_config": {**TEXT, **PUBLISHED}})
+    with torch.device("meta"):
+        model = CLASSES["kimi_k3"][1](config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(2.8e12, rel=0.01)
+    model.residual("itself").to_empty(device="cpu")  # whose numbers are looked at
+    start = "language_model.model.layers.1."
+    state = foreign_state(model, FORMATS["kimi"])
+    assert {name.removeprefix(start): tuple(t.shape) for name, t in state.items() if name.startswith(start)} == LAYER_1
+
+
 def test_mxfp4_is_what_the_specification_and_torchao_say():
     """Every byte with every scale that fp32 can say; E8M0 has no zero, and its largest is no number."""
     packed = torch.arange(256, dtype=torch.uint8).view(2, 128)
@@ -294,14 +370,17 @@ def test_a_folder_goes_through_ours_and_back_bit_for_bit(tmp_path, caplog):
     config, written = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "back"))
     assert config.pop("text_config").items() <= written.pop("text_config").items() and config == written
     assert "unheard_of" in caplog.text
-    cli.main(["convert", str(tmp_path / "back"), str(tmp_path / "again")])
-    assert torch.equal(*(load(tmp_path / name)(input_ids=IDS).logits for name in ("ours", "again")))
+    assert torch.equal(*(load(tmp_path / name)(input_ids=IDS).logits for name in ("ours", "back")))
 
 
-def test_one_in_mxfp4_is_written_in_16_bits(tmp_path, caplog):
+@pytest.mark.long
+def test_one_in_mxfp4_is_written_in_16_bits(tmp_path, caplog, monkeypatch):
     folder = folder_of(tmp_path / "k3", quantised=True, dtype=torch.bfloat16)
+    monkeypatch.setattr("attnres.models.export.SHARD", "40KB")
     export_model(folder, tmp_path / "back", "kimi")
     assert "MXFP4" in caplog.text
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 5 and all(file.stat().st_size < 50_000 for file in files)
     theirs, back = stored(folder), stored(tmp_path / "back")
     for name in [name.removesuffix("_packed") for name in theirs if name.endswith("_packed")]:
         numbers = dequantised(theirs.pop(f"{name}_packed"), theirs.pop(f"{name}_scale"))
@@ -320,16 +399,44 @@ def test_what_sees_images_and_what_predicts_further_tokens_is_left_out_and_said(
     }
     ahead = f"model.layers.{LAYERS}."
     whole |= {f"{ahead}eh_proj.weight": torch.zeros(D, 2 * D), f"{ahead}mlp_res_proj.weight": torch.zeros(1, D)}
-    config = {"vision_config": {"_attn_implementation": "flash_attention_2"}, "media_placeholder_token_id": 7}
-    folder = folder_of(tmp_path / "k3", whole, config=config, num_nextn_predict_layers=1)
-    model = load(folder)
+    flash = {"_attn_implementation": "flash_attention_2"}
+    config = {"vision_config": flash, "media_placeholder_token_id": 7}
+    folder = folder_of(tmp_path / "k3", whole, config=config, num_nextn_predict_layers=1, **flash)
+    model = load(folder, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
     assert all(word in caplog.text for word in ("mm_projector", "num_nextn_predict_layers=1", f"{ahead}eh_proj"))
-    text = load(folder_of(tmp_path / "text", state))
+    text = load(folder_of(tmp_path / "text", state), attn_implementation="eager")
     assert torch.equal(model(input_ids=IDS).logits, text(input_ids=IDS).logits)
     model.save_pretrained(tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "back", "kimi")
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert "vision_config" not in written and written["text_config"]["num_nextn_predict_layers"] == 0
+
+
+IN_TWO_GIGABYTES = """
+import re, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+from attnres.models import kimi, load
+before = int(re.search(r"VmSize:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+model = load(sys.argv[1])
+print(before, sum(parameter.nbytes for parameter in model.parameters()), model.dtype)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_folder_is_loaded_where_its_experts_do_not_fit_twice(tmp_path):
+    """The limit is a process' address space, in which the files are mapped too."""
+    fields = {"num_experts": 80, "routed_expert_hidden_size": 512, "moe_intermediate_size": 512}
+    folder = folder_of(tmp_path / "k3", tensors(True, 80, 512), quantised=True, dtype=torch.bfloat16, **fields)
+    few = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}  # each thread reserves addresses
+    child = [sys.executable, "-c", IN_TWO_GIGABYTES, str(folder)]
+    done = subprocess.run(child, env=few, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    before, model, dtype = done.stdout.split()
+    files = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    assert dtype == "torch.bfloat16" and int(before) + files + 2 * int(model) > 2**31
+    assert 3.9 * files > int(model) > 3.5 * files
 
 
 L1 = "model.layers.1."
@@ -342,6 +449,8 @@ WRONG = {
     "conv": (lambda s: s.pop(f"{L1}self_attn.k_conv1d.weight"), "lacks '.*k_conv1d"),
     "gate": (lambda s: s.pop(f"{L1}self_attn.g_proj.weight"), "lacks '.*1.self_attn.g_proj"),
     "decay": (lambda s: s[f"{L1}self_attn.A_log"].fill_(1.0), "1.self_attn.A_log' .* 128 numbers: expected .* 3 heads"),
+    "twice": (lambda s: s.update({f"{EXPERT}0.w1.weight": torch.zeros(32, 32)}), f"'{EXPERT}0.w1.weight' twice"),
+    "unsaid": (lambda s: s.update({f"{EXPERT}9.w4.weight_packed": torch.zeros(2)}), "lacks '.*w4.weight_scale"),
     "read": (lambda s: s.pop(f"{L1}mlp_res_proj.weight"), f"lacks '{L1}mlp_res_proj.weight' of depth reads"),
     "more experts": (lambda s: s.update({f"{EXPERT}4.w1.weight": torch.zeros(32, 32)}), "experts.4.w1.* no place"),
     "more layers": (lambda s: s.update({f"model.layers.{LAYERS}.eh_proj.weight": torch.zeros(2)}), "'.*5.eh_proj"),
@@ -366,6 +475,20 @@ def test_wrong_tensors_are_one_sentence(change, message, tmp_path, capsys):
     assert re.search(message, refused(folder_of(tmp_path / "k3", state, quantised=True), tmp_path / "out", capsys))
 
 
+def test_one_tensor_in_two_files_is_refused(tmp_path, capsys):
+    folder = folder_of(tmp_path / "k3")
+    one, two = sorted(folder.glob("*.safetensors"))[:2]
+    name = f"language_model.{L1}mlp_res_proj.weight"
+    for file in (one, two):
+        save_file(load_file(file) | {name: torch.zeros(1, D)}, file)
+    assert f"'{name}' in two files" in refused(folder, tmp_path / "out", capsys)
+
+
+def test_packed_weights_without_a_word_in_the_config_are_refused(tmp_path, capsys):
+    folder = folder_of(tmp_path / "k3", tensors(quantised=True))
+    assert f"lacks '{EXPERT}0.w1.weight'" in refused(folder, tmp_path / "out", capsys)
+
+
 def test_a_missing_file_is_one_sentence(tmp_path, capsys):
     folder = folder_of(tmp_path / "k3")
     (folder / "model-00002-of-00003.safetensors").unlink()
@@ -384,6 +507,8 @@ INT4 = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"for
         ({"num_expert_group": 2}, "n_group is 2"),
         ({"topk_method": "greedy"}, "topk_method='greedy'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ({"linear_attn_config": {**TEXT["linear_attn_config"], "kda_layers": [1, 3]}}, "each of 1 to 5"),
+        ({"linear_attn_config": None}, "each of 1 to 5"),
         ({"quantization_config": {"quant_method": "gptq"}}, "'gptq'"),
         ({"quantization_config": INT4}, "'compressed-tensors, pack-quantized'"),
     ],

@@ -329,7 +329,7 @@ def test_modules_that_stand_twice_are_refused_before_anything_is_hooked():
     module, x = encoder(), torch.randn(1, 2, WIDTH)
     module.layers = nn.ModuleList([module.layers[0], module.layers[1], module.layers[0]])
     expected = module(x)
-    with pytest.raises(UserError, match="one TransformerEncoderLayer is several of the layers here"):
+    with pytest.raises(UserError, match="several layers are the same TransformerEncoderLayer"):
         attach(module)
     assert torch.equal(module(x), expected) and not hasattr(module, "residual")
     module = encoder()
@@ -358,7 +358,7 @@ def test_a_stream_by_another_name_is_one_sentence():
 
 
 def test_values_of_a_module_of_ones_own_are_not_mixed():
-    with pytest.raises(UserError, match="value_residual is 'layer', and where a module's attention makes its values"):
+    with pytest.raises(UserError, match="value_residual is 'layer', and attach does not know where"):
         attach(encoder(), "block", value_residual="layer")
 
 

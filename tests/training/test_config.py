@@ -118,15 +118,15 @@ def test_a_size_has_the_nested_fields_of_a_hugging_face_config(tmp_path: Path) -
         ({"parallel": {"pp_layers": (1, -1)}}, "parallel.pp_layers is .*: it must be 0 or more"),
         (
             {"finetune": {"init_from": "x", "lora_rank": 4}},
-            "finetune.lora_rank is 4 and would change nothing: give train_only lora, or leave it out",
+            "finetune.lora_rank is 4 and would have no effect: give train_only lora, or leave it out",
         ),
         (
             {"finetune": {"init_from": "x", "distill_temperature": 2}},
-            "finetune.distill_temperature is 2.* would change nothing: give a distill_weight above 0, or leave it out",
+            "finetune.distill_temperature is 2.* would have no effect: give a distill_weight above 0, or leave it out",
         ),
-        ({"optim": {"muon_lr": 0.1}}, "optim.muon_lr is 0.1 and would change nothing: give optimizer muon, or leave"),
-        ({"optim": {"momentum": 0.9}}, "optim.momentum is 0.9 and would change nothing: give optimizer muon, or leave"),
-        ({"optim": {"decay": 0.1}}, "optim.decay is 0.1 and would change nothing: give schedule wsd, or leave it out"),
+        ({"optim": {"muon_lr": 0.1}}, "optim.muon_lr is 0.1 and would have no effect: give optimizer muon, or leave"),
+        ({"optim": {"momentum": 0.9}}, "optim.momentum is 0.9 and would have no effect: give optimizer muon, or leave"),
+        ({"optim": {"decay": 0.1}}, "optim.decay is 0.1 and would have no effect: give schedule wsd, or leave it out"),
     ],
 )
 def test_what_cannot_run_is_refused(values: dict[str, Any], message: str) -> None:
@@ -159,6 +159,7 @@ GIVEN: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         {"parallel.pp_virtual": 2, "parallel.pp_schedule": "interleaved"},
     ),
     "zero bubble": ({"parallel": {"pp": 2, "pp_schedule": "zbv"}}, 2, {"loss": "whole"}),
+    "ep": ({"parallel": {"ep": 2}}, 4, {"parallel.shard": 2}),
     "shard of sixteen": ({"parallel": {"shard": 16}}, 16, {"batch_size": 16}),
     "accumulation": ({"accumulation": 3}, 1, {"batch_size": 9}),
     "a decay of the whole run": ({"optim": {"schedule": "wsd", "decay": 1.0}}, 1, {"optim.warmup": 0.0}),

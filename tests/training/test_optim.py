@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from test_families import fields_of
 from tiny import NARROW
 from torch import nn
 
 from attnres import attach
 from attnres.models import FAMILIES, build
+from attnres.models.classes import CLASSES
 from attnres.training.config import OptimConfig
 from attnres.training.optim import (
     OF_RESIDUAL,
@@ -61,7 +61,7 @@ def test_a_residual_is_known_wherever_it_is() -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_of_every_family_matrices_alone_are_decayed_and_orthogonalised(family: str) -> None:
     """Biases of experts are a tensor of two dimensions, and what decays a state may have four."""
-    cls = getattr(transformers, FAMILIES[family].causal_lm)
+    cls = CLASSES[family][1].plain_class
     with torch.device("meta"):
         model = cls(cls.config_class(**fields_of(family)))
     groups = kinds(model)

@@ -188,4 +188,4 @@ def test_a_tracker_that_fails_later_is_said_once_and_stops_nothing(
         metrics.write("train", step, loss=1.0)
     metrics.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert capsys.readouterr().err == f"{kind} failed (no network): the run goes on, its metrics.jsonl is complete\n"
+    assert capsys.readouterr().err == f"{kind} failed (no network): the run continues, its metrics.jsonl is complete\n"

@@ -134,7 +134,7 @@ def test_a_run_carries_its_rates_and_saves_a_model_of_its_family(tmp_path: Any) 
         ({"optim": {"base_width": 0}}, "optim.base_width is 0: it must be a number above 0"),
         (
             {"optim": {"base_width": 64}, "finetune": {"init_from": "somewhere"}},
-            "optim.base_width is 64 and the model is somewhere: it carries rates and start values to new models alone",
+            "optim.base_width is 64 and the model is somewhere: it transfers learning rates",
         ),
     ],
 )

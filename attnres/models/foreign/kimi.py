@@ -1,6 +1,5 @@
 """The format of Kimi K3's release, whose modeling file computes Kimi Linear with depth reads too."""
 
-import functools
 import logging
 import re
 from typing import Any, ClassVar
@@ -39,13 +38,13 @@ _EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
 _CONV = re.compile(r"\.self_attn\.[qkv]_conv1d\.")
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _WITHOUT_EFFECT = (
-    *("linear_attn_config", "first_k_dense_replace", "use_grouped_topk"),  # looked at before
-    *("auto_map", "torch_dtype", "head_dim", "rope_theta", "rope_scaling"),
+    *("linear_attn_config", "kda_layers", "full_attn_layers", "num_heads", "short_conv_kernel_size"),
+    *("first_k_dense_replace", "use_grouped_topk", "auto_map", "torch_dtype", "head_dim", "rope_theta", "rope_scaling"),
 )
-"""Fields that no class has and that change nothing, or nothing more."""
+"""Fields of published configs that a class has under other names, or that change nothing here."""
 _AHEAD = "num_nextn_predict_layers"
 _PADDED = 128
-"""Heads are padded to a multiple of it where K3's release has a number for each."""
+"""K3's release pads vectors with one number a head to a multiple of this."""
 _MXFP4 = "mxfp4-pack-quantized"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of four bits by the lower three; the highest is the sign."""
@@ -110,8 +109,8 @@ class Kimi(WrittenFormat):
             or any(nested.get(name, off) != off for name, off in self.plain_kda.items())
         ):
             family = "kimi_k3"
-        fields = {name: value for name, value in text.items() if not name.startswith("attn_res_")}
-        fields = {name: value for name, value in fields.items() if name not in ("quantization_config", _AHEAD)}
+        fields = {name: value for name, value in self.kept(text).items() if not name.startswith("attn_res_")}
+        fields.pop(_AHEAD, None)
         if family == "kimi_k3":
             nested = {**self.plain_kda, **nested}
             fields = {"hidden_act": "silu", **self.plain, **fields, "linear_attn_config": nested}
@@ -130,8 +129,14 @@ class Kimi(WrittenFormat):
         if not layers:
             raise UserError("config.json has no 'num_hidden_layers': copy it again")
         if family in _OWN:
-            known = {*field_names(config_class), *named, *named.values(), *self.served, *self.plain, *_WITHOUT_EFFECT}
-            if unread := sorted(name for name, value in fields.items() if value and name not in known):
+            if sorted([*nested.get("kda_layers", ()), *nested.get("full_attn_layers", ())]) != [*range(1, layers + 1)]:
+                raise UserError(
+                    "linear_attn_config of config.json does not say which layers are KDA: expected kda_layers and "
+                    f"full_attn_layers, in which each of 1 to {layers} is once"
+                )
+            known = {*field_names(config_class), *named, *named.values(), *self.served, *_WITHOUT_EFFECT}
+            given = {**fields, **nested}
+            if unread := sorted(name for name, value in given.items() if value and name not in known):
                 _log.warning("config.json has %s, which no class here reads", first_of(unread, "other field"))
         return Target(family, fields, "block", {"block_size": 2 * min(size, layers), "key_norm_eps": eps})
 
@@ -153,7 +158,7 @@ class Kimi(WrittenFormat):
     def kept(self, config: Config) -> Config:
         if isinstance(text := config.get("text_config"), dict):
             config = {**config, "text_config": self.kept(text)}
-        gone = ("quantization_config", "vision_config", "media_placeholder_token_id")
+        gone = ("quantization_config", "vision_config", "media_placeholder_token_id", "_attn_implementation")
         config = {name: value for name, value in config.items() if name not in gone}
         return {**config, _AHEAD: 0} if _AHEAD in config else config
 
@@ -175,8 +180,9 @@ class Kimi(WrittenFormat):
         own = plain_config(config)
         for name in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
             own.pop(name, None)
-        kinds = enumerate(config.layer_types, 1)  # one-based there
-        full = [i for i, kind in kinds if kind == "full_attention"]
+        for name in ("head_dim", "qk_head_dim", "rope_parameters"):  # which only Transformers has
+            own.pop(name, None)
+        full = [i for i, kind in enumerate(config.layer_types, 1) if kind == "full_attention"]  # one-based there
         nested = {
             **(old.get("linear_attn_config") or {}),
             "full_attn_layers": full,
@@ -192,6 +198,7 @@ class Kimi(WrittenFormat):
             "model_type": "kimi_linear",
             "architectures": ["KimiLinearForCausalLM"],
             "linear_attn_config": nested,
+            "max_position_embeddings": config.max_position_embeddings,
             "first_k_dense_replace": dense,
             "moe_layer_freq": 1,
             "moe_router_activation_func": "sigmoid",
@@ -224,7 +231,6 @@ class Kimi(WrittenFormat):
             )
             tensors = {name: tensor for name, tensor in tensors.items() if name not in after}
         if _quantisation(fields):
-            _log.warning("%s has weights in MXFP4, which are dequantised, and are written so", source)
             tensors = _dequantised(tensors, source)
         if _is_own(config):
             for name in [name for name in tensors if name.endswith(".A_log")]:
@@ -252,6 +258,8 @@ class Kimi(WrittenFormat):
     def theirs(self, name: str, config: Any) -> str:
         if not _is_own(config):
             return name
+        if stack := self.stack(name, config):
+            return stack.names[0]
         if getattr(config, "use_full_rank_gate", False):
             name = name.replace(".self_attn.g_b_proj.", ".self_attn.g_proj.")
         return super().theirs(name, config)
@@ -315,13 +323,17 @@ def _dequantised(tensors: dict[str, Stored], source: str) -> dict[str, Stored]:
                 f"'{name}' of {source} has shape {packed.shape}, and its scale {scale.shape}: expected bytes, a scale "
                 "for 32 values of four bits"
             )
+        if matrix in tensors:
+            raise UserError(f"{source} has '{matrix}' twice, quantised and not: keep one")
         del numbers[name]
-        numbers[matrix] = Stored(functools.partial(_read_mxfp4, packed, scale), (rows, 2 * size), torch.float32)
+        numbers[matrix] = _unpacked(packed, scale)
+    if len(numbers) < len(tensors):
+        _log.warning("%s has weights in MXFP4, which are dequantised, and are written so", source)
     return numbers
 
 
-def _read_mxfp4(packed: Stored, scale: Stored) -> Tensor:
-    return mxfp4(packed[...], scale[...])
+def _unpacked(packed: Stored, scale: Stored) -> Stored:
+    return Stored(lambda: mxfp4(packed[...], scale[...]), (packed.shape[0], 2 * packed.shape[1]), torch.float32)
 
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
@@ -338,7 +350,7 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def _unpadded(stored: Stored, heads: int, what: str) -> Stored:
-    """Return the numbers of the heads, behind which are zeros, in the shape that ours has."""
+    """Return one number a head, without the zeros after them, in the shape of the parameter here."""
     values = stored[...].flatten()
     if len(values) < heads or values[heads:].any():
         raise UserError(f"{what} has {len(values)} numbers: expected one for each of {heads} heads, and zeros after it")

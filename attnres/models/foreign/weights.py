@@ -52,14 +52,15 @@ def foreign_config(name: str, fields: dict[str, Any]) -> Any:
 
 
 def assemble(
-    name: str, fields: dict[str, Any], config: Any, files: Sequence[Path], dtype: torch.dtype | str
+    name: str, fields: dict[str, Any], config: Any, files: Sequence[Path], dtype: torch.dtype | str, **options: Any
 ) -> DepthMixin:
     """Return the model of the checkpoint called `name`, in evaluation mode.
 
     Args:
         fields, config: its config.json, and what `foreign_config` made of it.
         files: its safetensors.
-        dtype: of the weights, "auto" for the one they are stored in; the residual's are fp32.
+        dtype: of the weights, "auto" for the one of the token embedding there; the residual's are fp32.
+        options: for `from_pretrained`.
 
     Raises:
         UserError: tensors that are missing, left over or of another shape, or those of another format.
@@ -67,7 +68,7 @@ def assemble(
     kind = format_of(name, fields)
     with torch.device("meta"):
         residual = config.make_residual()
-    tensors = kind.decoder(_unwrapped(_stored(files), kind, name), config, fields, name)
+    tensors = kind.decoder(_unwrapped(_stored(files, name), kind, name), config, fields, name)
     if not isinstance(dtype, torch.dtype):
         table = tensors.get(kind.theirs(kind.table, config))
         dtype = table.dtype if table is not None and table.dtype is not None else torch.float32
@@ -78,7 +79,7 @@ def assemble(
     state.update({place + ours: tensor for ours, tensor in reads.items()})
     with foreign(f"the weights of {name} do not fit its config", "copy it again"):
         model, info = model_class.from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True, **options
         )
     missing = {key for key in info["missing_keys"] if not key.endswith(kind.optional)}
     for problem, keys in (("lacks", missing), ("has, besides what its format has,", info["unexpected_keys"])):
@@ -92,7 +93,7 @@ def assemble(
 
 
 def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
-    """Return the model's tensors under their names, on the CPU.
+    """Return the model's tensors under their names, or parts of them.
 
     Those of the reads are in the weights' dtype where that loses nothing, else in fp32; a gate's or bias that ours does
     not have is zero.
@@ -117,15 +118,17 @@ def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
             rows = tensor.flatten(0, 1) if stack.groups else tensor
             state |= zip(stack.names, rows.chunk(len(stack.names)), strict=True)
     state = kind.written(state, model.config)
-    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
-def _stored(files: Sequence[Path]) -> dict[str, Stored]:
-    """Return the tensors in these files, none of which is read."""
+def _stored(files: Sequence[Path], source: str) -> dict[str, Stored]:
+    """Return the tensors in these files without reading them."""
     tensors: dict[str, Stored] = {}
     for file in files:
         opened = safe_open(file, framework="pt")
         for name in opened.keys():  # noqa: SIM118
+            if name in tensors:
+                raise UserError(f"{source} has '{name}' in two files: copy it again, into an empty folder")
             part = opened.get_slice(name)
             read = functools.partial(opened.get_tensor, name)
             tensors[name] = Stored(read, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
@@ -183,7 +186,7 @@ def _gathered(tensors: dict[str, Stored], kind: Format, residual: Residual, sour
 def _renamed(
     tensors: Mapping[str, Stored], kind: Format, config: Any, dtype: torch.dtype, source: str
 ) -> dict[str, Stored]:
-    """Return all other tensors under our names, those of which we have a stack as one, in `dtype`."""
+    """Return all other tensors under our names; those of a `Stack` become one, in `dtype`."""
     state: dict[str, Stored] = {}
     stacked: dict[str, set[str]] = {}
     for name, tensor in tensors.items():
@@ -214,7 +217,7 @@ def _transposed(tensor: Stored) -> Stored:
 
 
 def _stack(parts: Mapping[str, Stored], groups: int, dtype: torch.dtype, source: str) -> Stored:
-    """Return these one below the other, in groups, as one that reads a part at a time."""
+    """Return the concatenation of these by rows, divided into groups, which reads one part at a time."""
     (rows, *others), *_ = (part.shape for part in parts.values())
     for name, part in parts.items():
         if part.shape != (rows, *others):

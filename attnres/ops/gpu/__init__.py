@@ -1,4 +1,4 @@
-"""Triton kernels for NVIDIA GPUs: the row by which dispatch finds them. `kernels` is the backend and imports Triton."""
+"""Triton kernels for NVIDIA GPUs: the row in the table of devices. `kernels` is the backend and imports Triton."""
 
 import functools
 import importlib.util
@@ -10,25 +10,25 @@ from attnres.ops.backend import MAX_ONE_PASS, MAX_SHARED, Backend, Call, Kernels
 from attnres.ops.bank import Bank
 
 MAX_WIDTH = 16384
-"""The widest vector: a row is held in registers."""
+"""The widest vector, since a row is held in registers."""
 
 
 @functools.cache
 def load() -> Backend | str:
-    """Return the backend, or why there is none."""
+    """Return the backend, or the reason why there is none."""
     if torch.version.hip is not None:
         return "the Triton kernels are for NVIDIA GPUs, and this torch is built for ROCm"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     try:
         from attnres.ops.gpu import kernels
-    except Exception as error:  # a Triton that does not fit this torch or driver
+    except Exception as error:  # Triton may not fit this torch or driver
         return f"the Triton kernels cannot be loaded ({type(error).__name__}: {first_line(error)})"
     return kernels
 
 
 def why_not(call: Call) -> str | None:
-    """Return why the kernels cannot take a call, None if they can."""
+    """Return the reason why the kernels cannot take a call, None if they can."""
     backend, width = load(), call.tensors[0].shape[-1]
     if isinstance(backend, str):
         return backend
@@ -47,7 +47,7 @@ def devices() -> list[torch.device]:
 
 
 def missing() -> str | None:
-    """Return why there is no CUDA device, None where there is one."""
+    """Return the reason why there is no CUDA device, None if there is one."""
     if torch.cuda.device_count():
         return None
     return "torch finds no CUDA device" if torch.backends.cuda.is_built() else "this build of torch has no CUDA"
@@ -60,8 +60,8 @@ KERNELS = Kernels(
     found="CUDA with Triton",
     load=load,
     why_not=why_not,
-    narrow=True,  # reads move memory: half the bytes, and phase 1 multiplies bf16 instead of TF32
-    few_compiled={2: 1 << 24},  # the host is behind the GPU for so long; phase 1 of any size is an operator
+    narrow=True,  # reads are limited by memory: bf16 halves the bytes, and phase 1 multiplies bf16 instead of TF32
+    few_compiled={2: 1 << 24},  # up to this size the host is slower than the GPU; phase 1 is an operator at any size
     torch_norm=1 << 24,
     traced=True,
     devices=devices,
@@ -69,5 +69,6 @@ KERNELS = Kernels(
     visible="CUDA_VISIBLE_DEVICES",
     bf16=lambda _: torch.cuda.is_bf16_supported(including_emulation=False),
     bank=Bank,
-    most_open=6,  # Inductor's kernel holds all vectors of a token in registers, of which backward of nine spills most
+    # Inductor's kernel holds all vectors of a token in registers; the backward of nine spills most of them
+    most_open=6,
 )

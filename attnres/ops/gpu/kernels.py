@@ -1,4 +1,4 @@
-"""The Triton backend: a backend's functions in fp32 arithmetic on fp32, bf16 and fp16 vectors."""
+"""The Triton backend, for fp32, bf16 and fp16 vectors, with fp32 arithmetic."""
 
 from attnres.ops.gpu.merge import merge, merge_backward, mix
 from attnres.ops.gpu.sealed import read_sealed, read_sealed_backward

@@ -1,4 +1,4 @@
-"""Launch a Triton kernel, or put the launch into a graph that a compiler traces; lay its vectors out for it."""
+"""Launch a Triton kernel, or record the launch in a graph that a compiler traces; lay out its vectors."""
 
 import contextlib
 import functools
@@ -18,27 +18,27 @@ from attnres.ops.backend import check_shapes
 from attnres.ops.sharded import settled
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-REGISTERS = 65536  # of a multiprocessor
+REGISTERS = 65536  # registers of a multiprocessor
 INTERPRETED = bool(knobs.runtime.interpret)
 
 
 def power_of_two(count: int) -> int:
-    """Return the smallest power of two that is not less. Triton's own function takes five microseconds."""
+    """Return the smallest power of two that is at least `count`. Triton's function for it takes five microseconds."""
     return 1 << (count - 1).bit_length()
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def warps_for(block: int, per_thread: int = 16) -> int:
-    """Warps that leave each thread at most `per_thread` elements of a row, from 1 to 16."""
+    """Return the number of warps, from 1 to 16, so that a thread holds at most `per_thread` elements of a row."""
     return max(1, min(16, block // (32 * per_thread)))
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Return the streaming multiprocessors of a device; 3 in the interpreter, so that loops over rows are tested."""
+    """Return the number of streaming multiprocessors; 3 in the interpreter, so that loops over rows are tested."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
@@ -50,11 +50,11 @@ def shared_memory(device: torch.device) -> int:
 
 
 def rows(tensor: Tensor, shape: torch.Size) -> Tensor:
-    """Return a tensor of this shape (..., d) as it lies if it is contiguous, else as (T, d) with unit stride along d: a
-    view or one copy. What a collective is still writing is waited for.
+    """Return a tensor of this shape (..., d) unchanged if it is contiguous, else as (T, d) with unit stride along d, a
+    view or a copy. Waits for a pending collective.
 
     Raises:
-        UserError: it has another shape, and the kernels would read past its end.
+        UserError: the tensor has another shape; the kernels would read past its end.
     """
     if tensor.shape != shape:
         check_shapes((tensor,), shape)
@@ -67,7 +67,7 @@ def rows(tensor: Tensor, shape: torch.Size) -> Tensor:
 
 
 def row_stride(tensor: Tensor) -> int:
-    """Return the elements from row to row of what `rows` returned."""
+    """Return the elements from row to row of a tensor that `rows` returned."""
     return tensor.shape[-1] if tensor.is_contiguous() else tensor.stride(0)
 
 
@@ -85,7 +85,7 @@ def laid_out(
 
 
 class Launch(NamedTuple):
-    """A kernel with everything it is called with; on meta tensors it is only looked at."""
+    """A kernel with its arguments and options; on meta tensors it is not run."""
 
     kernel: Any
     programs: int
@@ -108,7 +108,7 @@ class Launch(NamedTuple):
             return
         key = self._key(device)
         compiled = _COMPILED.get(key)
-        if compiled is None:  # Triton looks at each argument by name, which takes longer than the launch
+        if compiled is None:  # Triton inspects each argument by name, which takes longer than the launch
             _COMPILED[key] = kernel[(programs,)](**arguments, **constants, **options)
         else:
             compiled[(programs, 1, 1)](*self.in_order())
@@ -124,8 +124,8 @@ class Launch(NamedTuple):
         return [named[name] for name in self.kernel.arg_names]
 
     def started(self, device: torch.device) -> Callable[..., Any]:
-        """Return what launches the kernel as it was compiled for this launch, which has run, when it is called with
-        arguments in the kernel's order."""
+        """Return a function that launches the compiled kernel of this launch, which has run once, with arguments in the
+        kernel's order."""
         if INTERPRETED:
             return functools.partial(self.kernel[(self.programs,)], **self.options)
         compiled, programs, hooks = _COMPILED[self._key(device)], self.programs, knobs.runtime
@@ -135,35 +135,35 @@ class Launch(NamedTuple):
         index = active.get_current_device() if device.index is None else device.index
 
         def start(*arguments: Any) -> None:
-            if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+            if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler has set hooks
                 compiled[(programs, 1, 1)](*arguments)
-            else:  # the same, in Triton 3.6 and 3.7, without what it makes for hooks
+            else:  # the same launch, in Triton 3.6 and 3.7, without the objects for hooks
                 run(programs, 1, 1, current_stream(index), function, metadata, None, None, None, *arguments)
 
         return start
 
     def _record(self) -> None:
-        """Put the launch into the graph that is traced."""
+        """Record the launch in the graph that is traced."""
         kernel, programs, arguments, constants, options = self
         entry, flat = flattened(kernel, arguments, constants)
-        warps = {name: count for name, count in options.items() if name != "maxnreg"}  # a graph has no place for it
+        warps = {name: count for name, count in options.items() if name != "maxnreg"}  # a graph cannot hold this option
         wrap_triton(entry)[(programs,)](**flat, **warps)
 
 
 def is_traced() -> bool:
-    """Return whether a compiler records operations: tensors have no address then."""
+    """Return whether a compiler records operations; tensors then have no address."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
 
 
 def offset(tensor: Tensor) -> int:
-    """Return the bytes from a multiple of 16 to the tensor's first element. The storage of one that is traced is at
-    such a multiple: the compiler copies what is not."""
+    """Return the tensor's address modulo 16, in bytes. While a graph is traced, storages count as aligned, because the
+    compiler copies those that are not."""
     return int(tensor.storage_offset() * tensor.itemsize if is_traced() else tensor.data_ptr()) % 16
 
 
 def flattened(kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return a kernel that takes no tuples, nothing absent and no constants, and calls `kernel` with those of this
-    launch; and its arguments. A compiler knows no other kernels."""
+    """Return a kernel without tuples, absent arguments and constants, which calls `kernel` with those of this launch,
+    and its arguments. A compiler can only call such kernels."""
     flat: dict[str, Any] = {}
 
     def written(name: str, value: Any) -> str:
@@ -182,7 +182,8 @@ def flattened(kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str,
 
 @functools.cache
 def _entry(kernel: Any, names: tuple[str, ...], given: str) -> Any:
-    """Return the kernel of these parameters that calls `kernel` so. Triton reads its source where tracebacks do."""
+    """Generate the kernel with these parameters that calls `kernel`. Triton reads its source where tracebacks do
+    (linecache)."""
     name = kernel.fn.__name__
     source = f"def flat_{name}({', '.join(names)}):\n    {name}({given})\n"
     file = f"<attnres {name} {hash((names, given)):x}>"
@@ -194,12 +195,12 @@ def _entry(kernel: Any, names: tuple[str, ...], given: str) -> Any:
 
 
 _COMPILED: dict[Any, Any] = {}
-"""Kernels as Triton compiled them, by what it compiles them for."""
+"""Compiled kernels, by everything that Triton specialises them for."""
 
 
 def _add_kinds(key: list[Any], values: Iterable[Any]) -> None:
-    """Add at least what Triton tells a kernel's arguments apart by: dtypes, alignment to 16 bytes, and of integers
-    whether they are 1, a multiple of 16, or too large for 32 bits."""
+    """Append to the key everything by which Triton specialises a kernel's arguments: dtypes, alignment to 16 bytes, and
+    for integers whether they are 1, a multiple of 16, or need 64 bits."""
     for value in values:
         kind = type(value)
         if kind is Tensor or isinstance(value, Tensor):

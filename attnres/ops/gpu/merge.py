@@ -1,4 +1,4 @@
-"""Phase 2, the norm that follows it, and their backward: one pass over memory each, in Triton.
+"""Phase 2, the norm after it, and their backward in Triton: one pass over memory each.
 
 The interface and the formulas are those of ops/eager.py. A program holds a whole row, one token of one vector, in
 registers. Forward: one program a row, and the load of the next source is in flight while one is reduced. Backward: a
@@ -38,9 +38,10 @@ from attnres.ops.gpu.replay import Empty, new_empty, planned
 from attnres.ops.norms import Norm
 
 MOST_AGAIN = 8
-"""Open sources of a merge up to which its backward makes h again from them: it holds their rows meanwhile."""
+"""Most open sources of a merge whose backward recomputes h from them, because it holds their rows in registers
+meanwhile."""
 
-PROGRAM_WARPS = 16  # of the backward on each multiprocessor, all its programs together
+PROGRAM_WARPS = 16  # warps of all programs of the backward on a multiprocessor
 
 
 def _check_opens(count: int) -> None:
@@ -53,7 +54,7 @@ def _check_opens(count: int) -> None:
 def plan_merge(
     m: MergeInputs, empty: Empty = new_empty, partial: Tensor | None = None
 ) -> tuple[list[Launch], tuple[Tensor, MergeSaved, Tensor | None]]:
-    """Return the launch, and what `merge` returns once it has run."""
+    """Return the launch, and the results of `merge` that it fills."""
     opens, added, query, eps, output, top, total, norm, dtype, saves = m
     _check_opens(len(opens))
     first = opens[0] if opens else output
@@ -69,9 +70,9 @@ def plan_merge(
         partial = empty(first, shape, dtype)
     h = h_out = None
     if output is not None and not opens and torch.promote_types(output.dtype, dtype) == dtype:
-        h = m.output  # which holds it exactly
+        h = m.output  # `output` holds it exactly
     elif saves in ("h", "h alone") or (saves == "least" and k > MOST_AGAIN) or not k:
-        h = h_out = empty(first, shape, torch.float32 if norm is None else dtype)  # without a norm unrounded
+        h = h_out = empty(first, shape, torch.float32 if norm is None else dtype)  # unrounded if no norm follows
     x = x_out = None
     if norm is None and h is not None and h.dtype == dtype:
         x = h
@@ -111,13 +112,13 @@ def plan_merge(
     }
     options = {"num_warps": warps_for(block), "num_stages": 1}
     if WIDE.value < block <= 2 * WIDE.value:
-        options["maxnreg"] = 64  # two programs on a multiprocessor: one loads while the other ends its row
+        options["maxnreg"] = 64  # two programs on a multiprocessor: one loads while the other finishes its row
     return [Launch(merge_row, tokens, arguments, constants, options)], (x, MergeSaved(h, scalars), partial)
 
 
 def merge(m: MergeInputs, partial: Tensor | None = None) -> tuple[Tensor, MergeSaved, Tensor | None]:
-    """Phase 2 and the norm in one launch: see eager.merge. partial: memory for the sum with `added`, which may be that
-    of the last open source.
+    """Compute phase 2 and the norm in one launch: see eager.merge. partial: memory for the sum with `added`, which may
+    be that of the last open source.
 
     Raises:
         ValueError: more than 32 open sources.
@@ -133,9 +134,11 @@ def merge(m: MergeInputs, partial: Tensor | None = None) -> tuple[Tensor, MergeS
 
 @functools.cache
 def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> tuple[int, int]:
-    """Programs on a multiprocessor, and stages of their pipeline: at least two rows wait in shared memory, or none.
+    """Return the programs on a multiprocessor, and the stages of their pipeline: at least two rows wait in shared
+    memory, or none.
 
-    All in bytes: a row of every tensor read, the multiprocessor's shared memory, what a program needs of it otherwise.
+    Arguments are bytes: a row of every tensor read, the multiprocessor's shared memory, and the rest of what a program
+        needs of it.
     """
     most = max(1, PROGRAM_WARPS // warps)
     for resident in range(most, 0, -1):
@@ -146,13 +149,13 @@ def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> 
 
 
 def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[Launch], tuple[MergeGrads, Tensor]]:
-    """Return the launch, the gradients once it has run but those of query, weight and bias, and of these as many as
-    there are, in order, as one row (d,) a program: (count, programs, d)."""
+    """Return the launch and the gradients that it fills, except those of query, weight and bias; of these it gives one
+    row (d,) a program: (count, programs, d) for the `count` of them that exist, in order."""
     grad, carried, opens, query, norm, saved, dtype, output, output_dtype, last_dtype, added_dtype = m
     _check_opens(len(opens))
     shape, width = grad.shape, grad.shape[-1]
     k, block, tokens = len(opens), power_of_two(width), grad.numel() // width
-    warps = warps_for(block, per_thread=8)  # eight rows or so are in registers at once
+    warps = warps_for(block, per_thread=8)  # about eight rows are in registers at once
     (grad,), grad_stride = laid_out((grad,), shape)
     (h,), h_stride = laid_out((saved.h,), shape)
     (output,), output_stride = laid_out((output,), shape)
@@ -163,7 +166,8 @@ def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[La
     for stream in (grad, h, output, *opens, *carried):
         if stream is not None:
             sizes.append(stream.itemsize)
-    scratch = 4096 + (4 * block if len(set(sizes)) > 1 else 0)  # rows of unlike dtypes are dealt out unlike
+    # converting between rows of different dtypes needs shared memory
+    scratch = 4096 + (4 * block if len(set(sizes)) > 1 else 0)
     resident, stages = _residents(warps, block * sum(sizes), shared_memory(grad.device), scratch)
     programs = min(tokens, resident * multiprocessors(grad.device))
 
@@ -172,7 +176,7 @@ def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[La
     to_sealed = joined or not opens
     if output_dtype is None:
         output_dtype = grad.dtype if norm is None or h is None else h.dtype
-    copied = not opens and norm is None  # the gradient of the read is that of its output
+    copied = not opens and norm is None  # the gradient of the read is the gradient of its output
     doutput = empty(grad, shape, output_dtype) if to_sealed and not copied else None
     grads = MergeGrads(
         doutput,
@@ -227,13 +231,13 @@ def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[La
 
 
 def _summed(k: int, norm: Norm | None) -> tuple[bool, bool, bool]:
-    """Return whether query, weight and bias have gradients: sums over tokens."""
+    """Return which of query, weight and bias have gradients, which are sums over tokens."""
     weighted = norm is not None and norm.weight is not None
     return k > 0, weighted, norm is not None and norm.bias is not None
 
 
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
-    """Gradients of a merge in one launch and a sum over programs: see eager.merge_backward.
+    """Compute the gradients of a merge in one launch and a sum over programs: see eager.merge_backward.
 
     Raises:
         ValueError: more than 32 open sources.
@@ -268,7 +272,8 @@ def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None,
 
 
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """sum_j weights[:, j] v_j, (T, d) in `dtype`: a launch for every 32 sources, the sum so far in fp32."""
+    """Return sum_j weights[:, j] v_j, (T, d) in `dtype`, with a launch for every 32 sources and the running sum in
+    fp32."""
     weights, out = rows(weights, weights.shape), None
     for start in range(0, len(sources), MAX_ONE_PASS):
         group = sources[start : start + MAX_ONE_PASS]

@@ -3,12 +3,13 @@
 import triton
 import triton.language as tl
 
-WIDE = tl.constexpr(4096)  # elements, beyond which a row of query or weight is fetched anew: registers are short
+WIDE = tl.constexpr(4096)  # columns beyond which rows of query or weight are loaded again: registers are scarce
 
 
 @triton.jit
 def _load(base, start, D: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr):
-    """The row at base[start] as it is stored, zero beyond its end. KEEP: other programs will read it as well."""
+    """Load the row at base[start], zero beyond its end. KEEP: other programs will read the row too, so it stays in
+    cache."""
     columns = tl.arange(0, BLOCK)
     if D == BLOCK:
         values = tl.load(base + (start + columns), eviction_policy="evict_last" if KEEP else "")
@@ -30,8 +31,8 @@ def _store(base, start, values, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _start(strides, j: tl.constexpr, t, D: tl.constexpr):
-    """Where row t of tensor j starts. One stride stands for all tensors, none for contiguous ones:
-    one product then serves them."""
+    """Return the start of row t of tensor j. One stride stands for all tensors, None for contiguous ones: one product
+    then serves all."""
     if strides is None:
         start = t * D
     elif len(strides) == 1:
@@ -48,7 +49,7 @@ def _add_pairs(a, b, c, d):
 
 @triton.jit
 def _sums(a, b):
-    """Two sums over a row in one exchange between warps."""
+    """Return two sums over a row, with one exchange between warps."""
     return tl.reduce((a, b), 0, _add_pairs)
 
 
@@ -81,8 +82,8 @@ def merge_row(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: x, and what the backward needs (`MergeSaved`). SLOTS: the power of two that holds K. Absent tensors
-    are None."""
+    """Compute x of one token, and the values that the backward needs (`MergeSaved`). SLOTS: the power of two that holds
+    K. Absent tensors are None."""
     t = tl.program_id(0).to(tl.int64)
     tokens = tl.num_programs(0).to(tl.int64)
     if K > 0:
@@ -111,7 +112,8 @@ def merge_row(
                 current = (current.to(tl.float32) + addend.to(tl.float32)).to(DTYPE)
                 _store(partial_out, t * D, current, D, BLOCK)
             v = current.to(tl.float32)
-            if BLOCK > WIDE:  # fetched again for each source; without the barrier the compiler would keep it
+            # loaded again for each source; without the barrier the compiler would hold it in registers
+            if BLOCK > WIDE:
                 tl.debug_barrier()
                 q = _load(query, 0, D, BLOCK, True).to(tl.float32)
             squares, along = _sums(v * v, v * q)
@@ -197,17 +199,17 @@ def merge_rows_backward(
     SEALED: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """A share of the tokens: their gradients, and this program's rows of `shares`, one each of the gradients of query,
-    weight and bias as far as there are these, programs * D elements apart. Absent tensors are None; an absent h is made
-    again, rounded to DTYPE before a norm. SEALED: there are sealed sources beside open ones. BIASED: there is a bias.
-    ROUNDED: doutput is narrower than fp32.
+    """Compute the gradients of this program's tokens, and its rows of `shares`: one for each gradient of query, weight
+    and bias that exists, programs * D elements apart. Absent tensors are None; an absent h is recomputed, rounded to
+    DTYPE before a norm. SEALED: there are sealed sources beside open ones. BIASED: there is a bias. ROUNDED: doutput is
+    narrower than fp32.
 
     ds_j = p_j (<dh, v_j> - delta),  dv_j = p_j dh + ds_j r_j (q - s_j r_j v_j / d),  delta = <dh, h>
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     if K > 0:
-        span = tl.cast(tokens, tl.int64) * K  # the elements of weights, scores and inv_rms each
+        span = tl.cast(tokens, tl.int64) * K  # elements of each of weights, scores and inv_rms
         if STAGES > 1:
             q = _load(query, 0, D, BLOCK, True).to(tl.float32)
         dq = tl.zeros([BLOCK], tl.float32)
@@ -218,7 +220,8 @@ def merge_rows_backward(
     if BIASED:
         db = tl.zeros([BLOCK], tl.float32)
     for turn in tl.range(program, tokens, programs, num_stages=STAGES):
-        # Never more than `last`, which the compiler cannot know: else it keeps an address for every row in registers.
+        # Never more than `last`, which the compiler cannot know: it would otherwise hold an address for every row in
+        # registers.
         t = tl.minimum(turn, last).to(tl.int64)
         if K > 0:
             at_weights = scalars + tokens + t * K
@@ -253,7 +256,7 @@ def merge_rows_backward(
                 dw += product
                 if STAGES == 1:
                     w = _load(weight, 0, D, BLOCK, True).to(tl.float32)
-                elif BLOCK > WIDE:  # under a condition it is not pipelined, which would take shared memory
+                elif BLOCK > WIDE:  # inside a condition the load would not be pipelined, which would take shared memory
                     w = tl.zeros([BLOCK], tl.float32)
                     if tokens > 0:
                         w = _load(weight, 0, D, BLOCK, True).to(tl.float32)
@@ -272,7 +275,7 @@ def merge_rows_backward(
             share = 1.0
             if SEALED:
                 share = tl.load(scalars + tokens + 3 * span + t)
-        if ROUNDED:  # phase 1 subtracts <do, h> from <do, v>: both of the rounded do
+        if ROUNDED:  # phase 1 subtracts <do, h> from <do, v>: both use the rounded do
             do = (dh * share).to(doutput.dtype.element_ty)
             _store(doutput, t * D, do, D, BLOCK)
             if NORM:
@@ -291,7 +294,7 @@ def merge_rows_backward(
                 current = following
                 if j + 1 < K:
                     following = _load(opens[j + 1], _start(open_strides, j + 1, t, D), D, BLOCK, False)
-            else:  # the rows are in shared memory by now: fetched before their turn they would fill registers
+            else:  # the rows are in shared memory by now: loaded earlier they would fill registers
                 current = _load(opens[j], _start(open_strides, j, t, D), D, BLOCK, False)
             v = current.to(tl.float32)
             p = tl.load(at_weights + j)
@@ -330,7 +333,7 @@ def merge_rows_backward(
 def mix_row(
     sources, strides, weights, weights_stride, earlier, out, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One token of sum_j weights[:, j] v_j, added to `earlier` (fp32) if there is one."""
+    """Compute sum_j weights[:, j] v_j of one token, added to `earlier` (fp32) if it is given."""
     t = tl.program_id(0).to(tl.int64)
     acc = tl.zeros([BLOCK], tl.float32)
     if earlier is not None:

@@ -1,4 +1,5 @@
-"""Plan the launches of a call once for inputs alike, and replay them: planning takes the host several times as long."""
+"""Plan the launches of a call once for inputs alike, and replay them: planning takes several times as long on the
+host."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -14,7 +15,7 @@ Empty = Callable[..., Tensor]
 
 
 def new_empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Return memory for a result, on the device of `like` and by default in its dtype."""
+    """Allocate memory for a result, on the device of `like` and by default in its dtype."""
     return like.new_empty(shape, dtype=dtype)
 
 
@@ -25,14 +26,14 @@ def planned(
     *fixed: Any,
     out: Any = None,
 ) -> Any:
-    """Return the results of a plan whose launches have run. Of inputs alike it is made once; after that only memory is
-    taken and the kernels are called.
+    """Return the results of a plan after running its launches. For inputs alike the plan is made once; after that only
+    memory is allocated and the kernels are called.
 
     Args:
-        plan: takes the record, the function that makes memory for results (`Empty`) and `out` where there is one, and
-            returns launches and results.
-        inputs: the record's tensors and those of `out`. fixed: what else of the record the plan depends on.
-        out: memory for results.
+        plan: function of the record, the allocator of results (`Empty`) and, if given, `out`; returns launches and
+            results.
+        inputs: the tensors of the record and of `out`. fixed: all other fields of the record that the plan depends on.
+        out: memory for the results.
     """
     key = alike(plan, inputs, (*fixed, out is None))
     replay = None if key is None else _REPLAYS.get(key)
@@ -57,8 +58,8 @@ def planned(
 
 
 def alike(plan: Any, inputs: Sequence[Tensor | None], fixed: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return a key that inputs share where their plan is the same: number, shapes, dtypes, alignment and the device of
-    all. None where an input is not contiguous or no plain tensor, or a graph is traced."""
+    """Return a key that is equal for inputs with one plan: number, shapes, dtypes, alignment and device. None if an
+    input is not contiguous or no plain tensor, or if a graph is traced."""
     if is_traced():
         return None
     key, device = [plan, fixed], None
@@ -74,12 +75,13 @@ def alike(plan: Any, inputs: Sequence[Tensor | None], fixed: tuple[Any, ...]) ->
 
 
 class _Replay:
-    """Launches whose inputs and memory for results are put in where they belong.
+    """Launches that are repeated with new inputs and new memory for results.
 
     Args:
-        calls: of each launch what starts it, and what makes its arguments of the pool: inputs, then memory.
-        results: makes the plan's results of the pool. made: shapes, strides and dtypes of the memory.
-        first: the place of an input, on whose device all is.
+        calls: for each launch a function that starts it, and one that picks its arguments from the pool (inputs, then
+            memory).
+        results: picks the plan's results from the pool. made: shapes, strides and dtypes of the memory.
+        first: index of an input whose device is that of all tensors.
     """
 
     def __init__(self, calls: Any, results: Callable[..., Any], made: Any, first: int) -> None:
@@ -89,8 +91,8 @@ class _Replay:
     def of(
         cls, launches: Sequence[Launch], results: Any, inputs: Sequence[Tensor | None], made: Sequence[Tensor]
     ) -> "_Replay | None":
-        """Return None where a launch has a tensor that is neither an input nor made for a result, such as a copy, or an
-        input that stands for two."""
+        """Make a replay of launches; None if a launch uses a tensor that is neither an input nor memory for a result,
+        such as a copy, or if one tensor is two inputs."""
         places = {id(tensor): place for place, tensor in enumerate([*inputs, *made]) if tensor is not None}
         if len(places) < sum(tensor is not None for tensor in [*inputs, *made]) or not all(
             launch.programs for launch in launches
@@ -107,7 +109,7 @@ class _Replay:
 
     def __call__(self, inputs: list[Any]) -> Any:
         device: torch.device = inputs[self.first].device
-        # PyTorch takes a third of the time of `new_empty` for it.
+        # `empty_strided` takes a third of the time of `new_empty`
         made = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self.made]
         pool = inputs + made
         if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -123,11 +125,11 @@ class _Replay:
 
 
 def _put_in(value: Any, places: dict[int, int]) -> Callable[[list[Any]], Any]:
-    """Return a function that makes a nest like `value` of a pool, its tensors those at their `places` there. It is
-    compiled, for a call for each part of the nest would take longer than the launch.
+    """Return a function that builds a nest like `value` from a pool, taking each tensor from its index in `places`. The
+    function is compiled, because a Python call for each part of the nest would take longer than the launch.
 
     Raises:
-        KeyError: a tensor has no place.
+        KeyError: a tensor is not in `places`.
     """
     constants = list[Any]()
 
@@ -150,4 +152,4 @@ def _put_in(value: Any, places: dict[int, int]) -> Callable[[list[Any]], Any]:
 
 _REPLAYS: dict[Any, _Replay] = {}
 MOST_REPLAYS = 4096
-"""Plans that are remembered: a network has a few dozen for each length of its texts."""
+"""Most plans that are stored: a network has a few dozen for each length of its texts."""

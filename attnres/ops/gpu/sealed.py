@@ -1,7 +1,7 @@
-"""Phase 1 and its backward on a GPU: all S reads over the sealed sources in one pass, in Triton.
+"""Phase 1 and its backward in Triton: all S reads over the sealed sources in one pass.
 
-The interface and the formulas are those of ops/eager.py. No stack of sources is built: the kernels take their
-addresses. Sums over tokens are kept by program and added up in a fixed order, so results repeat bit for bit.
+The interface and the formulas are those of ops/eager.py. Sources are not stacked: the kernels take their addresses.
+Each program has its sums over tokens, which are added in a fixed order, so results repeat bit for bit.
 """
 
 from collections.abc import Sequence
@@ -25,19 +25,19 @@ from attnres.ops.gpu.replay import Empty, new_empty, planned
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
-FEW = 256  # tokens, up to which a program takes one each
-TOKEN_WARPS = 16  # of token_kernels' backward on each multiprocessor, all its programs together
+FEW = 256  # up to so many tokens, each has its program
+TOKEN_WARPS = 16  # warps of all programs of token_kernels' backward on a multiprocessor
 
-# (fp32?, backward?) -> the most reads and the most values of a thread, of a program that holds a token's sources in
-# registers: each read is a sum over all of them, and some of so many are spilled. Backward the values are those of
-# sources, of their gradients and of the queries'. By measurements on an H200 (docs/results/speed_gpu.md).
+# (fp32?, backward?) -> most reads, and most values of a thread, of a program that holds a token's sources in registers:
+# each read is a sum over all of them, and with more values some are spilled. In the backward the values are those of
+# sources, of their gradients and of the queries' gradients. Measured on an H200 (docs/results/speed_gpu.md).
 HELD = {(True, False): (8, 256), (False, False): (8, 128), (True, True): (8, 88), (False, True): (4, 0)}
 
 
 class _Bunch(NamedTuple):
-    """Tensors (T, d) of at most two dtypes; bit j of `wide` is set where tensor j has that of tensor `other`.
+    """Tensors (T, d) of at most two dtypes; bit j of `wide` is set if tensor j has the dtype of tensor `other`.
 
-    One stride stands for all, None for contiguous rows. aligned: all rows start at a multiple of 16 bytes.
+    One stride stands for all tensors, None for contiguous rows. aligned: all rows start at a multiple of 16 bytes.
     """
 
     tensors: tuple[Tensor, ...]
@@ -70,7 +70,7 @@ def _check(n: int, reads: int) -> None:
 
 
 def _tokens(n: int, padded: int, most_rows: int, most_columns: int) -> int:
-    """Tokens of a tile: as many as fit, of those that leave at most a quarter of its rows empty."""
+    """Return the tokens of a tile: as many as fit, among the counts that leave at most a quarter of its rows empty."""
 
     def merit(tokens: int) -> tuple[float, int]:
         return min(0.75, tokens * n / power_of_two(tokens * n)), tokens
@@ -80,8 +80,8 @@ def _tokens(n: int, padded: int, most_rows: int, most_columns: int) -> int:
 
 
 def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: bool) -> tuple[dict[str, int], int]:
-    """Sizes of the tile of a program, and its warps. In bf16 the fastest of a sweep on an H100
-    (docs/results/speed_gpu.md); else, and for many sources, what keeps the accumulators in registers
+    """Return the sizes of a program's tile, and its warps. For bf16 they are the fastest of a sweep on an H100
+    (docs/results/speed_gpu.md); otherwise, and for many sources, they keep the accumulators in registers
     (benchmarks/sm90.py).
 
     Rows are (token, source) pairs and columns (token, read) pairs: as many tokens as fit, at least one.
@@ -96,7 +96,7 @@ def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: 
     columns = max(16, power_of_two(taken) * padded)
     longer = max(height, columns)
     if of_bf16 and tokens > FEW and height <= 64 and columns <= 128:
-        flat = 16 if padded > 16 else 32 if backward else 64  # taller tiles with so many columns spill
+        flat = 16 if padded > 16 else 32 if backward else 64  # taller tiles with so many columns spill registers
         block, warps = 128 if height <= flat else 64, 4
     else:
         least, room = (64, 4096) if of_bf16 else (32, 1024 if backward else 2048)
@@ -108,27 +108,28 @@ def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: 
 
 
 def _held(n: int, reads: int, width: int, element_size: int, *, backward: bool) -> tuple[dict[str, int], int] | None:
-    """Sizes of a program that holds all sources of a token in registers, and its warps: so few that a thread holds the
-    same columns of all sources. None where tiles are faster (HELD)."""
+    """Return the sizes of a program that holds all sources of a token in registers, and its warps, few enough that a
+    thread holds the same columns of all sources. None if tiles are faster (HELD)."""
     most_reads, most_values = HELD[element_size >= 4, backward]
     height, block, padded = max(2, power_of_two(n)), power_of_two(width), power_of_two(reads)
     warps = min(16, max(1, block * element_size // (512 if backward else 1024)))
     values = (2 * height + padded if backward else height) * block
     if reads > most_reads or values > most_values * 32 * warps:
         return None
-    # One warp exchanges nothing; beside 64 values a thread, or gradients of more than four reads, four sums spill.
+    # One warp needs no exchange. With 64 values a thread, or gradients of more than four reads, four sums spill.
     single = warps == 1 or (reads > 4 if backward else values > 64 * 32 * warps)
     sizes = {"ROWS": height, "BLOCK": block, "TOGETHER": 1 if single else 4}
     return sizes | ({"READS": padded} if backward else {}), warps
 
 
 def _in_bf16(*bunches: _Bunch) -> bool:
-    """Return whether products are taken in bf16 pieces; the interpreter's bf16 arithmetic is wrong."""
+    """Return whether products are computed in bf16 pieces; False in the interpreter, whose bf16 arithmetic is wrong."""
     return not INTERPRETED and all(t.dtype == torch.bfloat16 for bunch in bunches for t in bunch.tensors)
 
 
 def _pieces(of_bf16: bool, *outputs: Tensor) -> dict[str, int]:
-    """Into how many an fp32 factor is cut: three are exact, two do where the result is rounded."""
+    """Return into how many bf16 pieces an fp32 factor is split: three are exact, two suffice if the result is
+    rounded."""
     fine = any(t.dtype == torch.float32 for t in outputs)
     return {"PIECES": 3 if of_bf16 else 0, "OUT_PIECES": (3 if fine else 2) if of_bf16 else 0}
 
@@ -144,7 +145,7 @@ def plan_read(r: ReadInputs, empty: Empty = new_empty, out: Sealed | None = None
         return empty(queries, shape, torch.float32)
 
     if out is None:
-        # Allocated one by one: what one read keeps must not keep the others alive.
+        # Separate tensors: one that a read keeps must not keep the others alive.
         outputs = [empty(queries, shape, dtype) for _ in range(reads)]
         out = Sealed(
             outputs, scalars(reads, tokens), scalars(reads, tokens), scalars(tokens, n, reads), scalars(tokens, n)
@@ -181,7 +182,7 @@ def plan_read(r: ReadInputs, empty: Empty = new_empty, out: Sealed | None = None
 
 
 def read_sealed(r: ReadInputs, out: Sealed | None = None) -> Sealed:
-    """Phase 1 in one launch: see eager.read_sealed. out: memory for the results, without what is None.
+    """Compute phase 1 in one launch: see eager.read_sealed. out: memory for the results that are not None.
 
     Raises:
         ValueError: more than 256 sources or reads.
@@ -196,7 +197,7 @@ def read_sealed(r: ReadInputs, out: Sealed | None = None) -> Sealed:
 def plan_backward(
     r: ReadGradInputs, empty: Empty = new_empty
 ) -> tuple[list[Launch], tuple[Tensor, tuple[Tensor, ...]]]:
-    """One or two launches, the partial sums of dqueries, and the gradients of the sources."""
+    """Return one or two launches, the partial sums of dqueries, and the gradients of the sources."""
     queries, sources, inv_rms, logits, grads, dtop, carried = r
     shape, n, (reads, width) = sources[0].shape, len(sources), queries.shape
     _check(n, reads)
@@ -205,7 +206,7 @@ def plan_backward(
     if upstream.wide:
         upstream = _bunch([grad.float() for grad in grads])
     present = [grad for grad in carried if grad is not None]
-    # In place of an absent one stands a present one, which is not read.
+    # An absent tensor is replaced by a present one, which is not read.
     earlier = _bunch([present[0] if grad is None else grad for grad in carried]) if present else None
     dsources = tuple(empty(t, shape, t.dtype) for t in bunch.tensors)
     processors = multiprocessors(queries.device)
@@ -251,8 +252,9 @@ def plan_backward(
     sizes, warps = _tile(n, reads, tokens, width, of_bf16, backward=True)
     tiles = cdiv(tokens, sizes["TOKENS"])
 
-    # The sum over tokens. Either a program adds to a sum of its own, in the cache, for each of its tiles, or a second
-    # kernel reads the sources again: whichever moves fewer bytes.
+    # The sum over tokens. Either a program adds the sum of each of its tiles to one in the cache, or a second kernel
+    # reads
+    # the sources again: whichever moves fewer bytes.
     together = 8 * reads < bunch.tensors[-1].element_size() * n * sizes["TOKENS"]
     slices = cdiv(width, sizes["BLOCK"])
     splits = min(tiles, 2 * processors if together else cdiv(4 * processors, slices))
@@ -273,7 +275,7 @@ def plan_backward(
 
 
 def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
-    """Gradients in one or two launches, and a sum over programs: see eager.read_sealed_backward.
+    """Compute the gradients in one or two launches, and a sum over programs: see eager.read_sealed_backward.
 
     Raises:
         ValueError: more than 256 sources or reads.

@@ -34,7 +34,8 @@ def _offsets(
     OTHER: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Elements from tensors[OTHER] to row first + token[i] of tensors[which[i]], among those of its dtype."""
+    """Return the elements from tensors[OTHER] to row first + token[i] of tensors[which[i]], among those of its
+    dtype."""
     base = tensors[OTHER]
     size: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
     address = tl.zeros(which.shape, tl.int64) + base.to(tl.int64)
@@ -66,14 +67,14 @@ def _starts(
     OTHER: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Where row first + token[i] of tensors[which[i]] begins, for those of the first dtype and of the other."""
+    """Return the starts of row first + token[i] of tensors[which[i]], for those of the first dtype and of the other."""
     rows = tensors[0] + _offsets(tensors, strides, which, first, token, N, D, WIDE, 0, ALIGNED)
     return rows, tensors[OTHER] + _offsets(tensors, strides, which, first, token, N, D, WIDE, OTHER, ALIGNED)
 
 
 @triton.jit
 def _among(which, N: tl.constexpr, BITS: tl.constexpr):
-    """Whether bit which[i] of BITS is set."""
+    """Return whether bit which[i] of BITS is set."""
     inside = which < 0
     for j in tl.static_range(N):
         if (BITS >> j) & 1:
@@ -88,13 +89,13 @@ def _inside(live, at, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load(start, live, at, D: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of rows, zero where there is none."""
+    """Load a tile of rows, zero for absent rows."""
     return tl.load(start[:, None] + at[None, :], mask=_inside(live, at, D, BLOCK), other=0.0)
 
 
 @triton.jit
 def _load_mixed(start, other, wide, live, at, D: tl.constexpr, BLOCK: tl.constexpr, MIXED: tl.constexpr):
-    """A tile whose rows have one dtype, or two: then in fp32."""
+    """Load a tile whose rows have one dtype, or two; with two it is fp32."""
     if MIXED:
         values = _load(start, live & ~wide, at, D, BLOCK).to(tl.float32)
         values += _load(other, live & wide, at, D, BLOCK).to(tl.float32)
@@ -110,7 +111,7 @@ def _store(start, values, live, at, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _plus_product(acc, x, v, PIECES: tl.constexpr):
-    """acc + x @ v, x fp32; v exact in bf16 if PIECES."""
+    """Return acc + x @ v, x fp32; v exact in bf16 if PIECES."""
     if PIECES == 0:
         acc = tl.dot(x, v.to(tl.float32), acc, input_precision="tf32x3")
     else:
@@ -123,7 +124,7 @@ def _plus_product(acc, x, v, PIECES: tl.constexpr):
 
 @triton.jit
 def _plus_logits(acc, v, x, PIECES: tl.constexpr):
-    """acc + v @ x^T, x fp32; v exact in bf16 if PIECES."""
+    """Return acc + v @ x^T, x fp32; v exact in bf16 if PIECES."""
     if PIECES == 0:
         acc = tl.dot(v.to(tl.float32), tl.trans(x), acc, input_precision="tf32x3")
     else:
@@ -208,7 +209,7 @@ def read(
     p = tl.trans(p / tl.where(live_c, mass, 1.0)[None, :])
 
     out = outputs[0] + _offsets(outputs, None, read_c, first, token_c, S, D, 0, 0, ALIGNED)
-    # 0 * inf between tokens would spoil the neighbours of a token that is not finite: it is then done token by token.
+    # 0 * inf between tokens would spoil the neighbours of a non-finite token: the tile is then computed token by token.
     rounds = tl.where(_any_not_finite(squares[:, None]) != 0, TOKENS, 1)
     for turn in range(rounds):
         now_r = live_r & ((rounds == 1) | (token_r == turn))
@@ -256,7 +257,8 @@ def read_backward(
     OUT_PIECES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Gradients of the sources; those of the queries as one partial sum a program, or `along` is left for dqueries."""
+    """Compute the gradients of the sources; those of the queries as one partial sum a program, or leave `along` for the
+    kernel dqueries."""
     r = tl.arange(0, ROWS)
     c = tl.arange(0, COLS)
     s = tl.arange(0, READS)
@@ -341,7 +343,7 @@ def read_backward(
                     dq = _plus_product(dq, tl.trans(a), v, PIECES)
                     _store(partials + partial, dq, s < S, at, D, BLOCK)
             if partials is not None:
-                tl.debug_barrier()  # what this round added is read by other threads in the next
+                tl.debug_barrier()  # other threads read this round's sum in the next round
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
@@ -366,7 +368,8 @@ def dqueries(
     PIECES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Partial sums over tokens and sources of along^T V: a program takes one slice of d of every SPLITS-th tile."""
+    """Compute partial sums over tokens and sources of along^T V: a program takes one slice of d of every SPLITS-th
+    tile."""
     r = tl.arange(0, ROWS)
     s = tl.arange(0, READS)
     split = tl.program_id(0) % SPLITS

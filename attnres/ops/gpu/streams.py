@@ -17,7 +17,7 @@ from attnres.ops.norms import norm_kind
 from attnres.ops.sharded import settled
 
 TOKENS = 16
-"""Of a program: the fewest rows of a product on tensor cores."""
+"""Tokens of a program: the fewest rows of a product on tensor cores."""
 
 
 def _sizes(c: Connect) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _vector(tensor: Tensor | None) -> Tensor | None:
 
 
 def _shared(c: Connect, made: Tensor | None) -> dict[str, Any]:
-    """Return the arguments that both directions have."""
+    """Return the arguments that both directions share."""
     streams, stride, apart = _placed(c.streams)
     kept, kept_stride, kept_apart = (streams, stride, apart) if made is None else _placed(made)
     return {
@@ -77,7 +77,7 @@ def _shared(c: Connect, made: Tensor | None) -> dict[str, Any]:
 
 
 def plan_connect(c: Connect, empty: Empty = new_empty) -> tuple[list[Launch], tuple[Tensor | None, ...]]:
-    """Return the launch, and what `connect` returns once it has run."""
+    """Return the launch, and the results of `connect` that it fills."""
     streams, norm, form = c.streams, c.norm, c.form
     sizes, shape = _sizes(c), (*streams.shape[:-2], streams.shape[-1])
     tokens = streams.numel() // (sizes["N"] * sizes["D"])
@@ -106,14 +106,14 @@ def plan_connect(c: Connect, empty: Empty = new_empty) -> tuple[list[Launch], tu
 
 
 def connect(c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
-    """Return the streams after the write (None without one), the read, and the coefficients and products of
+    """Return the streams after the write (None without a write), the read, and the coefficients and products of
     `ConnectGradInputs` (None without a table)."""
     weight, bias, *of_norm = c.norm or (None, None)
     return planned(plan_connect, c, [*c[:4], weight, bias], c.form, *of_norm)
 
 
 def plan_backward(c: ConnectGradInputs, empty: Empty = new_empty) -> tuple[list[Launch], tuple[Tensor | None, ...]]:
-    """Return the launches, and what `connect_backward` returns once they have run."""
+    """Return the launches, and the results of `connect_backward` that they fill."""
     inputs, made, coefficients, products, dx, dmade, dcoefficients = c
     streams, earlier, output, table, norm, form = inputs
     sizes = _sizes(inputs)

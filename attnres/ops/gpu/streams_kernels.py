@@ -1,7 +1,8 @@
-"""The kernels of streams.py: a program has TOKENS tokens, and goes over their streams BLOCK columns at a time.
+"""The kernels of streams.py: a program has TOKENS tokens, and processes their streams BLOCK columns at a time.
 
-What it has written it reads again from a cache: streams for the products with the table, coefficients to lay them out
-as matrices. Kinds are numbered as in streams.py. KEPT streams are those after the write, or the given ones without one.
+It reads its own results again from the cache: streams for the products with the table, coefficients to lay them out as
+matrices. Kinds are numbered as in streams.py. `kept` streams are those after the write, or the inputs if there is no
+write.
 """
 
 import triton
@@ -15,7 +16,7 @@ TANH = tl.constexpr(4)
 
 @triton.jit
 def _tile(base, start, columns, live, D: tl.constexpr):
-    """Columns of the rows that begin at base[start], (TOKENS, BLOCK) in fp32, zero outside."""
+    """Load columns of the rows that begin at base[start], (TOKENS, BLOCK) in fp32, zero outside."""
     inside = live[:, None] & (columns < D)[None, :]
     return tl.load(base + start[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
 
@@ -28,14 +29,14 @@ def _put(base, start, columns, live, values, D: tl.constexpr):
 
 @triton.jit
 def _stream(streams, t, i, columns, live, D: tl.constexpr):
-    """Columns of stream i; `streams`: where they begin, and the elements from token to token and stream to stream."""
+    """Load columns of stream i; `streams`: their start, and the elements from token to token and stream to stream."""
     base, stride, apart = streams
     return _tile(base, t * stride + i * apart, columns, live, D)
 
 
 @triton.jit
 def _shares(earlier, coefficients, t, live, N: tl.constexpr, E: tl.constexpr, C: tl.constexpr, LATE: tl.constexpr):
-    """The share of each stream in a read, (TOKENS,) each: see `Connection.late`."""
+    """Return the share of each stream in a read, (TOKENS,) each: see `Connection.late`."""
     shares = ()
     for i in tl.static_range(N):
         if LATE and earlier is not None:
@@ -52,7 +53,7 @@ def _shares(earlier, coefficients, t, live, N: tl.constexpr, E: tl.constexpr, C:
 
 @triton.jit
 def _mixture(kept, shares, t, live, columns, N: tl.constexpr, D: tl.constexpr):
-    """Columns of the read before its norm."""
+    """Return columns of the read before its norm."""
     h = shares[0][:, None] * _stream(kept, t, 0, columns, live, D)
     for i in tl.static_range(1, N):
         h += shares[i][:, None] * _stream(kept, t, i, columns, live, D)
@@ -63,7 +64,7 @@ def _mixture(kept, shares, t, live, columns, N: tl.constexpr, D: tl.constexpr):
 def _moments(
     kept, shares, t, live, norm_eps, N: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The centre (TOKENS,) that the norm subtracts, and what it multiplies by."""
+    """Return the centre (TOKENS,) that the norm subtracts, and the factor that it multiplies by."""
     centre = tl.zeros_like(t).to(tl.float32)
     scale = centre + 1.0
     if NORM != 0:
@@ -88,8 +89,8 @@ def _moments(
 def _read_gradient(
     kept, shares, weight, dx, moments, t, live, columns, N: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr
 ):
-    """Columns of the gradient of the read before its norm. moments: the centre and the scale of the norm, and the means
-    of its gradient's product with its result and of its gradient."""
+    """Return columns of the gradient of the read before its norm. moments: centre and scale of the norm, and the means
+    of its gradient times its result and of its gradient."""
     y = _tile(dx, t * D, columns, live, D)
     if NORM != 0:
         centre, scale, product, mean = moments
@@ -103,14 +104,14 @@ def _read_gradient(
 
 @triton.jit
 def _along(s, AXIS: tl.constexpr):
-    """Sums over an axis of (TOKENS, n, n), laid along it again; those of groups beyond n are one."""
+    """Return sums over an axis of (TOKENS, n, n), broadcast along it; sums of groups beyond n are one."""
     s = tl.where(s > 0.0, s, 1.0)
     return s[:, None, :] if AXIS == 1 else s[:, :, None]
 
 
 @triton.jit
 def _softmax(z, inside, AXIS: tl.constexpr):
-    """The softmax over an axis, and the logarithms of its divisors."""
+    """Return the softmax over an axis, and the logarithms of its divisors."""
     z = tl.where(inside, z, -1e30)
     top = tl.max(z, AXIS)
     top = top[:, None, :] if AXIS == 1 else top[:, :, None]
@@ -127,7 +128,7 @@ def _softmax_backward(p, dp, AXIS: tl.constexpr):
 
 @triton.jit
 def _half_step(m, eps, sums, live, AXIS: tl.constexpr):
-    """Divide by the sums over an axis, which are stored."""
+    """Divide by the sums over an axis, and store the sums."""
     s = tl.sum(m, AXIS) + eps
     tl.store(sums, s, mask=live[:, None])
     return m / _along(s, AXIS)
@@ -135,7 +136,7 @@ def _half_step(m, eps, sums, live, AXIS: tl.constexpr):
 
 @triton.jit
 def _half_step_backward(m, dm, sums, live, AXIS: tl.constexpr):
-    """m and dm of before a half step, of those after it."""
+    """Return m and dm before a half step, given those after it."""
     s = _along(tl.load(sums, mask=live[:, None], other=1.0), AXIS)
     along = tl.sum(m * dm, AXIS)
     dm = (dm - (along[:, None, :] if AXIS == 1 else along[:, :, None])) / s
@@ -146,11 +147,12 @@ def _half_step_backward(m, dm, sums, live, AXIS: tl.constexpr):
 def _sinkhorn(
     z, inside, eps, sums, live, NP: tl.constexpr, STEPS: tl.constexpr, FIRST: tl.constexpr, EPS: tl.constexpr
 ):
-    """The balanced matrices (TOKENS, n, n) and the first softmax. sums (TOKENS, NP): where those of half step 0 go."""
+    """Return the balanced matrices (TOKENS, n, n) and the first softmax. sums (TOKENS, NP): where the sums of half step
+    0 are stored."""
     first, logs = _softmax(z, inside, FIRST)
     if EPS:
         m = _half_step(tl.where(inside, first + eps, 0.0), eps, sums + NP, live, 3 - FIRST)
-    else:  # on logarithms: a group's largest logit may be a hundred below another's
+    else:  # in logarithms: a group's largest logit may be a hundred below another's
         m, _ = _softmax(z - logs, inside, 3 - FIRST)
     for step in range(1, STEPS):
         m = _half_step(m, eps, sums + 2 * step * NP, live, FIRST)
@@ -162,7 +164,7 @@ def _sinkhorn(
 def _sinkhorn_backward(
     m, dm, first, sums, live, NP: tl.constexpr, STEPS: tl.constexpr, FIRST: tl.constexpr, EPS: tl.constexpr
 ):
-    """The gradient of the logits."""
+    """Return the gradient of the logits."""
     for back in range(1, STEPS):
         step = STEPS - back
         m, dm = _half_step_backward(m, dm, sums + (2 * step + 1) * NP, live, 3 - FIRST)
@@ -191,7 +193,7 @@ def _carry(
     FIRST: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Balance the logits of A, which are among the coefficients (T, C), where they are."""
+    """Balance the logits of A in place, among the coefficients (T, C)."""
     i = tl.arange(0, NP)
     matrix = 2 * N + i[:, None] * N + i[None, :]
     inside = live[:, None, None] & ((i < N)[:, None] & (i < N)[None, :])[None, :, :]
@@ -220,7 +222,7 @@ def _carry_backward(
     FIRST: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Put the gradient of the logits of A in place of that of A, in work (T, C); Sinkhorn's steps are made again."""
+    """Replace the gradient of A by that of its logits, in work (T, C), recomputing Sinkhorn's steps."""
     i = tl.arange(0, NP)
     ours = (i < N)[:, None] & (i < N)[None, :]
     inside = live[:, None, None] & ours[None, :, :]
@@ -276,7 +278,7 @@ def connect_tokens(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The pending write, where there is an output; the coefficients; the read and its norm."""
+    """Compute the pending write, if there is an output; the coefficients; the read and its norm."""
     t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     live = t < tokens
     before, after = (streams, stride, apart), (kept, kept_stride, kept_apart)
@@ -386,11 +388,12 @@ def connect_tokens_backward(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """All gradients of a tile of tokens but those of the table and the norm, of which this program writes its share.
+    """Compute all gradients of a tile of tokens, except those of the table and the norm, of which this program writes
+    partial sums.
 
-    dproducts (T, G, M): of H W. along (T, G): how much of a row its own gradient has, from its norm. work (T, C): the
-    gradients of the coefficients, then of their logits. shares (programs, (G + 1) M + 2 D): statics, scales, the norm's
-    weight and bias.
+    dproducts (T, G, M): gradients of H W. along (T, G): factor of the row itself in its gradient, from its norm. work
+    (T, C): the gradients of the coefficients, then of their logits. shares (programs, (G + 1) M + 2 D): partial sums
+    for statics, scales, the norm's weight and bias.
     """
     t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     live = t < tokens
@@ -542,7 +545,7 @@ def connect_sums(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums over tokens: BLOCK rows of the weights' gradient, or, of the last programs, BLOCK columns of the shares."""
+    """Sum over tokens: BLOCK rows of the weights' gradient, or, in the last programs, BLOCK columns of the shares."""
     K: tl.constexpr = N * D // G if M > 0 else 0  # ty: ignore[invalid-assignment]
     blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
     program = tl.program_id(0)

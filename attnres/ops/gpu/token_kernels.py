@@ -4,11 +4,11 @@ A program takes one token at a time, and its tile is (source, d): each source is
 of sealed_kernels.py read it twice. With a thread holding the same columns of every source, sums over sources stay in
 the thread, and only those over d are exchanged between warps. Products are fp32's own, not those of tensor cores.
 
-The offset of a row is the token's, not a program's plus zero: such a sum the compiler folds, and with it what it was
-told of alignment, so that it loads element by element.
+The offset of a row is computed from the token, not as a program's offset plus zero: the compiler would fold such a sum,
+lose the alignment hint, and load element by element.
 
-Constants: as in sealed_kernels.py, but that ROWS >= N and BLOCK >= D are the powers of two of one token, and
-READS >= S one too; TOGETHER, how many sums over d are one exchange.
+Constants: as in sealed_kernels.py, except that ROWS >= N, BLOCK >= D and READS >= S are powers of two for one token;
+TOGETHER is the number of sums over d in one exchange.
 """
 
 import triton
@@ -30,7 +30,7 @@ def _add_fours(a, b, c, d, e, f, g, h):
 
 @triton.jit
 def _sums(tiles, TOGETHER: tl.constexpr):
-    """The sums over the columns of tiles, those of TOGETHER, one or four, in one exchange between warps."""
+    """Return the sums over the columns of tiles, TOGETHER (one or four) of them in one exchange between warps."""
     sums = ()
     for first in tl.static_range(0, len(tiles), TOGETHER):
         if TOGETHER == 1:
@@ -76,7 +76,7 @@ def read_token(
     rows, others = _starts(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
     v = _load_mixed(rows, others, _among(r, N, WIDE), live, at, D, BLOCK, WIDE != 0).to(tl.float32)
     inverse = tl.zeros([ROWS], tl.float32)
-    for first in tl.static_range(0, S + 1, TOGETHER):  # sum 0 is that of the squares, 1 + s that of read s
+    for first in tl.static_range(0, S + 1, TOGETHER):  # sum 0 is the sum of squares, sum 1 + s the logit of read s
         products = ()
         for i in tl.static_range(first, first + TOGETHER):
             if i == 0:
@@ -133,7 +133,7 @@ def read_token_backward(
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Gradients of the sources, and those of the queries as one partial sum a program."""
+    """Compute the gradients of the sources, and those of the queries as one partial sum a program."""
     r = tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)
     read = tl.arange(0, READS)

@@ -1,7 +1,7 @@
-"""Conformance of a mechanism: whether it does what the interface asks, and what it says of itself.
+"""Conformance checks of a mechanism: whether it satisfies the interface and its own description.
 
-Networks here are small and in plain torch. What needs a model (decoding, saving, Transformers' start values) is in
-`attnres.models.check`, whose `check` does both.
+Networks here are small and in plain torch. Checks that need a model (decoding, saving, Transformers' start values) are
+in `attnres.models.check`, whose `check` runs both.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,15 +31,15 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "start": reads.start,
     "watching": reads.watching,
 }
-"""Name -> check: returns a detail, raises `Failed` (or anything else) where the mechanism does not pass."""
+"""Name -> check, a function that returns a detail and raises `Failed` (or any exception) if the mechanism fails."""
 
 
 class Outcome(NamedTuple):
-    """What one check says.
+    """The result of one check.
 
     Attributes:
-        name: of the check. passed: whether the mechanism does what is asked.
-        detail: the largest difference, say, or what is wrong.
+        name: name of the check. passed: whether the mechanism passed it.
+        detail: for example the largest difference, or the fault.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(checks: Mapping[str, Callable[[Subject], str]], subject: Subject) -> Iterator[Outcome]:
-    """Carry checks out, one by one. An exception of the mechanism's is a check that failed."""
+    """Run checks one by one. An exception of the mechanism is a failed check."""
     for name, check in checks.items():
         try:
             yield Outcome(name, True, check(subject))

@@ -1,4 +1,4 @@
-"""Checks of what a forward and a backward pass do: shapes, dtypes, gradients, and what happens to states."""
+"""Checks of forward and backward passes: shapes, dtypes, gradients, and states."""
 
 import warnings
 from functools import partial
@@ -28,11 +28,12 @@ from attnres.residuals.state import State
 
 _WHOLE = (torch.float32, torch.float64)
 _STEP = 1e-6
-"""Of the finite differences."""
+"""Step of the finite differences."""
 
 
 def shapes(subject: Subject) -> str:
-    """Batches of any rank go through, no token sees another, and a norm is a norm as a value or as a function."""
+    """Check that batches of any rank work, that no token affects another, and that a norm works as a value and as a
+    function."""
     largest = 0.0
     for residual, network in subject.networks():
         batch = tokens(2, 2, 3)
@@ -52,7 +53,7 @@ def shapes(subject: Subject) -> str:
 
 
 def dtypes(subject: Subject) -> str:
-    """The dtype of the embedding is that of every read and of the output, whatever the parameters', which are fp32."""
+    """Check that every read and the output have the embedding's dtype, and that parameters are fp32."""
     far: dict[torch.dtype, float] = {}
     for depth in subject.depths:
         residual = subject.residual(depth, dtype=torch.float32)
@@ -78,7 +79,8 @@ def dtypes(subject: Subject) -> str:
 
 
 def gradients(subject: Subject) -> str:
-    """Gradients of the embedding and of every parameter are those of finite differences in fp64, and not all zero."""
+    """Check that the gradients of the embedding and every parameter equal finite differences in fp64, and are not all
+    zero."""
     largest = 0.0
     for residual, network in subject.networks():
         embedding = tokens(2)
@@ -93,7 +95,8 @@ def gradients(subject: Subject) -> str:
             draw = torch.Generator().manual_seed(place)
             for _ in range(3):
                 direction = torch.randn(leaf.shape, generator=draw, dtype=torch.float64)
-                direction *= (WIDTH / max(WIDTH, leaf.numel())) ** 0.5  # no longer than a vector: the error is its cube
+                # bounded in length, because the error grows with its cube
+                direction *= (WIDTH / max(WIDTH, leaf.numel())) ** 0.5
                 start, values = leaf.clone(), []
                 for sign in (1.0, -1.0):
                     with torch.no_grad():
@@ -108,7 +111,7 @@ def gradients(subject: Subject) -> str:
 
 
 def progress(subject: Subject) -> str:
-    """However far training is said to be, results and gradients are finite, and the penalty is none or a finite scalar
+    """Check that at any training progress results and gradients are finite, and the penalty is None or a finite scalar
     with finite gradients."""
     largest = None
     for residual, network in subject.networks():
@@ -129,8 +132,8 @@ def progress(subject: Subject) -> str:
 
 
 def states(subject: Subject) -> str:
-    """A state is a tree of tensors that nothing changes in place, and all that a pass remembers: others may run in its
-    middle."""
+    """Check that a state is a tree of tensors that nothing changes in place, and that a pass has no other memory, so
+    that passes may be interleaved."""
     for residual, network in subject.networks():
         other = tokens(2, 3, seed=5)
         for grad in (False, True):
@@ -143,7 +146,7 @@ def states(subject: Subject) -> str:
 
 
 def _disturbed(residual: Residual, network: Network, embedding: Tensor) -> Change:
-    """Return what lets another pass run before each sublayer of one."""
+    """Return a function that runs another pass before each sublayer of one."""
 
     def change(index: int, state: State) -> State:
         network.run(residual, embedding)
@@ -153,7 +156,7 @@ def _disturbed(residual: Residual, network: Network, embedding: Tensor) -> Chang
 
 
 def _unchanged(residual: Residual, network: Network, embedding: Tensor) -> None:
-    """Go through a network; raise `Failed` where a verb changes the tensors that it takes."""
+    """Run a network; raise `Failed` if a method changes the tensors of the state it was given."""
 
     def keep(verb: str, *values: Any) -> Any:
         leaves = _pytree.tree_leaves(values)
@@ -184,8 +187,8 @@ def _unchanged(residual: Residual, network: Network, embedding: Tensor) -> None:
 
 
 def cuts(subject: Subject) -> str:
-    """Cut before any sublayer, taken apart by `pack` as `slots` says and put together by `unpack`, a pass goes on with
-    the same result and gradients."""
+    """Check that a pass cut before any sublayer, with its state packed as `slots` says and unpacked, continues with the
+    same result and gradients."""
     largest, most = 0.0, 0
     for residual, network in subject.networks():
         embedding = tokens(2, 3)
@@ -202,10 +205,10 @@ def cuts(subject: Subject) -> str:
 
 
 def _cut(residual: Residual, cut: int, kept: dict[str, Tensor]) -> Change:
-    """Return what takes a state before sublayer `cut` apart and puts it together again, and compares it with its slots.
+    """Return a function that packs and unpacks the state before sublayer `cut`, and compares it with its slots.
 
     Args:
-        kept: the tensors of kept slots at earlier cuts, by name; this one's are added.
+        kept: tensors of permanent slots at earlier cuts, by name; this cut's are added.
     """
 
     def change(index: int, state: State) -> State:
@@ -226,7 +229,7 @@ def _cut(residual: Residual, cut: int, kept: dict[str, Tensor]) -> Change:
 
 
 def checkpointing(subject: Subject) -> str:
-    """Non-reentrant activation checkpointing of every sublayer gives the same gradients."""
+    """Check that non-reentrant activation checkpointing of every sublayer gives the same gradients."""
     largest = 0.0
     for residual, network in subject.networks():
         expected = network.gradients(residual, tokens(2, 3))
@@ -236,14 +239,15 @@ def checkpointing(subject: Subject) -> str:
 
 
 def compiled(subject: Subject) -> str:
-    """torch.compile(fullgraph=True) takes a whole network, forward and backward, and changes no result."""
+    """Check that torch.compile(fullgraph=True) compiles a whole network, forward and backward, and changes no
+    result."""
     depth = next((depth for depth in subject.depths if depth > 2), subject.depth)
     residual, network = subject.residual(depth), Network(depth, fused=True)
     expected = network.gradients(residual, tokens(2, 3))
     network.run = torch.compile(network.run, fullgraph=True, backend="aot_eager")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the compiler's own
+            warnings.simplefilter("ignore")  # warnings of the compiler itself
             result = network.gradients(residual, tokens(2, 3))
     except TorchDynamoException as error:
         raise Failed(f"the compiler breaks the graph: {first_line(error)}") from error

@@ -1,4 +1,4 @@
-"""Checks of what a mechanism says of itself, without a forward pass."""
+"""Checks of a mechanism's declarations, without a forward pass."""
 
 import inspect
 import math
@@ -13,11 +13,11 @@ from attnres.residuals.registry import make_residual, settings_of
 
 _AXES = ("read", "sublayer", "layer", "source", "stream")
 TAKEN = ("kind", "step", "output_rms", "input_rms", "grad_rms", "entropy", "sharpness")
-"""What a line of a run's metrics, in which learned tables stand by their names, has besides them."""
+"""Keys of a line of a run's metrics, which learned tables may therefore not use as names."""
 
 
 def interface(subject: Subject) -> str:
-    """It has a name, traits, all verbs, and a docstring with a formula or a source."""
+    """Check that it has a name, traits, all methods, and a docstring with a formula or a source."""
     mechanism = subject.mechanism
     for verb in ("start", "read", "write", "hidden_state"):
         expect(getattr(mechanism, verb) is not getattr(Residual, verb), f"{verb} is not defined")
@@ -36,7 +36,7 @@ def interface(subject: Subject) -> str:
 
 
 def settings(subject: Subject) -> str:
-    """Every argument of its constructor after `width` is a keyword with a default, and none need be given."""
+    """Check that every constructor argument after `width` is a keyword with a default."""
     mechanism = subject.mechanism
     first, *others = list(inspect.signature(mechanism).parameters.values())
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
@@ -54,7 +54,8 @@ def settings(subject: Subject) -> str:
 
 
 def start_values(subject: Subject) -> str:
-    """`init_parameters` gives every parameter its start value, in fp32; the meta device takes no memory."""
+    """Check that `init_parameters` gives every parameter its start value, in fp32, and that the meta device needs no
+    memory."""
     count = 0
     for depth in subject.depths:
         with torch.random.fork_rng(devices=[]):
@@ -79,8 +80,8 @@ def start_values(subject: Subject) -> str:
 
 
 def learned(subject: Subject) -> str:
-    """Its learned tables are fp32 on the CPU, with names of their own, as many axes as dimensions and as many rows as
-    the axes say."""
+    """Check that its learned tables are fp32 on the CPU, have unused names, as many axes as dimensions, and as many
+    rows as the axes say."""
     names: list[str] = []
     for depth in subject.depths:
         residual = subject.residual(depth)

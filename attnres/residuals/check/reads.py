@@ -1,4 +1,4 @@
-"""Checks of what reads mix: the layout, traits and mixing rows that a mechanism describes, against its forward pass."""
+"""Checks of a mechanism's description of its reads (layout, traits and mixing rows) against its forward pass."""
 
 import itertools
 import json
@@ -17,16 +17,16 @@ from attnres.residuals.state import State, Ways
 from attnres.residuals.watch import Editor, watched_by
 
 _CLOSE = 1e-6
-"""What counts as the same in fp64 here: implied weights are fp32, and norms have an eps."""
+"""Largest relative difference that counts as equal in fp64 here: implied weights are fp32, and norms have an eps."""
 _TINY = 1e-12
 """An eps of norms so small that a sum and a mean of the same outputs give one result in fp64."""
 
 
 class Recording:
-    """An observer that keeps what a pass showed.
+    """An observer that stores what a pass showed.
 
     Attributes:
-        reads: number of a read -> (h, weights, values). outputs: the embedding and what sublayers wrote, (..., d).
+        reads: number of a read -> (h, weights, values). outputs: the embedding and the sublayers' outputs, (..., d).
     """
 
     def __init__(self) -> None:
@@ -45,10 +45,10 @@ class Recording:
 
 
 class Fixed(Editor):
-    """An editor that gives reads weights of its own, the same whatever they mix.
+    """An editor that gives reads fixed weights, whatever they mix.
 
     Args:
-        identity: leave the weights as they are.
+        identity: leave the weights unchanged.
     """
 
     def __init__(self, *, identity: bool = False) -> None:
@@ -69,7 +69,7 @@ class Fixed(Editor):
 
 
 def recorded(residual: Residual, network: Network, embedding: Tensor) -> Recording:
-    """Return what a pass shows an observer; every read is to be shown, in order."""
+    """Run a pass with an observer and return the recording; every read must be shown, in order."""
     recording = Recording()
     with watched_by(residual, observer=recording):
         network.run(residual, embedding)
@@ -78,7 +78,8 @@ def recorded(residual: Residual, network: Network, embedding: Tensor) -> Recordi
 
 
 def layout(subject: Subject) -> str:
-    """It has a row for each read, whose sources have names of their own and are sums of outputs that were there."""
+    """Check that the layout has a row for each read, whose sources have unique names and are sums of outputs already
+    written."""
     most = 0
     for residual, network in subject.networks():
         rows, written = residual.layout(), depths(residual.layout())
@@ -107,7 +108,7 @@ def layout(subject: Subject) -> str:
 
 
 def _expect_places(residual: Residual, network: Network, rows: Sequence[Read]) -> None:
-    """Raise `Failed` unless rows belong to sublayers in order, and `read` gives what they are for."""
+    """Raise `Failed` unless rows belong to sublayers in order, and `read` returns inputs for them."""
     expected = [sublayer_name(index, residual.sublayers) for index in range(network.depth)]
     sublayers = list(dict.fromkeys(read.sublayer for read in rows))
     expect(sublayers == [*expected, "output"], f"rows are of {', '.join(sublayers)}, not of every sublayer in order")
@@ -123,7 +124,7 @@ def _expect_places(residual: Residual, network: Network, rows: Sequence[Read]) -
 
 
 def sources(subject: Subject) -> str:
-    """What reads show to observers is what the layout says: the values, and h made of them by the mixing rows."""
+    """Check that the values shown to observers are those of the layout, and that the mixing rows make h of them."""
     largest = 0.0
     for residual, network in subject.networks():
         rows: list[Tensor] = []
@@ -170,13 +171,14 @@ def _described(source: Source, recording: Recording, index: int) -> Tensor:
 
 
 def _flat(values: Sequence[Tensor], count: int) -> Tensor:
-    """Return (count, tokens, d): the values, and zeros for those that were not written yet."""
+    """Return (count, tokens, d): the values, with zeros for those not written yet."""
     flat = [value.flatten(0, -2) for value in values]
     return torch.stack([*flat, *[torch.zeros_like(flat[0])] * (count - len(flat))])
 
 
 def weights(subject: Subject) -> str:
-    """Rows of weights sum to one and differ by token exactly where the traits say so; those implied are those used."""
+    """Check that rows of weights sum to one and differ by token exactly if the traits say so, and that implied weights
+    are those used."""
     sums, spread = 0.0, 0.0
     for residual, network in subject.networks():
         traits = residual.traits
@@ -202,8 +204,8 @@ def weights(subject: Subject) -> str:
 
 
 def mixing(subject: Subject) -> str:
-    """With weights that an editor holds fixed, the derivative of h_l by output i is row l's entry i of the mixing
-    matrix; traits say linear exactly where there is one."""
+    """Check that, with weights held fixed by an editor, the derivative of h_l by output i is entry i of row l of the
+    mixing matrix, and that the traits say linear exactly if there is such a matrix."""
     largest = 0.0
     for residual, network in subject.networks():
         traits, rows = residual.traits, list[Tensor]()
@@ -241,7 +243,8 @@ def mixing(subject: Subject) -> str:
 
 
 def queries(subject: Subject) -> str:
-    """Where traits say has_query, reads have a direction and a sharpness that no logit passes; else none."""
+    """Check that reads have a direction, and a sharpness that no logit exceeds, if the traits say has_query; otherwise
+    neither."""
     residual, depth = subject.residual(), subject.depth
     reads = range(len(residual.layout()))
     with_query = [index for index in reads if residual.direction(index) is not None]
@@ -259,7 +262,7 @@ def queries(subject: Subject) -> str:
         direction, sharpness = residual.direction(index), residual.sharpness(index)
         assert direction is not None and sharpness is not None
         expect(direction.shape == (residual.width,), f"the direction of read {index} is {tuple(direction.shape)}")
-        # Sources along the query and against it, for two tokens the other way round: what else a logit has cancels.
+        # Sources along the query and against it, exchanged for a second token: other terms of a logit cancel.
         both = torch.tensor([[1.0], [-1.0]], dtype=torch.float64) * direction.double()
         written = [(-1) ** place * both for place in range(depth + 1)]
         pinned = Network(depth, outputs=written[1:])
@@ -275,8 +278,8 @@ def queries(subject: Subject) -> str:
 
 
 def start(subject: Subject) -> str:
-    """With its start values a pre-norm network computes what the standard residual computes, exactly where the traits
-    say starts_standard."""
+    """Check that with its start values a pre-norm network computes what the standard residual computes, exactly if the
+    traits say starts_standard."""
     claim, far = None, 0.0
     for depth in subject.depths:
         residual, network = subject.residual(depth, stirred=False), Network(depth, eps=_TINY)
@@ -295,7 +298,8 @@ def start(subject: Subject) -> str:
 
 
 def watching(subject: Subject) -> str:
-    """An observer changes neither a number nor a state's tree; an editor that edits nothing changes no number."""
+    """Check that an observer changes no value and no tree of a state, and that an editor without edits changes no
+    value."""
     for residual, network in subject.networks():
         for shape, grad in itertools.product(((), (3,), (2, 3)), (True, False)):
             embedding, states, watched = tokens(*shape), list[State](), list[State]()
@@ -313,6 +317,6 @@ def watching(subject: Subject) -> str:
 
 
 def _trees(states: Sequence[State]) -> list[tuple[_pytree.TreeSpec, list[torch.Size]]]:
-    """Return the form of each state, and the shapes of its tensors."""
+    """Return the tree of each state, and the shapes of its tensors."""
     flat = [_pytree.tree_flatten(state) for state in states]
     return [(form, [leaf.shape for leaf in leaves]) for leaves, form in flat]

@@ -1,4 +1,4 @@
-"""What is checked: a mechanism with its settings, and a small network of it whose sublayers are fixed."""
+"""The subject of the checks: a mechanism with its settings, and a small network of it with fixed sublayers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,17 +14,17 @@ from attnres.residuals.state import State, Ways
 
 WIDTH = 16
 DEPTHS = (1, 2, 3, 8)
-"""Sublayers of the networks that are checked, where the settings allow them."""
+"""Numbers of sublayers of the checked networks, if the settings allow them."""
 MAX_DEPTH = 32
-"""Where the settings allow none of `DEPTHS`, others up to this are looked for."""
+"""If the settings allow none of `DEPTHS`, other depths up to this are tried."""
 ROUNDING = 1e-9
-"""What two ways to one result in fp64 may differ by, as a part of its scale."""
+"""Largest relative difference in fp64 that counts as rounding."""
 EPS = 0.1
-"""Of the norms: so large that the scale of a read counts."""
+"""Eps of the norms, large enough that the scale of a read matters."""
 
 
 class Failed(Exception):
-    """A check's finding, in a few words."""
+    """Raised by a check with its finding, in a few words."""
 
 
 def expect(condition: bool, finding: str) -> None:
@@ -34,8 +34,8 @@ def expect(condition: bool, finding: str) -> None:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of two tensors as a part of the largest entry of `b`, if that passes one; infinite
-    for other shapes and where either is not finite."""
+    """Return the largest difference of two tensors, relative to the largest entry of `b` if that exceeds one; infinite
+    for different shapes or if a value is not finite."""
     if a.shape != b.shape:
         return float("inf")
     if not a.numel():
@@ -46,7 +46,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def close(a: Tensor, b: Tensor, what: str, bound: float = ROUNDING) -> float:
-    """Return the distance of two tensors; raise `Failed` with `what` beyond the bound."""
+    """Return the distance of two tensors; raise `Failed` with `what` if it exceeds the bound."""
     far = distance(a, b)
     expect(
         far <= bound,
@@ -59,8 +59,8 @@ class Subject(NamedTuple):
     """A mechanism with its settings.
 
     Attributes:
-        mechanism: its class. settings: of its constructor.
-        depths: numbers of sublayers that it is checked with, in order.
+        mechanism: its class. settings: arguments of its constructor.
+        depths: numbers of sublayers to check, in order.
     """
 
     mechanism: type[Residual]
@@ -69,7 +69,7 @@ class Subject(NamedTuple):
 
     @classmethod
     def of(cls, name: str, settings: dict[str, Any]) -> "Subject":
-        """Find the mechanism, and the depths that it can have with these settings.
+        """Find the mechanism, and the depths that these settings allow.
 
         Raises:
             UserError: an unknown name or setting; settings that fit no depth up to `MAX_DEPTH`.
@@ -83,7 +83,7 @@ class Subject(NamedTuple):
             except UserError as error:
                 refusal = str(error)
                 return False
-            except Exception:  # which the check of settings reports
+            except Exception:  # the check of settings reports it
                 return True
             return True
 
@@ -94,13 +94,14 @@ class Subject(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The largest of its depths, for what is checked at one."""
+        """Return the largest depth, for checks that use one."""
         return self.depths[-1]
 
     def residual(
         self, depth: int | None = None, *, stirred: bool = True, dtype: torch.dtype = torch.float64
     ) -> Residual:
-        """Return a residual of `depth` sublayers, with parameters of `dtype` that are away from their start values."""
+        """Return a residual of `depth` sublayers, with parameters of `dtype`; `stirred` moves them away from their
+        start values."""
         residual = make_residual(self.mechanism.name, self.depth if depth is None else depth, WIDTH, **self.settings)
         residual = residual.to(dtype)
         if stirred:
@@ -115,7 +116,7 @@ class Subject(NamedTuple):
 
 @torch.no_grad()
 def stir(residual: Residual) -> None:
-    """Move every parameter by numbers up to 0.4 that depend on its place alone."""
+    """Change every parameter by numbers up to 0.4 that depend only on its position."""
     draw = torch.Generator().manual_seed(1)
     for parameter in residual.parameters():
         noise = 0.8 * torch.rand(parameter.shape, generator=draw, dtype=torch.float64) - 0.4
@@ -128,11 +129,12 @@ def tokens(*shape: int, seed: int = 2, dtype: torch.dtype = torch.float64) -> Te
 
 
 Change = Callable[[int, State], State]
-"""Called with the state before each sublayer and before the output's read; what it returns is gone on with."""
+"""Called with the state before each sublayer and before the output's read; the pass continues with the returned
+state."""
 
 
 def collecting(states: list[State]) -> Change:
-    """Return what puts the state before each sublayer, and before the output's read, into `states`."""
+    """Return a function that appends the state before each sublayer and before the output's read to `states`."""
 
     def change(index: int, state: State) -> State:
         states.append(state)
@@ -142,14 +144,14 @@ def collecting(states: list[State]) -> Change:
 
 
 class Network:
-    """L pre-norm sublayers f_l(x) = tanh(W_l x); their matrices and their norms' gains are drawn once and stay fixed.
+    """L pre-norm sublayers f_l(x) = tanh(W_l x) with fixed random matrices and norm gains.
 
-    Of `Ways`, f_l = tanh((W_l - K_l - V_l) query + K_l key + V_l value): the same where all three are one vector.
+    For `Ways`, f_l = tanh((W_l - K_l - V_l) query + K_l key + V_l value), which is the same if all three are equal.
 
     Args:
-        eps: of the norms.
-        fused: hand norms over as values (`Norm`), as models do, instead of functions.
-        outputs: L tensors (..., d) that sublayers write whatever they read.
+        eps: eps of the norms.
+        fused: pass norms as values (`Norm`), as models do, instead of functions.
+        outputs: L tensors (..., d) that sublayers write, whatever they read.
     """
 
     def __init__(
@@ -176,7 +178,7 @@ class Network:
         return lambda h: gain * h * (h.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
     def sublayer(self, index: int, x: Tensor | Ways) -> Tensor:
-        """Return what sublayer `index` writes."""
+        """Return the output of sublayer `index`."""
         if self.outputs is not None:
             return self.outputs[index]
         whole = self.matrices[index]
@@ -193,8 +195,8 @@ class Network:
     def run(
         self, residual: Residual, embedding: Tensor, change: Change | None = None, around: Callable | None = None
     ) -> Tensor:
-        """Return the head's input (..., d) for an embedding. `around` carries out a step with its arguments, as
-        activation checkpointing does."""
+        """Return the head's input (..., d) for an embedding. `around` calls a step with its arguments, as activation
+        checkpointing does."""
         state = residual("start", embedding)
         for index in range(self.depth):
             state = state if change is None else change(index, state)
@@ -203,7 +205,8 @@ class Network:
         return residual("finish", state, self.norm(self.depth))
 
     def gradients(self, residual: Residual, embedding: Tensor, **how: Any) -> tuple[Tensor, list[Tensor]]:
-        """Return the head's input, and the gradients of a fixed function of it for the embedding and each parameter."""
+        """Return the head's input, and the gradients of a fixed function of it with respect to the embedding and each
+        parameter."""
         embedding = embedding.detach().requires_grad_()
         leaves = [embedding, *(p for p in residual.parameters() if p.requires_grad)]
         result = self.run(residual, embedding, **how)
@@ -215,7 +218,7 @@ class Network:
 def agree(
     one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]], what: str, bound: float = ROUNDING
 ) -> float:
-    """Return the largest distance of two results with their gradients; raise `Failed` beyond the bound."""
+    """Return the largest distance of two results with their gradients; raise `Failed` if it exceeds the bound."""
     far = close(one[0], other[0], f"{what} changes the result", bound)
     return max(far, *(close(a, b, f"{what} changes a gradient", bound) for a, b in zip(one[1], other[1], strict=True)))
 

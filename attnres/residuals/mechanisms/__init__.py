@@ -1,4 +1,4 @@
-"""The mechanisms that ship with the package, in the order of the tables. A file has a rule and its variants."""
+"""The mechanisms of the package, in the order of the tables. A file holds a rule and its variants."""
 
 from attnres.residuals.base import Residual
 from attnres.residuals.mechanisms.adaptive import Adaptive
@@ -27,7 +27,7 @@ from attnres.residuals.mechanisms.two_streams import ParallelLanes, SiameseNorm
 from attnres.residuals.mechanisms.xhc import XHC
 
 MECHANISMS: tuple[type[Residual], ...] = (
-    # The baseline and what controls for its scale.
+    # The baseline and its placebo controls.
     Standard,
     Rescaled,
     CompleteP,
@@ -39,14 +39,14 @@ MECHANISMS: tuple[type[Residual], ...] = (
     BoundaryNormed,
     PostBlock,
     Adaptive,
-    # Rules of one stream: where its norm sits,
+    # Rules of one stream: the place of the norm,
     PostNorm,
     DeepNorm,
     HybridNorm,
     Keel,
     PeriLN,
     LayerNormScaling,
-    # and what stream and branch are weighed with.
+    # and the weights of stream and branch.
     ReZero,
     LayerScale,
     NormPreserving,
@@ -64,7 +64,7 @@ MECHANISMS: tuple[type[Residual], ...] = (
     FracConnections,
     ParallelLanes,
     MultiGate,
-    # Rules that keep earlier outputs.
+    # Rules that store earlier outputs.
     StaticMix,
     DenseFormer,
     ANCRe,
@@ -72,7 +72,7 @@ MECHANISMS: tuple[type[Residual], ...] = (
     MRLALight,
     DeltaAttnRes,
     LRAttnRes,
-    # A read of its own for queries, keys and values.
+    # Separate reads for queries, keys and values.
     MuddFormer,
     DeepCrossAttention,
     Inkling2,

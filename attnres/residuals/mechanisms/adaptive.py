@@ -1,4 +1,4 @@
-"""Block boundaries that are learned: a gate after each layer decides how far a block ends there."""
+"""Learned block boundaries: a gate after each layer decides how far a block ends there."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,22 +20,24 @@ SCHEDULES: dict[str, Callable[[float, float, Tensor], Tensor]] = {
     "exponential": lambda first, last, part: first * (last / first) ** part,
     "none": lambda first, last, part: torch.full_like(part, first),
 }
-"""The temperature when a part, from 0 to 1, of the annealing is over."""
+"""Temperature schedules, functions of the start and end temperature and the fraction of the annealing that is over, 0
+to 1."""
 
 
 class Adaptive(Boundary):
-    """As `boundary`, where a block may end after every layer l = 1 .. M, as far as a gate g_l in (0, 1) is open:
+    """As `boundary`, but a block may end after every layer l = 1 .. M, to the degree that a gate g_l in (0, 1) is open:
 
         x <- sum_{i <= l} a_i e_i,   a = softmax_i( w_l . (k_l * e_i / rms(e_i)) + [i < l] log(g_i g_l) )
         g_l = sigmoid(b_l / t + s),   g_0 = g_M = 1,   penalty = target_weight (sum_{0<l<M} sigmoid(b_l / t) - target)^2
 
-    e_0 is the embedding, e_i the stream after layer i. What a closed gate ends takes no mass in later reads, and its
-    read leaves the stream as it is; with gates of 0 and 1 this is `boundary` with blocks that end where they are 1.
+    e_0 is the embedding, e_i the stream after layer i. A state with a closed gate gets no weight in later reads, and
+    its own read does not change the stream; with gates of 0 and 1 this is `boundary` with blocks that end where gates
+    are 1.
 
     Args:
-        target_count: what the penalty pulls the sum of the M - 1 gates to; by default 4, or all where they are fewer.
-        least_count: what that sum never falls below: s >= 0 is the least shift of all gates that keeps it there.
-        gate_init: where each b_l starts; -2 is a gate of 0.40 at t = 5, a number above 0 starts biased open.
+        target_count: target of the penalty for the sum of the M - 1 gates; by default 4, or M - 1 if that is less.
+        least_count: lower bound of that sum: s >= 0 is the smallest common shift of all gates that satisfies it.
+        gate_init: start value of each b_l; -2 is a gate of 0.40 at t = 5, a positive number starts mostly open.
         schedule: of t, which goes from `temperature_start` to `temperature_end` while training goes from `anneal_start`
             to `anneal_end`: linear, cosine, exponential, or none, which stays at `temperature_start`.
 
@@ -78,7 +80,9 @@ class Adaptive(Boundary):
         self.target_count = number("target_count", target, 0, gates)
         self.least_count = number("least_count", least_count, 0, self.target_count)
         if gates and self.least_count == gates:
-            raise UserError(f"least_count is {least_count}, all gates there are: take residual boundary, block_size 2")
+            raise UserError(
+                f"least_count is {least_count}, the number of all gates: use residual boundary with block_size 2"
+            )
         self.target_weight = number("target_weight", target_weight, 0)
         self.gate_init = number("gate_init", gate_init)
         self.schedule = one_of("schedule", schedule, list(SCHEDULES))
@@ -101,19 +105,20 @@ class Adaptive(Boundary):
 
     @property
     def temperature(self) -> Tensor:
-        """t, a scalar."""
+        """Return t, a scalar."""
         return SCHEDULES[self.schedule](
             self.first, self.last, ((self.progress - self.begin) / (self.end - self.begin)).clamp(0, 1)
         )
 
     @property
     def opening(self) -> Tensor:
-        """b / t + s, (M - 1,): what the gates are the sigmoid of."""
+        """Return b / t + s, (M - 1,), the argument of the gates' sigmoid."""
         opening = self.logit / self.temperature
         return _lifted(opening, self.least_count) if self.least_count else opening
 
     def penalty(self) -> Tensor:
-        count = torch.sigmoid(self.logit / self.temperature).sum()  # not lifted: a sum that is held has no gradient
+        # without s: a sum held at its bound would have no gradient
+        count = torch.sigmoid(self.logit / self.temperature).sum()
         return self.target_weight * (count - self.target_count).square()
 
     def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
@@ -143,7 +148,7 @@ def _lifted(opening: Tensor, least: float) -> Tensor:
     """Return `opening` + s with the least s >= 0 for which sum sigmoid(opening + s) >= `least`, found by bisection; its
     gradient is that of s as a function of `opening`, ds = - sum_l p_l d opening_l, p in proportion to sigmoid'."""
     with torch.no_grad():
-        even = math.log(least / (len(opening) - least))  # the opening of `least` spread evenly
+        even = math.log(least / (len(opening) - least))  # the gates' argument if `least` is spread evenly
         low, high = even - opening.max(), even - opening.min()
         for _ in range(50):
             middle = (low + high) / 2

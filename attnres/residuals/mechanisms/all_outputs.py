@@ -1,4 +1,4 @@
-"""Rules that keep the embedding and every output apart: DenseNet and static mixing."""
+"""Rules that store the embedding and every output separately: DenseNet and static mixing."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ from attnres.residuals.watch import NormLike
 
 
 class AllOutputs(Residual):
-    """The state is the embedding and every output, each (..., d). A rule says what `read` makes of them."""
+    """A state of the embedding and every output, each (..., d); a subclass defines how `read` combines them."""
 
     hands_on_sum = True
 
@@ -60,7 +60,7 @@ class StaticMix(AllOutputs):
         nn.init.constant_(self.logits, float(self.raw))
 
     def coefficients(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Return a (index + 1,) of read `index`."""
+        """Return the weights a (index + 1,) of read `index`."""
         row = self.logits[index, : index + 1].to(compute_dtype(dtype))
         return row if self.raw else row.softmax(0)
 
@@ -106,7 +106,7 @@ class DenseNet(AllOutputs):
         self.init_parameters()
 
     def first_matrix(self, index: int) -> int:
-        """Return how many matrices the reads before `index` have: 2, 3 .. index of them."""
+        """Return the number of matrices of the reads before `index`, which have 2, 3, .. `index` of them."""
         return index * (index + 1) // 2 - 1
 
     def init_parameters(self) -> None:

@@ -1,4 +1,4 @@
-"""Block Attention Residuals: sublayers read the sums of earlier blocks and the running sum of their own."""
+"""Block Attention Residuals: sublayers read the sums of earlier blocks and the running sum of their own block."""
 
 import math
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ DEFAULT_BLOCKS = 8
 def resolve_block_sizes(
     num_sublayers: int, block_size: int | str | Sequence[int] | None, num_blocks: int | None
 ) -> list[int]:
-    """Return the sublayers of each block from either setting; sublayers are attention and MLP, not transformer layers.
+    """Return the number of sublayers of each block from either setting; sublayers are attention and MLP, not whole
+    layers.
 
     >>> resolve_block_sizes(10, 4, None), resolve_block_sizes(10, "2+2+6", None)
     ([4, 4, 2], [2, 2, 6])
@@ -47,7 +48,8 @@ def resolve_block_sizes(
     sizes = sizes_of_groups(num_sublayers, size)
     if len(sizes) != num_blocks:
         raise UserError(
-            f"{num_sublayers} sublayers cannot be cut into num_blocks={num_blocks} blocks of one size (only the last "
+            f"{num_sublayers} sublayers cannot be divided into num_blocks={num_blocks} blocks of one size (only the "
+            "last "
             f"may be shorter): blocks of {size} make {len(sizes)}; choose another num_blocks or give block_size"
         )
     return sizes
@@ -65,7 +67,7 @@ def _given_sizes(num_sublayers: int, sizes: str | Sequence[int]) -> list[int]:
 
 
 def _exponent(block_sum: Any) -> float | None:
-    """Return gamma - 1 of setting `block_sum`; None where gamma is learned."""
+    """Return gamma - 1 for setting `block_sum`; None if gamma is learned."""
     if block_sum in ("sum", "rms", "learned"):
         return {"sum": 0.0, "rms": -1.0, "learned": None}[block_sum]
     if isinstance(block_sum, int | float) and not isinstance(block_sum, bool) and 0 <= block_sum <= 1:
@@ -74,25 +76,25 @@ def _exponent(block_sum: Any) -> float | None:
 
 
 def _refuse_stream(altered: str, options: dict[str, Any]) -> None:
-    """Raise a UserError for settings that take the plain stream, which finished blocks are no longer the parts of."""
+    """Raise a UserError for settings that use the plain stream, if finished blocks no longer sum to it."""
     for name, without in (("query", "static"), ("gate", "none"), ("alpha", "none")):
         if options.get(name, without) != without:
             raise UserError(
-                f"{name}={options[name]} is given with {altered}: it takes the running sum of all outputs, "
-                "which is in none of the sources then; give one of them"
+                f"{name}={options[name]} is given with {altered}: it uses the running sum of all outputs, to which "
+                "the sources then do not sum; give one of them"
             )
 
 
 class Block(DepthAttention):
     """Sources are the embedding b_0, the sum of each finished block, and the running sum of the current one.
 
-    The first sublayer of a block reads the finished blocks alone. `block_size=1` is Full; `block_size=L` is a standard
-    residual with the embedding kept apart. Blocks may differ in size: [2, 2, 4], or "2+2+4", from the first on.
+    The first sublayer of a block reads only the finished blocks. `block_size=1` is Full; `block_size=L` is a standard
+    residual with the embedding as a separate source. Blocks may differ in size: [2, 2, 4], or "2+2+4", in order.
 
-    `block_sum` says what a finished block is: b = sum_i y_i r_i^(gamma - 1) over its outputs y_i, where r_i is
+    `block_sum` defines the value of a finished block: b = sum_i y_i r_i^(gamma - 1) over its outputs y_i, where r_i is
     sqrt(mean(y_i^2) + eps). "sum" is gamma = 1, "rms" gamma = 0 (RMS Block: each output is normed), a number in between
-    is that gamma, "learned" has one for each block, from 1. The block in progress is the plain sum in each of them, and
-    the embedding is as it is. But for "sum" and "learned" this does not start as the standard residual.
+    is gamma itself, "learned" has one for each block, starting at 1. The block in progress is always the plain sum, and
+    the embedding is unchanged. Only "sum" and "learned" start as the standard residual.
 
     `summaries` "split" has two sums in a block, of its attentions and of its MLPs, each a source from its first output
     on: twice as many sources, and with blocks of one layer those of Full.
@@ -101,9 +103,9 @@ class Block(DepthAttention):
 
         value  s S,  s = c^-alpha, alpha = `count_power`;    logit + beta log c,  beta = `count_prior`
 
-    `block_scale` makes s a learned number for each sublayer, that of the last one in the sum, which starts at c^-alpha.
-    beta may be "learned": one for each read, from alpha. With queries at 0 a read is sum_j c_j^(beta - alpha) S_j over
-    sum_j c_j^beta: the standard residual where alpha = beta, a mean of the blocks' means with 1 and 0.
+    With `block_scale` s is a learned number for each sublayer, starting at c^-alpha; a sum uses that of its last
+    sublayer. beta may be "learned": one for each read, starting at alpha. With queries at 0 a read is sum_j c_j^(beta -
+    alpha) S_j over sum_j c_j^beta: the standard residual where alpha = beta, a mean of the blocks' means with 1 and 0.
 
     Source of "rms": github.com/kimmichtank/rms-block-attnres, which proposes gamma and reports no run of it; of the
     other settings github.com/jon123boss/LR-AttnRes, which reports none of them alone.
@@ -164,7 +166,9 @@ class Block(DepthAttention):
             **options,
         )
         if self.weighting.sigmoid and (self.count_prior or learns_prior):
-            raise UserError(f"count_prior={count_prior} is given with weights=sigmoid, which weighs each source alone")
+            raise UserError(
+                f"count_prior={count_prior} is given with weights=sigmoid, which weighs each source separately"
+            )
         self.gamma = nn.Parameter(torch.empty(len(self.bounds) - 1)) if self.exponent is None else None
         self.scale = nn.Parameter(torch.empty(num_sublayers)) if block_scale else None
         self.prior = nn.Parameter(torch.empty(num_sublayers + 1)) if learns_prior else None
@@ -176,7 +180,7 @@ class Block(DepthAttention):
 
     def init_parameters(self) -> None:
         super().init_parameters()
-        if hasattr(self, "prior"):  # the base's constructor comes here first
+        if hasattr(self, "prior"):  # the base class's constructor calls this first
             self._init_sums()
 
     def _init_sums(self) -> None:
@@ -189,12 +193,12 @@ class Block(DepthAttention):
             nn.init.constant_(self.prior, self.count_power)
 
     def _count(self, index: int) -> int:
-        """Return how many outputs are in the sum that sublayer `index` has added to."""
+        """Return the number of outputs in the sum that sublayer `index` has added to."""
         return (index - self.group_start(index)) // self.kinds + 1
 
     @property
     def block_sizes(self) -> list[int]:
-        """The sublayers of each block."""
+        """Return the number of sublayers of each block."""
         return [stop - start for start, stop in pairwise(self.bounds)]
 
     @property
@@ -203,7 +207,7 @@ class Block(DepthAttention):
 
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         begun = self._count(index) > 1
-        older, rest = state.open[:begun], state.open[begun:]  # the sum that grows has waited longest
+        older, rest = state.open[:begun], state.open[begun:]  # the growing sum was written last
         if self.altered is not None:
             y = output if self.scales else self._sized(output, self.bounds.index(self.group_start(index)))
             total = state.scaled[0] + y if begun else y.to(self._stream_dtype(state.sealed))
@@ -230,7 +234,7 @@ class Block(DepthAttention):
         state = super().write(state, index, output)
         if index + 1 < self.num_sublayers or not state.scaled:
             return state
-        ended = self.closed(state, self._stream_dtype(state.sealed))  # the head reads the last block as it has ended
+        ended = self.closed(state, self._stream_dtype(state.sealed))  # the head reads the last block as finished
         return state._replace(open=ended, added=(), scaled=())
 
     def slots(self, index: int) -> tuple[Slot, ...]:
@@ -252,7 +256,7 @@ class Block(DepthAttention):
         return [] if self.prior is None and not beta else [beta * math.log(count) for count in self._counts(read)]
 
     def _counts(self, read: int) -> list[int]:
-        """Return how many outputs each source of read number `read` but a null one sums."""
+        """Return the number of outputs in each source of read number `read`, except a null source."""
         return [len(source.span or ()) for source in self.sources(read) if source is not NULL]
 
     def total(self, read: int) -> float:
@@ -285,10 +289,10 @@ class Block(DepthAttention):
         return self._sums(max(bound for bound in self.bounds if bound <= read), read, None)
 
     def _sums(self, start: int, stop: int, number: int | None) -> tuple[Source, ...]:
-        """Return the sums of the outputs of sublayers `start` to `stop` - 1, that with the last output last.
+        """Return the sums of the outputs of sublayers `start` to `stop` - 1, the one with the latest output last.
 
         Args:
-            number: that of their block, None while it is in progress.
+            number: number of their block; None while it is in progress.
         """
         sources, opens, step = [], number is None, self.kinds
         for last in range(max(start, stop - step), stop):

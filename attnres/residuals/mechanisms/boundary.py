@@ -1,4 +1,4 @@
-"""Depth reads at block boundaries alone, whose mix becomes the stream: three layouts of other projects."""
+"""Depth reads only at block boundaries, whose result becomes the stream: three layouts of other projects."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from attnres.residuals.watch import NormLike, watched, with_norm
 class Boundaries(NamedTuple):
     """The plain stream, and the embedding with the states at the ends of finished blocks; all (..., d).
 
-    At a boundary the stream is the last of those states, until the next read mixes them.
+    At a boundary the stream is the last of those states until the next read replaces it by a mixture.
     """
 
     stream: Tensor
@@ -66,7 +66,7 @@ class Boundary(Queried):
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         self.num_blocks = math.ceil(num_sublayers / self.block_size)
         self.add_queries(self.num_blocks)
-        Boundary.init_parameters(self)  # those of a subclass are not there yet
+        Boundary.init_parameters(self)  # the parameters of a subclass do not exist yet
 
     def init_parameters(self) -> None:
         self.init_queries()
@@ -89,11 +89,11 @@ class Boundary(Queried):
         return with_norm(stream, norm), Boundaries(stream, self._kept(state.ends, stream))
 
     def _kept(self, ends: tuple[Tensor, ...], mix: Tensor) -> tuple[Tensor, ...]:
-        """Return the states that later boundaries mix: of the block that ended, what its layers left."""
+        """Return the states that later boundaries mix: for the finished block, its last state."""
         return ends
 
     def _inside(self, index: int) -> bool:
-        """Return whether read `index` is of the plain stream: no block ends before it."""
+        """Return whether read `index` takes the plain stream: no block ends before it."""
         return index == 0 or not self._at_end(index)
 
     def write(self, state: State, index: int, output: Tensor) -> State:
@@ -127,8 +127,8 @@ class Boundary(Queried):
         return (EMBEDDING, *(self._since(start, min(start + size, read)) for start in starts))
 
     def _since(self, start: int, stop: int) -> Source:
-        """Return the stream before sublayer `stop`: what read `start` made of it, the first of its block, and the
-        outputs since."""
+        """Return the stream before sublayer `stop` as a source: the result of read `start`, the first of its block,
+        plus the outputs since."""
         if start == 0:
             return Source("block", 1, range(stop + 1))
         return Source("block", start // self.block_size + 1, range(start + 1, stop + 1), after=start)
@@ -159,11 +159,11 @@ class BoundaryNormed(Boundary):
         "3 + N/2S",
         "samitmohan.github.io, 18 March 2026",
     )
-    traits = Boundary.traits._replace(linear=False)  # the values are normed: a number for each channel
+    traits = Boundary.traits._replace(linear=False)  # values are normed by a gain, a number for each channel
     slow = ()
 
     def _kept(self, ends: tuple[Tensor, ...], mix: Tensor) -> tuple[Tensor, ...]:
-        """Return the states that later boundaries mix: of the block that ended, the mix that became the stream."""
+        """Return the states that later boundaries mix: for the finished block, the mixture that became the stream."""
         return (*ends[:-1], mix)
 
     def sources(self, read: int) -> tuple[Source, ...]:
@@ -187,10 +187,11 @@ class BoundaryNormed(Boundary):
 
     @torch.no_grad()
     def direction(self, read: int) -> Tensor | None:
-        return None if self._inside(read) else self.query[self._block(read)]  # the keys, gain and all, are the values
+        # the keys, with their gain, are the values
+        return None if self._inside(read) else self.query[self._block(read)]
 
     def sharpness(self, read: int) -> float | None:
-        """|w * g|: the logits are divided by sqrt(d)."""
+        """Return |w * g|, since the logits are divided by sqrt(d)."""
         if self._inside(read):
             return None
         block = self._block(read)
@@ -198,7 +199,7 @@ class BoundaryNormed(Boundary):
 
 
 def _resolve(num_sublayers: int, block_size: int | None, num_blocks: int | None) -> int:
-    """Sublayers per block: an even number, or all of them."""
+    """Return the sublayers of a block: an even number, or all of them."""
     not_both(block_size=block_size, num_blocks=num_blocks)
     if block_size is not None:
         if whole("block_size", block_size) % 2 or block_size > num_sublayers:
@@ -273,5 +274,5 @@ class PostBlock(Boundary):
         return super().unpack((tensors[-1], *tensors) if self._mixes_next(index) else tensors, index)
 
     def _mixes_next(self, index: int) -> bool:
-        """Return whether the next read takes the blocks' sums, and the stream before it need not cross a cut."""
+        """Return whether the next read replaces the stream, so that the present stream need not cross a cut."""
         return index > 0 and self._at_end(index)

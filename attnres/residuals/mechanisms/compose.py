@@ -1,4 +1,4 @@
-"""Rules for some layers of a network each, the standard residual for the others."""
+"""Several rules in one network, for some layers each, and the standard residual in the others."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -20,7 +20,8 @@ Rule = tuple[str, str, dict[str, Any]]
 
 
 def compose(*words: str | dict[str, Any]) -> list[list[Any]]:
-    """Return the setting `rules` of residual "compose" for rules and their layers, each with its settings behind it.
+    """Return the setting `rules` of residual "compose" from rules and their layers, each optionally followed by
+    settings.
 
     >>> compose("block", "0:24", {"num_blocks": 4}, "muddformer", "-2:")
     [['block', '0:24', {'num_blocks': 4}], ['muddformer', '-2:', {}]]
@@ -43,13 +44,13 @@ def compose(*words: str | dict[str, Any]) -> list[list[Any]]:
 
 
 def chosen_layers(text: Any, count: int) -> list[int]:
-    """Return the numbers of the layers, of `count`, that a text names: "-2:", "12:24", "::3", "5", "even" or "odd".
+    """Return the layer numbers, out of `count`, that a text selects: "-2:", "12:24", "::3", "5", "even" or "odd".
 
     >>> chosen_layers("-2:", 6), chosen_layers("odd", 6)
     ([4, 5], [1, 3, 5])
 
     Raises:
-        UserError: another text, a layer that is not there, or none.
+        UserError: another text, a missing layer, or no layer.
     """
     words = {"even": "::2", "odd": "1::2"}
     written = words.get(str(text), str(text))
@@ -76,10 +77,11 @@ class Part(NamedTuple):
 
 
 class Inside:
-    """Shows the reads of a rule's part to who watches the whole; `outputs` are the part's own, as an editor has them.
+    """Shows the reads of a rule's part to observers of the whole network; `outputs` are the part's, as an editor has
+    them.
 
     Args:
-        row: the number in the whole of the part's first read.
+        row: number, in the whole network, of the part's first read.
     """
 
     def __init__(self, watcher: Any, row: int) -> None:
@@ -108,16 +110,17 @@ class Inside:
 
 
 class Compose(Residual):
-    """x_{l+1} = x_l + f_l(N(x_l)), and in the layers of a rule what it does; x at their start is its embedding.
+    """x_{l+1} = x_l + f_l(N(x_l)), except in the layers of a rule, which follow the rule with x at their start as
+    embedding.
 
-    Behind its layers the stream goes on with what a rule hands on (`Residual.handed_on`): of depth reads the plain sum
-    of all outputs, so that each rule that starts as the standard residual starts so here, exactly.
+    After its layers the stream is the rule's `Residual.handed_on`: for depth reads the plain sum of all outputs. So a
+    rule that starts as the standard residual does so here, exactly.
 
     Args:
-        rules: as `compose` makes them, or a text as "block=0:24+muddformer=-2:"; layers that none names are standard.
-        read_scale: of those rules that have it.
+        rules: from `compose`, or a text such as "block=0:24+muddformer=-2:"; other layers are standard.
+        read_scale: value for those rules that have this setting.
 
-    The setting `layers` of any mechanism is this with one rule. A part's parameters are named rules.N.
+    The setting `layers` of any mechanism is a `compose` with one rule. A part's parameters are named rules.N.
     """
 
     name = "compose"
@@ -180,11 +183,11 @@ class Compose(Residual):
                 part.rule.init_parameters()
 
     def _number(self, index: int) -> int:
-        """Return the number of the part that sublayer `index` is in; of L, the last."""
+        """Return the number of the part that contains sublayer `index`; for L, the last."""
         return next((n for n, part in enumerate(self.laid) if index < part.stop), len(self.laid) - 1)
 
     def _begun(self, number: int, x: Tensor) -> State:
-        """Return the state at the start of a part: empty places for those before, and its own state."""
+        """Return the state at the start of a part: empty states for earlier parts, and its own."""
         rule = self.laid[number].rule
         if rule is None:
             return ((),) * number + (x,)
@@ -252,7 +255,7 @@ class Compose(Residual):
         return (None,) if rule is None or index == self.num_sublayers else rule.ways(index - first)
 
     def _inside(self, row: int) -> tuple[int, int, int]:
-        """Return of read `row` its sublayer, its part's number, and its number among that part's reads."""
+        """Return the sublayer of read `row`, its part's number, and its number among that part's reads."""
         sublayer = self.places()[row][0]
         number = self._number(sublayer)
         return sublayer, number, row - self.first_row(self.laid[number].first)
@@ -267,7 +270,7 @@ class Compose(Residual):
         return () if self.hidden else (Source("stream", None, None, open=True),)
 
     def _outside(self, source: Source, number: int) -> Source:
-        """Return a source of a part's read as one of the whole."""
+        """Return a source of a part's read as a source in the whole network."""
         first, layer = self.laid[number].first, self.laid[number].first // len(self.sublayers)
         kind, count, span, after = source.kind, source.number, source.span, source.after
         if kind == "embedding" and first:
@@ -283,13 +286,14 @@ class Compose(Residual):
         return Source(kind, count, span, source.open, after)
 
     def _blocks_before(self, number: int) -> int:
-        """Return an upper bound of the sources of one kind in parts before: its numbers go on from there."""
+        """Return an upper bound on the number of sources of one kind in earlier parts; this part's numbers continue
+        from it."""
         return sum(part.stop - part.first + 1 for part in self.laid[:number] if part.rule is not None)
 
     def implied(self, read: int) -> Tensor | None:
         sublayer, number, row = self._inside(read)
         rule = self.laid[number].rule
-        if self.traits.by_token:  # of some reads: all show those that they use
+        if self.traits.by_token:  # some reads: each shows only the sources that it uses
             return None
         if rule is not None:
             return rule.implied(row)
@@ -367,7 +371,7 @@ def _rules(rules: Any) -> list[Rule]:
 
 
 def _owners(rules: Sequence[Rule], count: int) -> list[Rule | None]:
-    """Return the rule of each of `count` layers, None where it is the standard residual."""
+    """Return the rule of each of `count` layers, None for the standard residual."""
     owners: list[Rule | None] = [None] * count
     for rule in rules:
         for layer in chosen_layers(rule[1], count):

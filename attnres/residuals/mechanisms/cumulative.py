@@ -15,8 +15,8 @@ from attnres.residuals.watch import NormLike
 
 
 def snapshot_size(num_sublayers: int, block_size: int | None, num_blocks: int | None, kinds: int) -> int:
-    """Sublayers from one snapshot to the next. `num_blocks` counts as that project does: whole transformer layers, of
-    `kinds` sublayers, ceil(layers / num_blocks) each, which may make fewer blocks than asked for."""
+    """Return the sublayers between two snapshots. `num_blocks` counts as that project does: whole transformer layers,
+    of `kinds` sublayers, ceil(layers / num_blocks) each, which may give fewer blocks than asked for."""
     not_both(block_size=block_size, num_blocks=num_blocks)
     if block_size is not None:
         if whole("block_size", block_size) > num_sublayers:
@@ -92,7 +92,7 @@ class Cumulative(DepthAttention):
         return self.opens(read) if read == self.num_sublayers else super().sources(read)
 
     def bank_reads(self) -> BankReads | str:
-        """Said anew, for `finish` is this class's own: the head reads one source, the stream."""
+        """Return the bank reads; overridden because `finish` is overridden: the head reads one source, the stream."""
         return super().bank_reads()
 
     def hidden_state(self, state: DepthState) -> Tensor:

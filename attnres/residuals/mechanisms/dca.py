@@ -1,4 +1,4 @@
-"""DeepCrossAttention: queries, keys and values are each of a learned mixture of all layers' outputs, by channel."""
+"""DeepCrossAttention: queries, keys and values each read a learned mixture, by channel, of all layers' outputs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -21,18 +21,17 @@ T = TypeVar("T")
 class DeepCrossAttention(Mixtures):
     """x_c = sum_j (ReLU(N(y_j) . w_c) + b_cj) * y_j,    c = query, key, value    (the publication's GRN-v3)
 
-    before each layer, y_0 the embedding and y_j the sum of what layer j's attention and MLP wrote; b_cj is a number a
-    channel. The attention projects N(x_c); the MLP reads x_query plus what the attention wrote. One more mixture is the
-    head's. N is an RMSNorm whose gain the three ways of a layer share. w = 0, b = 1: the standard residual. ReLU has
-    the derivative one at zero here: with torch's own, zero, w would never leave its start.
+    before each layer; y_0 is the embedding, y_j the sum of the outputs of layer j's attention and MLP, b_cj a number
+    for each channel. The attention projects N(x_c); the MLP reads x_query plus the attention's output. The head has one
+    more mixture. N is an RMSNorm whose gain the three ways of a layer share. w = 0, b = 1: the standard residual. ReLU
+    has the derivative one at zero here: with torch's own, zero, w would never leave its start.
 
     `past_layers` k mixes the first k and the last k of y_0 .. y_l and, as one source, the sum of those between.
 
-    Weights that are shown to observers are means over channels, ReLU(..) + mean(b), and sources what one such weight
-    brings.
+    Observers get the weights' means over channels, ReLU(..) + mean(b), and sources rescaled to them.
 
-    Source: Heddes et al., "DeepCrossAttention", arXiv 2502.06785. What goes on inside a layer is as in lucidrains'
-    deep-cross-attention, which leaves out what is between the first and last k.
+    Source: Heddes et al., "DeepCrossAttention", arXiv 2502.06785. The inside of a layer follows lucidrains'
+    deep-cross-attention, which omits the layers between the first and last k.
     """
 
     name = "dca"
@@ -63,14 +62,14 @@ class DeepCrossAttention(Mixtures):
 
     @property
     def _mixing(self) -> list[int]:
-        """The sublayers whose reads are mixtures: attentions, and the head (L)."""
+        """Return the sublayers whose reads are mixtures: attentions, and the head (L)."""
         return [*range(0, self.num_sublayers, 2), self.num_sublayers]
 
     def ways(self, index: int) -> tuple[str | None, ...]:
         return Ways._fields if index % 2 == 0 and index < self.num_sublayers else (None,)
 
     def mix(self, index: int, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mixtures and, as weights, the part in which tokens differ, (..., n, ways)."""
+        """Return the mixtures and, as weights, the part that differs between tokens, (..., n, ways)."""
         place = (index + 1) // 2
         bias, weight, gain = (x[place].to(values.dtype) for x in (self.bias, self.weight, self.gain))
         scale = one_over_rms(values, self.eps)
@@ -79,7 +78,8 @@ class DeepCrossAttention(Mixtures):
         return static + dynamic.mT @ values, dynamic
 
     def _mixtures(self, index: int, past: tuple[Tensor, ...]) -> list[Tensor]:
-        """Return the mixtures of the reads of sublayer `index` (L: of the head), (..., d), as watchers leave them."""
+        """Return the mixtures of the reads of sublayer `index` (L: of the head), (..., d), after observers and
+        editors."""
         sources, row = _selected(past, self.past_layers, _sum), self.first_row(index)
         parts, dynamic = self.mixed(index, sources)
         if not self.watched:
@@ -117,7 +117,7 @@ class DeepCrossAttention(Mixtures):
         return _sum((*state.past, *state.inside[1:]))
 
     def _mixed_sources(self, index: int) -> tuple[Source, ...]:
-        """Return what the mixtures of sublayer `index` (L: of the head) are of."""
+        """Return the sources of the mixtures of sublayer `index` (L: of the head)."""
         layers = [Source("layer", i, range(2 * i + 1, 2 * i + 3)) for i in range(index // 2)]
         last = [Source("attention", index // 2, range(index, index + 1))] if index % 2 else []
         return _selected((EMBEDDING, *layers, *last), self.past_layers, _between)
@@ -131,7 +131,7 @@ class DeepCrossAttention(Mixtures):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
-        """Return b of each read, its mean over channels; NaN for reads that are no mixture."""
+        """Return b of each read, averaged over channels; NaN for reads that are no mixture."""
         most = max(bias.shape[1] for bias in self.bias)
         table = torch.full((len(self.places()), most), torch.nan)
         for index, bias in zip(self._mixing, self.bias):
@@ -141,7 +141,7 @@ class DeepCrossAttention(Mixtures):
 
 
 def _selected(past: tuple[T, ...], k: int | None, joined: Callable[[tuple[T, ...]], T]) -> tuple[T, ...]:
-    """Return the sources of a mixture: all, or the first k and last k and those between as one."""
+    """Return the sources of a mixture: all, or the first k, the last k and those in between as one."""
     if k is None or len(past) <= 2 * k + 1:
         return past
     return (*past[:k], joined(past[k:-k]), *past[-k:])

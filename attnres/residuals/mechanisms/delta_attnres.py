@@ -1,4 +1,4 @@
-"""Delta Attention Residuals: a depth read that is added to the running stream instead of taking its place."""
+"""Delta Attention Residuals: a depth read that is added to the running stream instead of replacing it."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -16,8 +16,8 @@ from attnres.residuals.watch import NormLike
 
 
 class Deltas(NamedTuple):
-    """The running stream; the embedding and what each finished block added to it; the sum of the block in progress, if
-    it has begun; all (..., d)."""
+    """The running stream; the embedding and the sum of each finished block; the sum of the block in progress, if it has
+    begun; all (..., d)."""
 
     stream: Tensor
     finished: tuple[Tensor, ...]
@@ -31,14 +31,14 @@ class DeltaAttnRes(Queried):
     and the sum of each finished block of S sublayers; the block in progress is in x_l alone. There is no output read:
     the head's input is x_L. `query` w and `gain` g are (L, d).
 
-    Start: w = 0, a mean. Of all outputs it is x_l / l, so the read is x_l by a factor, and the network the standard
-    residual; of finished blocks it is not, since it leaves the block in progress out.
+    Start: w = 0, a mean. Over all outputs the mean is x_l / l, so the read is a multiple of x_l, and the network equals
+    the standard residual. Over finished blocks it does not, since it omits the block in progress.
 
-    `gate_start` multiplies the softmax's part of read l by a learned number a_l that starts there; with 0 the network
-    is the standard residual at the start, in blocks too (hyper-connection-factory has it so). None has no gate.
+    `gate_start` multiplies the softmax term of read l by a learned number a_l with this start value; with 0 the network
+    starts as the standard residual, in blocks too (as in hyper-connection-factory). None has no gate.
 
-    The authors' code does otherwise in two things: queries start at random, and from the third block on it stores the
-    stream less the last stored difference, which is no block's own sum. Here it is as the paper says.
+    The authors' code differs in two ways: queries start at random, and from the third block on it stores the stream
+    minus the last stored difference, which is no block's sum. This class follows the paper.
 
     Source: Luo et al., "Delta Attention Residuals", arXiv 2605.18855; github.com/wdlctc/delta-attention-residuals-code.
     """

@@ -1,4 +1,4 @@
-"""What Full and Block Attention Residuals share: pseudo-queries, the two-phase schedule, the state."""
+"""The common base of Full and Block Attention Residuals: pseudo-queries, the two-phase schedule, the state."""
 
 import dataclasses
 import math
@@ -33,24 +33,25 @@ from attnres.residuals.state import Slot, slots_of
 from attnres.residuals.watch import NormLike, with_norm
 
 SMALLEST_SCALE = 0.9
-"""Of a normed vector at the start, relative to the standard residual's: below it a model is another one. It is 0.99 in
-models that `build` makes, and 0.2 in nanoGPT with 24 layers of Full, whose embeddings have a size of 0.02."""
+"""Smallest size of a normed vector at the start, relative to the standard residual's, without a warning: below it the
+model starts as a different one. It is 0.99 in models that `build` makes, and 0.2 in nanoGPT with 24 layers of Full,
+whose embeddings have a size of 0.02."""
 NULL = Source("null", None, range(0), open=True)
 
 
 class DepthState(NamedTuple):
-    """Sources of one forward pass, and phase 1 of the reads that the current group has still to make.
+    """The sources of one forward pass, and phase 1 of the remaining reads of the current group.
 
     Attributes:
-        sealed: finished sources (..., d), in the dtype that `stored_dtype` says.
+        sealed: finished sources (..., d), in the dtype of `stored_dtype`.
         open: the current group's sources: its partial sum (Block) or its outputs so far (Full).
-        added: nothing, or what the next read has still to add to the last open source.
-        outputs, top, total: phase 1 of the coming reads, the next one first, as `SealedReads` has them. Empty where the
-            group's reads are made in one pass each.
-        logits: of all reads of the group, as there; empty with `outputs`.
-        groups: what scores sources, (reads, d) for each group from the current one on; made once a pass, for all reads.
-        queries: the current group's, (d,) each.
-        scaled: nothing, or the sum that takes the place of the partial sum at the end of a block (`block_sum`).
+        added: empty, or the output that the next read adds to the last open source.
+        outputs, top, total: phase 1 of the remaining reads, the next one first, as in `SealedReads`. Empty if the
+            group's reads take one pass each.
+        logits: logits of all reads of the group, as in `SealedReads`; empty if `outputs` is.
+        groups: scaled queries (reads, d) of each group from the current one on, computed once a pass.
+        queries: scaled queries of the current group, (d,) each.
+        scaled: empty, or the sum that replaces the partial sum at the end of a block (`block_sum`).
     """
 
     sealed: tuple[Tensor, ...]
@@ -75,15 +76,15 @@ class DepthAttention(Queried):
     without depth reads.
 
     Args:
-        groups: sublayers whose reads share one pass over the sealed sources, group after group; they add up to L.
-        key_norm_eps: of the key norm.
+        groups: number of sublayers in each group, whose reads share one pass over the sealed sources; they add up to L.
+        key_norm_eps: eps of the key norm.
         read_scale: "mean" is the formula above. "sum" multiplies the read by its number of sources, as if the following
             norm's eps were divided by its square: with zero queries logits are then those of the standard residual
             exactly, with no change of eps. For training the two differ by eps alone.
-        window: a read has the embedding and its last `window` other sources; None has all. All are kept even so, for
-            the plain stream is their sum.
-        options: settings of `Weighting` (what scores the sources and how) and `Gates` (what holds a read back towards
-            the running sum of all sources).
+        window: a read has only the embedding and its last `window` other sources; None has all. All sources are stored
+            nevertheless, because the plain stream is their sum.
+        options: settings of `Weighting` (how sources are scored) and `Gates` (interpolation between a read and the
+            running sum of all sources).
 
     Source: arXiv 2603.15031.
     """
@@ -133,16 +134,16 @@ class DepthAttention(Queried):
         self.gates.init_parameters()
 
     def _traits_with_settings(self) -> Traits:
-        """Return what the class says, as the settings change it."""
+        """Return the class's traits, changed by the settings."""
         traits, weighting, gates = self.traits, self.weighting, self.gates
-        # A biased softmax is not uniform at the start, a window leaves sources out; alpha starts at the plain stream.
+        # A biased softmax is not uniform at the start, a window omits sources; alpha starts at the plain stream.
         uniform = traits.starts_standard and not (gates.recency_bias or weighting.normed_values or weighting.query_std)
         uniform = uniform and (self.window is None or self.window >= len(self._all_sources(self.num_sublayers)) - 1)
         return traits._replace(
             sums_to_one=traits.sums_to_one and not weighting.sigmoid,
             has_query=weighting.bounded,
             starts_standard=uniform or gates.alpha is not None,
-            # A vector gate, several heads and normed values give each channel a number of its own.
+            # A vector gate, several heads and normed values have a number for each channel.
             linear=traits.linear and gates.gate_weight is None and weighting.heads == 1 and not weighting.normed_values,
         )
 
@@ -161,12 +162,13 @@ class DepthAttention(Queried):
         )
 
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
-        """Return the state with the output of sublayer `index` among, or to be added to, the group's open sources."""
+        """Return the state with the output of sublayer `index` among the group's open sources, or pending to be added
+        to one."""
         raise NotImplementedError
 
     @property
     def max_open(self) -> int:
-        """The most open sources a read has."""
+        """Return the most open sources of a read."""
         return max(stop - start for start, stop in pairwise(self.bounds))
 
     def sealed(self, read: int) -> tuple[Source, ...]:
@@ -174,14 +176,15 @@ class DepthAttention(Queried):
         raise NotImplementedError
 
     def opens(self, read: int) -> tuple[Source, ...]:
-        """Return the sources that the group of read number `read` has still open."""
+        """Return the open sources of read number `read`."""
         raise NotImplementedError
 
     def _all_sources(self, read: int) -> tuple[Source, ...]:
         return self.sealed(read) + self.opens(read)
 
     def _places(self, count: int) -> list[int]:
-        """Return which of `count` sources a read has: the embedding and the last ones, or all."""
+        """Return the indices of the sources, out of `count`, that a read uses: the embedding and the last ones, or
+        all."""
         if self.window is None or self.window >= count - 1:
             return list(range(count))
         return [0, *range(count - self.window, count)]
@@ -192,8 +195,8 @@ class DepthAttention(Queried):
         return (*sources, NULL) if self.weighting.null_source and len(sources) > 1 else sources
 
     def group_start(self, read: int) -> int:
-        """Return how many outputs are finished sources of a read: all of the output's, although it shares the pass over
-        sealed sources with the last group."""
+        """Return how many outputs are finished sources of a read: all for the output's read, although it shares the
+        pass over sealed sources with the last group."""
         return read if read == self.num_sublayers else self._groups[read][0]
 
     def _begin(
@@ -203,7 +206,8 @@ class DepthAttention(Queried):
         index: int,
         groups: tuple[Tensor, ...],
     ) -> DepthState:
-        """Return the state before read `index`, with phase 1 of what its group has still to read done if that pays."""
+        """Return the state before read `index`, with phase 1 of its group's remaining reads computed if that saves
+        time."""
         start, stop = self._groups[min(index, len(self._groups) - 1)]
         queries = groups[0].unbind(0) if groups else ()
         # A read of the embedding alone is the embedding.
@@ -222,8 +226,8 @@ class DepthAttention(Queried):
         return DepthState(sealed, opens, (), outputs, top, total, (logits,), groups, queries)
 
     def _reopened(self, sealed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the open sources that a group begins with. What was sealed goes on as a view: the compiler takes no
-        tensor twice."""
+        """Return the open sources at the start of a group. A sealed one that continues is passed as a view, because the
+        compiler takes no tensor twice."""
         return (sealed[-1].view_as(sealed[-1]),) if self.carries else ()
 
     def start(self, embedding: Tensor) -> DepthState:
@@ -231,19 +235,19 @@ class DepthAttention(Queried):
         return self._begin(sealed, self._reopened(sealed), 0, self._queries_by_group())
 
     def _stored(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of finished sources. A stream that goes on from the last of them is not rounded."""
+        """Return the dtype of finished sources. A stream that continues the last of them is not rounded."""
         return dtype if self.carries or self.special is not None else stored_dtype(device.type, dtype)
 
     def _stream_dtype(self, sealed: tuple[Tensor, ...]) -> torch.dtype:
-        """Return the dtype of the partial sum and of reads before their norm: that of finished sources, but fp32 where
-        those of a stream in fp32 are stored in bf16."""
+        """Return the dtype of the partial sum and of reads before their norm: that of finished sources, but fp32 if
+        those of an fp32 stream are stored in bf16."""
         first = sealed[0]
         if first.dtype != torch.bfloat16:
             return first.dtype
         return torch.float32 if self._stored(first.device, torch.float32) == first.dtype else first.dtype
 
     def _queries_by_group(self) -> tuple[Tensor, ...]:
-        """Return the rows of `bank_queries` group by group; none where plain torch makes the reads."""
+        """Return the rows of `bank_queries` by group; empty if plain torch computes the reads."""
         if self.special is not None:
             return ()
         return self.bank_queries().split([stop - start for start, stop in dict.fromkeys(self._groups)])
@@ -253,7 +257,7 @@ class DepthAttention(Queried):
         stream = self._stream_dtype(state.sealed)
         places = None if self.window is None else self._places(count)
         count = count if places is None else len(places)
-        if count == 1:  # one source: itself, and exactly no gradient for the query
+        if count == 1:  # one source: the read is the source itself, and the query's gradient is exactly zero
             h = embedding if isinstance(norm, Norm) else embedding.to(stream)
             return self.normed(h, index, norm, values=[h]), state
         if self.special is not None or (self.editor is not None and self.editor.edits(index)):
@@ -300,7 +304,7 @@ class DepthAttention(Queried):
                 sealed = phase1.logits[:, :, phase1.index].softmax(1) * merged.sealed.unsqueeze(1)
                 weights, values = torch.cat([sealed, weights], 1), state.sealed + values
             h = merged.h.view_as(embedding)
-            h = h * count if self.read_scale == "sum" else h  # the fused norm does without the factor
+            h = h * count if self.read_scale == "sum" else h  # a fused norm accounts for the factor in its eps
             self.observer.on_read(index, h, weights, values)
         x = merged.x
         if fused is None:
@@ -321,7 +325,7 @@ class DepthAttention(Queried):
         return query if temperature == 1.0 else query / temperature
 
     def _read_plainly(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
-        """A read that no kernel makes: weighed otherwise, held back, or edited."""
+        """Compute a read for which there is no kernel: with other weights, gates or edits."""
         state = state._replace(open=self._finished(state), added=())
         every, editor, bias = state.sealed + state.open, self.editor, self.gates.bias
         sources = [every[place] for place in self._places(len(every))]
@@ -350,15 +354,16 @@ class DepthAttention(Queried):
         return with_norm(h, norm), state
 
     def prior_logits(self, read: int) -> list[Tensor | float]:
-        """Return what is added to the logit of each source of read number `read` but a null one; nothing for none."""
+        """Return the terms added to the logits of read number `read`, one for each source except a null one; empty for
+        none."""
         return []
 
     def total(self, read: int) -> float:
-        """Return what makes read number `read` at the start, with zero queries, the sum of its sources."""
+        """Return the factor with which read number `read`, at zero queries, is the sum of its sources."""
         return self.weighting.total(len(self.sources(read)) - self.weighting.null_source)
 
     def _plain_stream(self, state: DepthState) -> Tensor:
-        """Return the sum of all outputs so far in the compute dtype; `state` has nothing left to add."""
+        """Return the sum of all outputs so far in the compute dtype; `state` has no pending output."""
         dtype = compute_dtype(state.sealed[0].dtype)
         if self.carries:
             return self.hidden_state(state).to(dtype)
@@ -369,7 +374,8 @@ class DepthAttention(Queried):
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         state = self.opened(state, index, output)
-        if index + 1 not in self.bounds[:-1]:  # nothing is sealed after the last group: the output's read is in it
+        # nothing is sealed after the last group, which contains the output's read
+        if index + 1 not in self.bounds[:-1]:
             return state
         stored = state.sealed[0].dtype
         finished = self.closed(state, stored)
@@ -379,11 +385,11 @@ class DepthAttention(Queried):
         return self._begin(sealed, self._reopened(sealed), index + 1, state.groups[1:])
 
     def closed(self, state: DepthState, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return what the open sources are from the end of their group on; sums are rounded to `dtype`."""
+        """Return the open sources as they are after the end of their group; sums are rounded to `dtype`."""
         return self._finished(state, dtype)
 
     def _finished(self, state: DepthState, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-        """Return the open sources with nothing left to add; a sum is rounded to `dtype`, or else the stream's."""
+        """Return the open sources with pending outputs added; sums are rounded to `dtype`, by default the stream's."""
         if not state.added:
             return state.open
         return (*state.open[:-1], sealed_sum(state.open[-1], state.added[0], dtype or self._stream_dtype(state.sealed)))
@@ -393,7 +399,7 @@ class DepthAttention(Queried):
         if read >= len(self.query) or not self.weighting.bounded:
             return None
         direction = self.queries[read] * self.gains[read]
-        return nn.functional.pad(direction, (self.width - len(direction), 0))  # of a sliced key: the last coordinates
+        return nn.functional.pad(direction, (self.width - len(direction), 0))  # a sliced key uses the last coordinates
 
     def sharpness(self, read: int) -> float | None:
         largest, rank = super().sharpness(read), self.query.shape[1]
@@ -417,7 +423,7 @@ class DepthAttention(Queried):
         return slots_of(self.sealed(index) + self._crossing(index), index)
 
     def _crossing(self, index: int) -> tuple[Source, ...]:
-        """Return the open sources that a cut before sublayer `index` must carry beside the sealed ones."""
+        """Return the open sources that a cut before sublayer `index` must carry in addition to the sealed ones."""
         return () if index == self.group_start(index) else self.opens(index)
 
     def pack(self, state: DepthState, index: int) -> tuple[Tensor, ...]:
@@ -442,14 +448,14 @@ class DepthAttention(Queried):
 
     def finish(self, state: DepthState, norm: NormLike) -> Tensor:
         if self.scale_is_default and not torch.compiler.is_compiling():
-            self.scale_is_default = False  # once: it takes numbers from the device
+            self.scale_is_default = False  # once only, because it copies numbers from the device
             self._warn_of_scale(state, norm)
         return self.read(state, self.num_sublayers, norm)[0]
 
     @torch.no_grad()
     def _warn_of_scale(self, state: DepthState, norm: NormLike) -> None:
-        """Warn where the norm after the last read, at its start the mean of n sources, gives another vector than after
-        their sum: s / sqrt(s^2 + eps) of a mean of size s, and s / sqrt(s^2 + eps / n^2)."""
+        """Warn if the norm after the last read, at its start the mean of n sources, gives another vector than for their
+        sum: a mean of size s gives s / sqrt(s^2 + eps), the sum s / sqrt(s^2 + eps / n^2)."""
         eps, total = getattr(norm, "eps", None), self.hidden_state(state)
         by_input = self.weighting.query_weight
         own = [self.query, *([] if by_input is None else [by_input]), *self.gates.parameters()]
@@ -461,7 +467,7 @@ class DepthAttention(Queried):
             return
         warnings.warn(
             f"reads of residual '{self.name}' are means of size {math.sqrt(square):.2g}, which a norm with eps={eps:g} "
-            "does not bring back to 1: this is another model at its start than the standard residual. Give "
+            "does not bring back to 1: the model does not start as the standard residual. Give "
             "read_scale='sum', which is the standard residual exactly, or 'mean', the paper's formula",
             stacklevel=3,
         )

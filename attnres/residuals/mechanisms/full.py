@@ -14,8 +14,8 @@ from attnres.residuals.state import Slot, slots_of
 class Full(DepthAttention):
     """Sources are the embedding and each sublayer's output. Memory grows linearly with depth, reads with its square.
 
-    Scheduled in groups of about sqrt(L) sublayers, which share one pass over the sources sealed before the group; the
-    group's own outputs stay separate sources. The grouping changes speed, never the result.
+    Reads are scheduled in groups of about sqrt(L) sublayers, which share one pass over the sources sealed before the
+    group; the group's outputs stay separate sources. The grouping changes speed, never the result.
     """
 
     name = "full"
@@ -59,4 +59,4 @@ class Full(DepthAttention):
         return outputs(read + 1, self.sublayers)[self.group_start(read) + 1 :]
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        return slots_of(self._all_sources(index), index)  # the group's own never change either
+        return slots_of(self._all_sources(index), index)  # outputs of the group never change either

@@ -1,7 +1,7 @@
-"""Ways a depth read is held back towards the plain stream, learned or fixed: for fine-tuning pretrained models.
+"""Learned or fixed interpolation between a depth read and the plain stream, for fine-tuning pretrained models.
 
-Each changes the read inside its softmax or after it, so that reads with any of them on are made in plain torch, one
-pass each.
+Each setting changes the read inside its softmax or after it, so reads with any of them are computed in plain torch, in
+one pass each.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ AlphaKind = Literal["none", "learnable"]
 
 
 class Gates(nn.Module):
-    """What holds a depth read back:
+    """Interpolates between a depth read and the plain stream:
 
         h = (1 - s) stream + s read,    s = sigmoid(c) | sigmoid(W stream + c) | alpha
 
@@ -28,9 +28,9 @@ class Gates(nn.Module):
     the read.
 
     Args:
-        reads, width: how many reads there are, and d.
-        recency_bias: start of a learned scalar for each read on the logit of its last source (3, 5 and 10 were tried);
-            None has none. `recency_bias_frozen` keeps it where it starts.
+        reads, width: number of reads, and d.
+        recency_bias: start value of a learned scalar for each read that is added to the logit of its last source (3, 5
+            and 10 were tried); None has none. `recency_bias_frozen` freezes it at the start value.
         gate: "scalar": c is a number for each read; "vector": W (d, d) starts at zero and c (d,), s is one number for
             each channel and token. c starts at `gate_init` (-2 and -10 were tried).
         alpha: "learnable": s is a number for each read, not squashed, which starts at 0: the standard residual.
@@ -66,7 +66,7 @@ class Gates(nn.Module):
 
     @property
     def idle(self) -> bool:
-        """Whether a read is what it is without gates."""
+        """Return whether no gate is set."""
         return next(self.parameters(), None) is None
 
     def init_parameters(self) -> None:
@@ -81,7 +81,7 @@ class Gates(nn.Module):
     reset_parameters = init_parameters
 
     def hold(self, h: Tensor, stream: Callable[[], Tensor], index: int) -> Tensor:
-        """Return read `index` held back; `h` (..., d) in the compute dtype, `stream` gives the plain stream."""
+        """Return read `index` after its gate; `h` (..., d) in the compute dtype, `stream` returns the plain stream."""
         if self.gate is None and self.alpha is None:
             return h
         plain = stream().to(compute_dtype(h.dtype))
@@ -89,7 +89,7 @@ class Gates(nn.Module):
             return torch.lerp(plain, h, self._share(plain, index))
 
     def held_back(self, read: Tensor, stream: Tensor, index: int) -> Tensor | None:
-        """Return (1 - s) stream + s read for rows of coefficients, wherever they lie; None where s is a vector."""
+        """Return (1 - s) stream + s read for rows of coefficients on any device; None if s is a vector."""
         if self.gate_kind == "vector":
             return None
         if self.gate is None and self.alpha is None:
@@ -98,7 +98,8 @@ class Gates(nn.Module):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
-        """Return the scalars of each read: b; the share s by its bias alone, averaged over channels; alpha."""
+        """Return the scalars of each read: b; the share s computed from its bias alone, averaged over channels;
+        alpha."""
         tables = {}
         if self.bias is not None:
             tables["recency_bias"] = Learned(self.bias.float().cpu(), ("read",), "bias of the last source")
@@ -127,7 +128,7 @@ def _check(recency_bias: float | None, frozen: bool, gate: str, gate_init: float
     if gate != "none" and alpha != "none":
         raise UserError(f"both gate='{gate}' and alpha='{alpha}' are given: each sets the share of the read, give one")
     if frozen and recency_bias is None:
-        raise UserError("recency_bias_frozen is given without recency_bias: give the value that it is frozen at")
+        raise UserError("recency_bias_frozen is given without recency_bias: give the value to freeze it at")
     number("gate_init", gate_init)
     if recency_bias is not None:
         number("recency_bias", recency_bias)

@@ -1,4 +1,4 @@
-"""Hyper-Connections: several streams, and Frac-Connections: slices of one."""
+"""Hyper-Connections (several streams) and Frac-Connections (slices of one stream)."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from attnres.residuals.watch import NormLike
 
 
 class TanhConnections(Residual):
-    """The numbers that connect n streams, or n slices, H with a sublayer:
+    """The coefficients that connect n streams, or n slices, H with a sublayer:
 
         [alpha_0, A] = static_alpha + s_a tanh(N(H) W_a)      (n, r + n)
         beta         = static_beta  + s_b tanh(N(H) w_b)      (n,)
@@ -122,8 +122,7 @@ class HyperConnections(TanhConnections, ParallelStreams):
 
 
 class Slices(NamedTuple):
-    """The stream (..., d), and after a read how much of its slice of the coming output each slice receives: one tensor
-    (..., n)."""
+    """The stream (..., d), and after a read the weights (..., n) by which the slices receive the coming output."""
 
     stream: Tensor
     beta: tuple[Tensor, ...] = ()
@@ -180,7 +179,7 @@ class FracConnections(TanhConnections):
         return self.normed(h, index, norm), Slices(stream, (beta.to(dtype),))
 
     def write(self, state: Slices, index: int, output: Tensor) -> Slices:
-        (beta,) = state.beta  # a write follows its read
+        (beta,) = state.beta  # every write follows a read
         return Slices(state.stream + (beta.unsqueeze(-1) * self._sliced(output)).flatten(-2))
 
     def hidden_state(self, state: Slices) -> Tensor:

@@ -1,4 +1,4 @@
-"""The depth reads of Inkling 2: block sums read as Block reads them, normed, by queries, keys and values each."""
+"""The depth reads of Inkling 2: normed block sums, read separately by queries, keys and values."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -22,8 +22,9 @@ class Inkling2(Mixtures):
     attention has a w for its queries, keys and values each; an MLP and the head have one. The first attention gets the
     embedding as it is. w = 0: the mean of normed sources, which is not the standard residual.
 
-    `split_every` n has one read where Inkling 2 does: it splits those of its full-attention layers, n = 6, and has one
-    before a sliding window. `block_size` and `num_blocks` count sublayers; Inkling 2 has 12 in a block.
+    `split_every` n splits the read only in every n-th layer: Inkling 2 splits those of its full-attention layers, n =
+    6, and has one read before a sliding window. `block_size` and `num_blocks` count sublayers; Inkling 2 has 12 in a
+    block.
 
     Source: `inkling2` in Transformers. Its norms of queries, keys and values have gains of their own: here they share
     one, which the projection behind it can hold as well.
@@ -72,7 +73,7 @@ class Inkling2(Mixtures):
         return F.rms_norm(values, (self.width,), None, self.key_norm_eps)
 
     def _reads(self, state: Kept, index: int) -> list[Tensor]:
-        """Return what sublayer `index` (L: the head) reads, (..., d) each, as watchers leave it."""
+        """Return the inputs of sublayer `index` (L: of the head), (..., d) each, after observers and editors."""
         sources, row = (*state.past, *state.inside), self.first_row(index)
         if len(sources) == 1:
             return [watched(self, sources[0], row, None, sources) if self.watched else sources[0]]
@@ -106,6 +107,6 @@ class Inkling2(Mixtures):
         return self.query[read] if len(self.sources(read)) > 1 else None
 
     def sharpness(self, read: int) -> float | None:
-        """|w|: the logits are divided by sqrt(d)."""
+        """Return |w|, since the logits are divided by sqrt(d)."""
         query = self.direction(read)
         return None if query is None else float(query.detach().double().norm())

@@ -14,20 +14,19 @@ from attnres.residuals.watch import NormLike
 
 
 class Layers(NamedTuple):
-    """The running stream, and the states of earlier layers that later sums take (the embedding first); all (..., d)."""
+    """The running stream, and the states of earlier layers that later sums use (the embedding first); all (..., d)."""
 
     stream: Tensor
     past: tuple[Tensor, ...]
 
 
 class LayerSums(Residual):
-    """Inside a layer (two sublayers) a plain residual; at its end `mixed` makes the stream that the next one begins
-    with."""
+    """A plain residual inside a layer (two sublayers); at its end `mixed` computes the stream for the next layer."""
 
     whole_layers = True
 
     def mixed(self, layers: Layers, layer: int) -> Layers:
-        """Return the state behind layer `layer`, whose plain end is `layers.stream`, (..., d) of any d."""
+        """Return the state after layer `layer`, whose plain result is `layers.stream`, (..., d) of any d."""
         raise NotImplementedError
 
     def start(self, embedding: Tensor) -> Layers:

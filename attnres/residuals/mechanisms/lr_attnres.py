@@ -1,4 +1,4 @@
-"""LR-AttnRes: Attention Residuals whose keys are narrow vectors of each output's own."""
+"""LR-AttnRes: Attention Residuals with low-rank keys, projected from each output."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -17,11 +17,11 @@ from attnres.residuals.state import Slot, slots_of
 from attnres.residuals.watch import NormLike
 
 MOST_RANK = 64
-"""The rank where none is given: the published one, or the width where that is less."""
+"""The default rank: the published one, or the width if that is less."""
 
 
 class Keyed(NamedTuple):
-    """The embedding and outputs so far, (..., d) each, and each one's logits in reads 1 to L, (..., L)."""
+    """The embedding and outputs so far, (..., d) each, and the logits of each in reads 1 to L, (..., L)."""
 
     values: tuple[Tensor, ...]
     logits: tuple[Tensor, ...]
@@ -33,15 +33,15 @@ class LRAttnRes(Residual):
     `query` q is (L, r), for reads 1 to L, the output's; `projection` P (L+1, d, r), for the embedding and every output;
     N an RMSNorm without gain. q = 0 at the start, so the read is the mean of its sources: up to its scale, the standard
     residual. P is normal with deviation 0.02. Queries do not depend on the token, so a source's logits in all later
-    reads are made when it is written, and keys are not kept. Parameters: r (d (L+1) + L).
+    reads are computed when it is written, and keys are not stored. Parameters: r (d (L+1) + L).
 
-    As published, keys are r more outputs of each sublayer's last projection (d to d + r). Seen from outside a sublayer
-    there is its output alone: this is the low-rank projection of it that the authors' code offers as well
+    As published, keys are r additional outputs of each sublayer's last projection (d to d + r). A residual sees only
+    the sublayer's output, so this is the low-rank projection of it that the authors' code also offers
     (`lrid_key_from_value`, one for each source). One head, no blocks.
 
     `embedding_key` "static" has a learned k_0 (r,) for all tokens in place of N(v_0) P_0, from N(0, 0.02^2).
 
-    `read_scale` "sum" is no part of it: weights then sum to the number of sources, so that the start is the standard
+    `read_scale` "sum" is not published: weights then sum to the number of sources, so that the start is the standard
     residual exactly, with no change of eps.
 
     Source: "LR-AttnRes", arXiv 2607.09694, and the author's code, github.com/jon123boss/LR-AttnRes.
@@ -103,7 +103,7 @@ class LRAttnRes(Residual):
 
     def read(self, state: Keyed, index: int, norm: NormLike) -> tuple[Tensor, Keyed]:
         first = state.values[0]
-        if index == 0:  # one source: itself
+        if index == 0:  # the read of one source is the source
             return self.normed(first, index, norm), state
         with full_precision(first):
             weights = torch.stack([logits[..., index - 1] for logits in state.logits], -1).softmax(-1)

@@ -1,4 +1,4 @@
-"""Manifold-constrained Hyper-Connections and two variants: mHC-lite, and streams that are not mixed."""
+"""Manifold-constrained Hyper-Connections and two variants: mHC-lite, and streams without mixing."""
 
 import math
 from functools import partial
@@ -15,15 +15,16 @@ from attnres.residuals.settings import one_of, positive, start_at, true_or_false
 
 
 class Start(NamedTuple):
-    """How an implementation of mHC starts, and in which order its Sinkhorn runs.
+    """Start values of an implementation of mHC, and the order of its Sinkhorn steps.
 
     Attributes:
         weight: W is zero, normal with standard deviation 0.02, or Xavier-uniform.
-        statics: "preferred": of a read and a write 1 for stream l mod n, else -1, of A 0 on the diagonal, else -8;
-            "zero": all 0; "one": of a read 1 for stream l mod n, else 0, of a write 1, of A 1 on the diagonal, else 0.
-        scale: of the dynamic part.
+        statics: "preferred": 1 in read and write for stream l mod n, else -1, and 0 on the diagonal of A, else -8;
+            "zero": all 0; "one": 1 in a read for stream l mod n, else 0, 1 in a write, and 1 on the diagonal of A, else
+            0.
+        scale: factor of the dynamic part.
         read_eps: added to the shares of a read.
-        over_in: Sinkhorn's last step makes the shares of a new stream sum to one, else those of an old stream.
+        over_in: Sinkhorn's last step makes the shares in a new stream sum to one, else those of an old stream.
         sinkhorn_eps: added to its first softmax and to every sum.
         gated_head: the head reads sum_i (sigmoid(static + s N(vec H) W)_i + read_eps) H_i, learned, not the plain sum.
     """
@@ -46,8 +47,8 @@ STARTS = {
     "hyper_connection_factory": Start("normal", "zero", 0.01, 1e-6, over_in=True, sinkhorn_eps=1e-6, gated_head=True),
     "deepseek_v4": Start("normal", "zero", 1.0, 1e-6, over_in=True, sinkhorn_eps=1e-6, gated_head=True),
 }
-"""Setting `init`: docs/reference/mechanism_settings.md has the sources. None has W = 0 and equal statics: streams that
-start as copies of the embedding would then stay equal for good, since they have equal gradients."""
+"""Values of setting `init`; docs/reference/mechanism_settings.md has the sources. None has W = 0 and equal statics:
+streams that start as copies of the embedding would then stay equal, since they have equal gradients."""
 
 
 class MHC(ParallelStreams):
@@ -81,9 +82,9 @@ class MHC(ParallelStreams):
         "Xie et al., arXiv 2512.24880",
     )
     carries: ClassVar[bool] = True
-    """Whether A is learned; else it is I."""
+    """Whether A is learned; otherwise it is I."""
     kind: ClassVar[Any] = "sinkhorn"
-    """Of the `Connection`."""
+    """Kind of the `Connection`."""
 
     def __init__(
         self,
@@ -109,12 +110,12 @@ class MHC(ParallelStreams):
         n = num_streams
         if stream_scale is not None and start.statics == "zero":
             raise UserError(
-                f"stream_scale is {stream_scale} and init is '{init}', whose A starts at 1/n: the first write "
-                "would average the streams to copies; give init=mhc_lite, init=lucidrains or no stream_scale"
+                f"stream_scale is {stream_scale} and init is '{init}', whose A starts at 1/n: the first write would "
+                "make all streams equal; give init=mhc_lite, init=lucidrains or no stream_scale"
             )
         self.first_scale = None if stream_scale is None else positive("stream_scale", stream_scale)
         scaled, gated = stream_scale is not None, start.gated_head and not single_pass
-        if scaled:  # a number for each channel: reads are no weighted sums
+        if scaled:  # a number for each channel, so reads are no weighted sums
             self.traits = self.traits._replace(linear=False, by_token=False)
         self.stream_scale = nn.Parameter(torch.empty(n, width)) if scaled else None
         self.head_static = nn.Parameter(torch.empty(n)) if gated else None
@@ -131,11 +132,11 @@ class MHC(ParallelStreams):
         self.init_parameters()
 
     def carry_size(self) -> int:
-        """Return how many logits a matrix A has."""
+        """Return the number of logits of a matrix A."""
         return self.num_streams**2
 
     def first_carry(self) -> Tensor:
-        """Return the logits of a matrix A at the start."""
+        """Return the start values of the logits of a matrix A."""
         return (8.0 * torch.eye(self.num_streams) - 8.0).flatten()
 
     def init_parameters(self) -> None:
@@ -152,8 +153,8 @@ class MHC(ParallelStreams):
             start_at(self.static_carry, carry.expand(count, -1))
         nn.init.ones_(self.gain)
         nn.init.constant_(self.scale, start.scale)
-        # Whole parameters, not their rows: a loaded one is known by itself, and is left as it is.
-        reach = math.sqrt(6.0 / sum(self.weight.shape[1:]))  # Xavier's, of each sublayer's matrix
+        # Whole parameters, not their rows: a loaded parameter is recognised as a whole, and not overwritten.
+        reach = math.sqrt(6.0 / sum(self.weight.shape[1:]))  # Xavier's bound for each sublayer's matrix
         first = {
             "zero": nn.init.zeros_,
             "normal": partial(nn.init.normal_, std=0.02),
@@ -197,7 +198,7 @@ class MHC(ParallelStreams):
 
 
 MOST_STREAMS = 5
-"""There are n! permutations of n streams: 120 of five, 720 of six."""
+"""Most streams: there are n! permutations of n streams, 120 of five, 720 of six."""
 
 
 class MHCLite(MHC):
@@ -221,7 +222,8 @@ class MHCLite(MHC):
     def __init__(self, num_sublayers: int, width: int, *, num_streams: int = 4, eps: float = 1e-6) -> None:
         if whole("num_streams", num_streams) > MOST_STREAMS:
             raise UserError(
-                f"num_streams is {num_streams}: mhc_lite weighs all n! permutations of n streams, which are too many; "
+                f"num_streams is {num_streams}: mhc_lite has a weight for all n! permutations of n streams, which "
+                "are too many; "
                 f"expected at most {MOST_STREAMS}, or choose mhc"
             )
         super().__init__(num_sublayers, width, num_streams=num_streams, eps=eps)
@@ -236,7 +238,7 @@ class MHCLite(MHC):
 class IdentityHC(MHC):
     """As `mhc`, with A = I: streams differ by what they receive, and meet in reads alone.
 
-    Sublayers start as in `mhc`, which is not the standard residual. Parameters of a sublayer: 2n (n d + 1) + n d + 2.
+    Parameters start as in `mhc`, which is not the standard residual. Parameters of a sublayer: 2n (n d + 1) + n d + 2.
 
     Source: the ablation of Xie et al., arXiv 2512.24880; learned matrices A stay near I.
     """

@@ -1,4 +1,4 @@
-"""What mechanisms share that mix earlier outputs for each projection of an attention: their state."""
+"""The common base of mechanisms that mix earlier outputs separately for each projection of an attention."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from attnres.residuals.base import Residual
 
 
 class Kept(NamedTuple):
-    """Finished sources (the embedding first, then what each layer gave), and what is unfinished; all (..., d)."""
+    """Finished sources (the embedding first, then each layer's), and unfinished ones; all (..., d)."""
 
     past: tuple[Tensor, ...]
     inside: tuple[Tensor, ...] = ()
@@ -21,7 +21,7 @@ class Kept(NamedTuple):
 class Mixtures(Residual):
     """x_c = sum_j w_cj y_j for each way c of a sublayer's input.
 
-    A subclass says the weights by `mix`. A sublayer's mixtures keep a copy of their sources for the backward pass
+    A subclass computes the weights in `mix`. A sublayer's mixtures store a copy of their sources for the backward pass
     unless `recompute_reads` is set.
     """
 
@@ -37,7 +37,7 @@ class Mixtures(Residual):
         raise NotImplementedError
 
     def mixed(self, index: int, sources: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the mixtures, (..., d) each in the sources' dtype, and their weights in that of computing."""
+        """Return the mixtures, (..., d) each in the sources' dtype, and their weights in the compute dtype."""
 
         def make(first: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
             with full_precision(first):

@@ -28,16 +28,16 @@ class MRLALight(Residual):
         o_t = y + s * V + lambda * N'(o_{t-1}),   x = N(y),  s = sigmoid(Q . K / sqrt(c)) for each head of c channels
         Q, K = conv(x), with kernels along the channels,   V = gelu(u * x)
 
-    As published this stands in networks of images. Translated to a token's vector: Q and K were convolutions along the
-    channels of the mean over an image; here the token, which sees no other, is its own mean, and the convolutions are
-    kept. V was a 3 x 3 convolution of each channel over the image; here one number u a channel. LayerNorms are
-    RMSNorms. All this is after the vision transformer of the authors' code, whose o_{t-1} is the layer's input.
+    The publication is about image networks; this is a translation to a token's vector. There Q and K are convolutions
+    along the channels of the mean over an image; here they are those convolutions of the token itself. There V is a 3 x
+    3 convolution of each channel over the image; here it is one number u a channel. LayerNorms become RMSNorms. The
+    layout follows the vision transformer of the authors' code, whose o_{t-1} is the layer's input.
 
     A layer has `conv` (2, k), k about (log2 d + 1) / 2 and odd; `value` u, `decay` lambda (d,); gains of N and N'
     (2, d). Start, at random as there: conv uniform within 1/sqrt(k), u within 1, lambda normal(1); gains 1.
 
     Args:
-        head_width: c; none is 16, or what divides the width of it.
+        head_width: c; by default 16, or its greatest common divisor with the width.
 
     Source: Fang et al., "Cross-Layer Retrospective Retrieving via Layer Attention", arXiv 2302.03985;
     github.com/joyfang1106/MRLA.

@@ -1,4 +1,4 @@
-"""MUDDFormer: after each layer, four mixtures of all layers' outputs so far, which each token weighs for itself."""
+"""MUDDFormer: after each layer, four mixtures of all layers' outputs so far, with weights computed for each token."""
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,15 @@ WAYS = (*Ways._fields, "stream")
 class MuddFormer(Mixtures):
     """x_c = sum_{j <= i} (b_cj + [W2 GELU(W1 N(y_i))]_cj) y_j,    c = query, key, value, stream
 
-    after layer i, y_0 the embedding and y_j what layer j gave. The next attention projects N(x_c), c its query, key and
-    value; what it and its MLP write is added to the stream's. After the last layer there is one mixture, the head's.
-    N is an RMSNorm without gain. W1 is (C (i+2), d) with C = 4 or 1, from N(0, 1/d); W2 = 0; b = [0 .. 0, 1].
+    after layer i; y_0 is the embedding and y_j the output of layer j. The next attention projects N(x_c), c its query,
+    key and value; its output and the MLP's are added to x_stream. After the last layer there is one mixture, the
+    head's. N is an RMSNorm without gain. W1 is (C (i+2), d) with C = 4 or 1, from N(0, 1/d); W2 = 0; b = [0 .. 0, 1].
 
     The publication's code rounds the rows of W1 up to a multiple of 64 and has four times as many after the last layer.
 
-    `last_layers` mixes after so many of the last layers alone. With 2 it is what held a speedrun's record, there of
-    values and stream only, over some of the sources. The publication norms queries, keys and values with a gain each:
-    here they share one, which the projection behind it can hold as well.
+    `last_layers` mixes only after this many of the last layers. With 2 it resembles a speedrun's record, which mixed
+    only values and stream, over some of the sources. The publication norms queries, keys and values with a gain each;
+    here they share one, since the following projection can absorb a gain.
 
     `prepost_norm` norms before and after: sources are u_j = g_j * N(y_j), and a mixture D_c of them (b = 0) is added to
     y_i, as it is for query, key and value, as p_i * N(D) for the stream. g starts at 1, p at 0.001: with D = 0 every
@@ -77,8 +77,8 @@ class MuddFormer(Mixtures):
             start_at(bias, one * torch.eye(bias.shape[1])[-1:].expand_as(bias))
 
     def mixes(self, index: int) -> bool:
-        """Return whether the reads of sublayer `index` (L: of the head) are mixtures: those behind a layer from `first`
-        on."""
+        """Return whether the reads of sublayer `index` (L: of the head) are mixtures: those after layer `first` and
+        later."""
         return index % 2 == 0 and index // 2 > self.first
 
     def ways(self, index: int) -> tuple[str | None, ...]:
@@ -135,7 +135,7 @@ class MuddFormer(Mixtures):
         return (EMBEDDING if sublayer == 0 else self._stream_before(sublayer)._replace(open=True),)
 
     def _stream_before(self, index: int) -> Source:
-        """Return the stream before sublayer `index`, unmixed: what it was before its layer, and the outputs since."""
+        """Return the unmixed stream before sublayer `index`: the stream before its layer, plus the outputs since."""
         begin = (index - 1) // 2 * 2
         if not self.mixes(begin):
             return Source("stream", None, range(index + 1))
@@ -143,7 +143,7 @@ class MuddFormer(Mixtures):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
-        """Return b of each read, NaN for reads that are no mixture."""
+        """Return b of each read; NaN for reads that are no mixture."""
         table = torch.full((len(self.places()), self.num_sublayers // 2 + 1), torch.nan)
         for i, bias in enumerate(self.bias, self.first):
             row = self.first_row(2 * i + 2)

@@ -64,8 +64,8 @@ class MultiGate(Residual):
         mixing = max(0, num_sublayers - num_streams + 1)
         if self.competitive and mixing and _reciprocal(mixing) <= num_streams:
             raise UserError(
-                f"num_streams is {num_streams} with gate=competitive: {mixing} sublayers mix, too few for their start, "
-                f"which wants sqrt({mixing} / 21) (e^3 + 1) above {num_streams}; give fewer streams"
+                f"num_streams is {num_streams} with gate=competitive: {mixing} sublayers mix, too few for their "
+                f"start value, which needs sqrt({mixing} / 21) (e^3 + 1) above {num_streams}; give fewer streams"
             )
         self.read_weight = nn.Parameter(torch.empty(num_sublayers, width))
         self.write_weight = nn.Parameter(torch.empty(mixing, width))
@@ -139,7 +139,7 @@ class MultiGate(Residual):
     def learned(self) -> dict[str, Learned]:
         bias, n = self.bias.float().cpu(), self.num_streams
         table = torch.full((self.num_sublayers, n), torch.nan)
-        # of a competitive gate every score is 0 without the token
+        # without the token every score of a competitive gate is 0
         table[n - 1 :] = 1.0 / (n + bias.exp().unsqueeze(-1)) if self.competitive else bias.sigmoid()
         return {"write": Learned(table, ("sublayer", "stream"), "share of an output, without what the token adds")}
 

@@ -1,4 +1,4 @@
-"""Rules of one stream that differ in where a norm sits: post-norm, HybridNorm, KEEL, Peri-LN, LayerNorm scaling."""
+"""Rules of one stream that differ in the place of a norm: post-norm, HybridNorm, KEEL, Peri-LN, LayerNorm scaling."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ class PostNorm(OneStream):
     A pre-norm decoder has one norm in front of each sublayer and one at the end: here they serve as the embedding's
     norm and as each sublayer's post-norm, so no parameter is added or left out.
 
-    State: what the next norm will be given, then (after the read) its output, which is the new stream; (..., d).
+    State: the input of the next norm, then (after the read) its output, which is the new stream; (..., d).
 
     Source: Vaswani et al., "Attention Is All You Need", arXiv 1706.03762.
     """
@@ -69,9 +69,9 @@ class DeepNorm(PostNorm):
 class HybridNorm(PostNorm):
     """y = x + attention(N x), x = N(y) + mlp(N(y)): the norm between a layer's sublayers is a post-norm.
 
-    The publication's attention has no norm in front of it: it norms queries, keys and values instead. That is inside
-    attention and not here; the decoder's own pre-norm stands in for it (a family with norms of queries and keys, such
-    as qwen3, keeps those besides).
+    The publication's attention has no norm in front of it: it norms queries, keys and values instead. A residual cannot
+    do that inside an attention, so the decoder's pre-norm replaces it (a family with norms of queries and keys, such as
+    qwen3, has those in addition).
 
     Args:
         prenorm_layers: this many first layers are x + f(N x) throughout; 1 is the publication's HybridNorm*.
@@ -100,10 +100,10 @@ class HybridNorm(PostNorm):
 class Keel(OneStream):
     """x_{l+1} = P_l(a x_l + f_l(N x_l)), a = L, the number of sublayers; x + f(N x) in the first layer.
 
-    P_l is an RMSNorm with a gain that starts at 1 and `eps`: the residual's own, besides the decoder's norms N, of
-    which the last follows the last P.
+    P_l is an RMSNorm with `eps` and a gain that starts at 1. It is a parameter of the residual, in addition to the
+    decoder's norms N, of which the last follows the last P.
 
-    State: what the next P will be given, then (after the read) its output, which is the new stream; (..., d).
+    State: the input of the next P, then (after the read) its output, which is the new stream; (..., d).
 
     Args:
         alpha: a in place of L; the authors choose it freely, above 1, in networks that are not deep.
@@ -147,8 +147,8 @@ class Keel(OneStream):
 class PeriLN(OneStream):
     """x_{l+1} = x_l + P_l(f_l(N x_l)): each output is normed before it is added.
 
-    P_l is an RMSNorm with a gain that starts at 1 and `eps`: the residual's own, besides the decoder's norms. The
-    publication's norm of the embedding, which it calls optional, is not here.
+    P_l is an RMSNorm with `eps` and a gain that starts at 1, a parameter of the residual. The publication's norm of the
+    embedding, which it calls optional, is not here.
 
     A gain is one number a channel: reads are no sums of outputs with one number each.
 
@@ -175,11 +175,11 @@ class PeriLN(OneStream):
 
 
 class LayerNormScaling(Standard):
-    """x_{l+1} = x_l + f_l(N(x_l) / sqrt(k)) in layer k = 1 .. M: both of a layer's norms are divided by the square root
-    of the layer's number, the head's norm by nothing.
+    """x_{l+1} = x_l + f_l(N(x_l) / sqrt(k)) in layer k = 1 .. M: both norms of a layer are divided by the square root
+    of its number; the head's norm is not divided.
 
-    Depth counts layers, not sublayers, as in the publication's code. Scaled start values (output weights drawn smaller
-    with depth) work against it, the authors say: a model that is built with it has none, GPT-2 too.
+    Depth counts layers, not sublayers, as in the publication's code. According to the authors, start values that shrink
+    with depth work against it, so models built with it have none, even GPT-2.
 
     Costs no parameters.
 

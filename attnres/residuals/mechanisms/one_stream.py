@@ -1,4 +1,4 @@
-"""Bases of rules with one running stream: a write makes a weighted sum of stream and output."""
+"""Bases of rules with one running stream, whose write is a weighted sum of stream and output."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from attnres.residuals.watch import NormLike
 
 
 class OneStream(Residual):
-    """The state is the stream x, (..., d). A rule says what `write` makes of it; reads and the head take N(x)."""
+    """The state is the stream x, (..., d). A subclass defines `write`; reads and the head take N(x)."""
 
     def start(self, embedding: Tensor) -> State:
         return embedding

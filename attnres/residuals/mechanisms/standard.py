@@ -1,4 +1,4 @@
-"""The plain running sum of a pre-norm transformer, and its control, the running mean."""
+"""The running sum of a pre-norm transformer (the baseline), and its placebo control, the running mean."""
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ class Standard(OneStream):
 class Rescaled(Standard):
     """h_{l+1} = (l / (l+1)) h_l + (1 / (l+1)) f_l: uniform depth weights, nothing learned (l sources so far).
 
-    Attention Residuals start here (zero queries) and must beat it. Where each read is followed by a norm, this is the
-    same function as `standard` up to the norm's eps, so the two also show how large chance differences are.
+    Attention Residuals start as this function (zero queries). If a norm follows each read, it is mathematically the
+    same as `standard` up to the norm's eps, so any difference between the two is noise.
     """
 
     name = "rescaled"

@@ -1,4 +1,5 @@
-"""What mechanisms of several parallel streams share: the state, reads and writes, and what streams are made of."""
+"""The common base of mechanisms with several parallel streams: state, reads, writes, and a description of the
+streams."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,13 +19,14 @@ from attnres.residuals.watch import NormLike, looking, watched
 
 
 class Streams(NamedTuple):
-    """The state: a write is made together with the read that follows it, which so has each stream in hand once.
+    """The state. A write is computed together with the read after it, so that each stream is loaded once.
 
     Attributes:
         streams: (..., n, d), without the pending write.
-        coefficients: of the last read, (..., C), as `ops.streams` has them: one tensor, or none before the first.
-        output: what the sublayer gave, (..., d), and is still to be written: one tensor, or none.
-        tables: of each sublayer, from which its coefficients are made.
+        coefficients: a tuple of the last read's coefficients (..., C), as in `ops.streams`; empty before the first
+            read.
+        output: a tuple of the sublayer's output (..., d) that has to be written, or empty.
+        tables: the table of each sublayer, from which its coefficients are computed.
     """
 
     streams: Tensor
@@ -34,25 +36,25 @@ class Streams(NamedTuple):
 
     @property
     def written(self) -> Tensor:
-        """The streams after the pending write."""
+        """Return the streams after the pending write."""
         return write(self.streams, *self.coefficients, *self.output) if self.output else self.streams
 
 
 class ParallelStreams(Residual):
     """x = norm(p^T H),  H' = A^T H + b (outer) f(x), over n streams H (n, d).
 
-    A subclass says how `connection` makes [p, b, A] of each sublayer's table. The embedding is repeated to all streams
-    at the start; the head reads their sum.
+    A subclass's `connection` says how [p, b, A] follow from each sublayer's table. All streams start as the embedding;
+    the head reads their sum.
     """
 
     watched_from_start = True
     heeds_recompute = True
-    """A read keeps the streams that it makes, which the next one needs, and little else."""
+    """With `recompute_reads` a read stores the new streams, which the next read needs, and little else."""
     connection: Connection
 
     @property
     def has_kernels(self) -> bool:
-        """Whether a device's kernels make its reads."""
+        """Return whether a device's kernels can compute the reads."""
         call = Call((), torch.float32, streams=self.num_streams, form=self.connection)
         return bool(self.connection_tables()) and why_not_connected(call) is None
 
@@ -62,12 +64,12 @@ class ParallelStreams(Residual):
         self._made_of: dict[int, Tensor] = {}
 
     def connection_tables(self) -> tuple[Tensor, ...]:
-        """Return the table of each sublayer, (G + 1 + K, M) as `ops.streams` has it; none where reads are a subclass's
-        own."""
+        """Return the table of each sublayer, (G + 1 + K, M) as in `ops.streams`; empty if a subclass computes its reads
+        itself."""
         return ()
 
     def head(self) -> tuple[Connection, Tensor | None]:
-        """Return how the head reads the streams, and its table."""
+        """Return the connection with which the head reads the streams, and its table."""
         return self.connection._replace(kind="sum"), None
 
     def handed_on(self, state: Streams) -> Tensor:
@@ -89,7 +91,7 @@ class ParallelStreams(Residual):
     def _connect(
         self, state: Streams, index: int, table: Tensor | None, form: Connection, norm: NormLike
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return what `connect` does, for those who watch too."""
+        """Compute `connect`, and show the read to observers and editors."""
         earlier = state.coefficients[0] if state.coefficients else None
         output = state.output[0] if state.output else None
         fused = norm if isinstance(norm, Norm) and self.editor is None else None
@@ -98,15 +100,15 @@ class ParallelStreams(Residual):
         if fused is None:
             return streams, self.normed(x, index, norm, weights), made
         if self.watched:
-            with looking(self):  # read and norm are one operation: the read alone is made again to be shown
+            with looking(self):  # read and norm are one operation, so the read itself is recomputed to be shown
                 read = connect(state.streams, table, form, earlier=earlier, output=output)[1]
                 watched(self, read, index, weights)
         return streams, x, made
 
     def _follow(self, index: int, form: Connection, earlier: Tensor | None, made: Tensor | None) -> Tensor | None:
-        """Return what read `index` is made of, (tokens, index + 1), and keep what the streams (..., n, outputs) will be
-        sums of after its write. Kept beside the state and by index: looking changes no state, and a layer that runs
-        again finds what it found."""
+        """Return the weights of read `index` over outputs, (tokens, index + 1), and store the streams (..., n, outputs)
+        as weights over outputs after its write. They are stored by index outside the state, so that watching changes no
+        state, and a layer that runs again finds them."""
         n = self.num_streams
         with looking(self):
             outputs = self._made_of[index]

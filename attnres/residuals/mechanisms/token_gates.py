@@ -1,4 +1,5 @@
-"""Rules of one stream in which each token weighs stream and output: Highway, Review Residuals, Deep Delta Learning."""
+"""Rules of one stream with weights of stream and output for each token: Highway, Review Residuals, Deep Delta
+Learning."""
 
 from typing import Literal, NamedTuple
 
@@ -17,8 +18,8 @@ from attnres.residuals.watch import NormLike, looking
 class TokenMix(OneStream):
     """x_{l+1} = a x_l + b f_l, numbers a and b of each token. In terms of sources, h_l = sum_i (b_i prod a_j) v_i.
 
-    The weights of the coming read are kept beside the state and by index, while someone watches: looking changes no
-    state, and a layer that runs again finds what it found.
+    While somebody watches, the weights of the next read are stored by index outside the state, so that watching changes
+    no state, and a layer that runs again finds them.
     """
 
     watched_from_start = True
@@ -35,13 +36,13 @@ class TokenMix(OneStream):
         return embedding
 
     def follow(self, index: int, shortcut: Tensor | float, branch: Tensor) -> None:
-        """Keep what the read after sublayer `index` is made of, if someone watches: a and b are (..., 1)."""
+        """Store the weights of the read after sublayer `index`, if somebody watches: a and b are (..., 1)."""
         if self.watched and self.traits.linear:
             with looking(self):
                 self._weights[index + 1] = torch.cat([self._weights[index].to(branch) * shortcut, branch], -1)
 
     def weights(self, index: int) -> Tensor | None:
-        """Return the weights (tokens, index + 1) of read `index`, if someone watches and there are such weights."""
+        """Return the weights (tokens, index + 1) of read `index`; None if nobody watches or there are none."""
         return self._weights[index].reshape(-1, index + 1) if self.watched and self.traits.linear else None
 
     def read(self, state: Tensor, index: int, norm: NormLike) -> tuple[Tensor, State]:
@@ -54,8 +55,8 @@ class TokenMix(OneStream):
 class Highway(TokenMix):
     """x_{l+1} = (1 - g) * x_l + g * f_l(N x_l),    g = sigmoid(W_l x_l + c_l).
 
-    c starts at `gate_init`, below 0, so that at first the stream is carried (the publication takes -1, -3, ...). W
-    starts at 0, where the publication draws it: every token has the same gate at first.
+    c starts at `gate_init`, below 0, so that at first the gate mostly passes the stream (the publication uses -1, -3,
+    ...). W starts at 0, so that every token has the same gate at first; the publication draws it.
 
     Args:
         gate: "vector" has a gate for each channel, as published: W is (d, d), and reads are no sums of outputs with one
@@ -94,7 +95,7 @@ class Highway(TokenMix):
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         dtype = compute_dtype(state.dtype)
-        # A matrix product as the model's own are, in their precision; the number that it is added to in full.
+        # A matrix product in the precision of the model's products; the bias is added in full precision.
         logit = F.linear(state, self.weight[index].to(state.dtype)).to(dtype) + self.bias[index].to(dtype)
         gate = torch.sigmoid(logit)
         self.follow(index, 1.0 - gate, gate)
@@ -109,12 +110,13 @@ class Highway(TokenMix):
 class Review(TokenMix):
     """x_{l+1} = x_l + r * u,  u = f_l(N x_l),  r = sigmoid(W_l [n(x_l), n(u)] + b_l), n an RMSNorm without gain.
 
-    W starts at 0 and b at `gate_start`, 0 as published: r is 1/2, so that every branch is halved at the start. With 4
-    it is nearly the standard residual. The paper has no b, the author's code has.
+    W starts at 0 and b at `gate_start`, by default 0: r is 1/2, so that every branch is halved at the start, as
+    published. With 4 the start is nearly the standard residual. The author's code has b, the paper does not.
 
     Args:
         gate: "vector" has a number for each channel, as published: W is (d, 2d). "scalar" has one for each token: W is
-            (1, 2d). "fixed" is the control, r = sigmoid(gate_start) for good: what halving the branches does.
+            (1, 2d). "fixed" is a control with constant r = sigmoid(gate_start), which shows the effect of halving the
+            branches.
 
     Costs 2d^2 + d parameters a sublayer and a product with 2d numbers; scalar 2d + 1; fixed none.
 
@@ -160,7 +162,7 @@ class Review(TokenMix):
             gate = torch.full_like(state[..., :1], self.gate_start, dtype=dtype).sigmoid()
         else:
             both = [F.rms_norm(v.to(state.dtype), (self.width,), None, self.eps) for v in (state, output)]
-            # A matrix product as the model's own are, in their precision; the number that it is added to in full.
+            # A matrix product in the precision of the model's products; the bias is added in full precision.
             logit = F.linear(torch.cat(both, -1), self.weight[index].to(state.dtype)).to(dtype)
             gate = (logit + self.bias[index].to(dtype)).sigmoid()
         self.follow(index, 1.0, gate)
@@ -175,7 +177,7 @@ class Review(TokenMix):
 
 
 class Stepping(NamedTuple):
-    """What a read hands to its write: the stream (..., d), and how far the coming step goes, (..., 1)."""
+    """The state between a read and its write: the stream (..., d), and the size of the coming step, (..., 1)."""
 
     stream: Tensor
     step: Tensor
@@ -186,12 +188,12 @@ class DeepDelta(TokenMix):
 
         b = 2 sigmoid(w_b . N x_l + c_b)    v = 4 sigmoid(w_v . x_l + c_v)
 
-    b = 0 leaves the stream as it is, b = 1 replaces its part along k by v, b = 2 mirrors it. c and w start at 0, so
-    that b = 1 and v = 2; the publication's code draws w. `eps` is added to |f|, in squares.
+    b = 0 does not change the stream, b = 1 replaces its component along k by v, b = 2 reflects it. c and w start at 0,
+    so that b = 1 and v = 2; the publication's code draws w. `eps` is added inside the root of |f|.
 
-    It is x_l plus a number of each token times f: reads are weighted sums of outputs.
+    x_{l+1} is x_l plus f times a number for each token, so reads are weighted sums of outputs.
 
-    The publication also has streams of several values (d_v = 4), which are not here.
+    The publication's streams of several values (d_v = 4) are not implemented.
 
     Costs 2d + 2 parameters a sublayer.
 

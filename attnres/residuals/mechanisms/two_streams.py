@@ -1,4 +1,4 @@
-"""Rules of two streams: SiameseNorm's post-norm beside pre-norm, and parallel lanes for attention and MLP."""
+"""Rules of two streams: SiameseNorm (post-norm and pre-norm), and parallel lanes for attention and MLP."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from attnres.residuals.watch import NormLike
 
 
 class Siamese(NamedTuple):
-    """The streams, (..., d) each: `post` before its norm, or after a read behind it; `pre`, the plain running sum."""
+    """The streams, (..., d) each: `post`, which a read replaces by its norm; and `pre`, the plain running sum."""
 
     post: Tensor
     pre: Tensor
@@ -23,8 +23,8 @@ class SiameseNorm(Residual):
     """x = P_l(x);  z = f_l(N(x + Q_l(y)));  x = x + z / c_l;  y = y + z;  the head reads N(P(x) + Q(y)).
 
     x is the post-norm stream and y the pre-norm one; both start as the embedding. c = sqrt(2k) in layer k = 1 .. M. P
-    and Q are RMSNorms with gains that start at 1 and `eps`: the residual's own, two for each read, besides the
-    decoder's norms N.
+    and Q are RMSNorms with `eps` and gains that start at 1. They are parameters of the residual, two for each read, in
+    addition to the decoder's norms N.
 
     Costs 2d parameters a sublayer.
 
@@ -74,10 +74,10 @@ Lanes = tuple[Tensor, Tensor]
 class ParallelLanes(Residual):
     """x = norm(H_r),  H' = c H + w (outer) f(x), over two lanes H (2, d): r = 1 for an MLP, 0 for any other sublayer.
 
-    `carry` c is a number and `write` w two for each sublayer. c starts at sqrt(1.1), w at 1, but that of an attention
-    for lane 1 at 1.5: not the standard residual. Both lanes start as the embedding; the head reads their mean. Every
-    layer has two lanes; the speedrun's model had them from layer 7 of 11 on, and more besides (skips, the embedding
-    anew) that is not here.
+    Each sublayer has one number c (`carry`) and two numbers w (`write`). c starts at sqrt(1.1), w at 1, except that an
+    attention's w for lane 1 starts at 1.5: this is not the standard residual. Both lanes start as the embedding; the
+    head reads their mean. Every layer has two lanes; the speedrun's model had them from layer 7 of 11 on, and other
+    connections (skips, the embedding again) that are not implemented.
 
     Source: github.com/KellerJordan/modded-nanogpt, pull request 230 (a speedrun record, 45 steps fewer).
     """

@@ -1,7 +1,7 @@
-"""How a depth read weighs its sources: the paper's softmax of static queries, and the variants of its ablation.
+"""The weights of a depth read: the paper's softmax with static queries, and the variants of its ablation.
 
-A read that is not the paper's is made in plain torch, in one pass. A temperature alone is not among those: it scales
-the query.
+A read that differs from the paper's is computed in plain torch, in one pass; a temperature alone only scales the query,
+so kernels can compute it.
 """
 
 import math
@@ -36,8 +36,8 @@ class Mixed(NamedTuple):
 
     Attributes:
         h: (..., d) in the compute dtype.
-        weights: (tokens, sources), no gradient; of several heads their mean.
-        values: what they weigh, (..., d) each.
+        weights: (tokens, sources), without gradient; with several heads their mean.
+        values: the weighed sources, (..., d) each.
     """
 
     h: Tensor
@@ -46,28 +46,29 @@ class Mixed(NamedTuple):
 
 
 class Weighting(nn.Module):
-    """A depth read of n sources, whose parameters `init_parameters` gives their values:
+    """A depth read of n sources; `init_parameters` sets its parameters:
 
         k_i = g * v_i / rms(v_i),   s_i = (w + W N(x)) . k_i / t + b_i
         h = sum_i a_i v_i,   a = softmax(s_1 .. s_n (, 0)) or sigmoid(s)
 
-    N is an RMSNorm without a gain, x the plain residual stream (the sum of all outputs so far), b biases that the read
-    may come with.
+    N is an RMSNorm without a gain, x the plain residual stream (the sum of all outputs so far), b optional biases.
 
     Args:
-        reads, width: how many reads there are, and d.
-        query: "static" is w alone; "input" adds W, (d, d) a read, which starts at zero: each token asks by its state.
-        weights: "sigmoid" weighs each source by itself; rows then sum to no number.
-        key_norm: False takes keys g * v_i.
-        keys: "sliced:R" takes the last R coordinates of v_i for its key, rms and w (R,) with them, and has no gain.
-        heads: the query is cut into slices of d / heads; each slice of the values has weights of its own. rms(v_i) is
-            that of the whole vector.
+        reads, width: number of reads, and d.
+        query: "static" is w alone; "input" adds W, (d, d) for each read, which starts at zero: the query then depends
+            on the token's stream.
+        weights: "sigmoid" weighs each source independently; rows then do not sum to one.
+        key_norm: False uses keys g * v_i.
+        keys: "sliced:R" uses the last R coordinates of v_i as its key, with rms and w (R,) over these, and has no gain.
+        heads: number of slices of width d / heads of the query; each slice of the values has separate weights. rms(v_i)
+            is that of the whole vector.
         values: "normed" mixes v_i / rms(v_i).
         read_temperature: t, a number or "sqrt_width" for sqrt(d).
-        null_source: one more source that is zero, with logit zero: a read can then be of less than its sources.
-        embedding_key: "static" takes a learned vector t in place of v_0 in the key of the first source, one for all
-            reads, from N(0, 0.02^2).
-        query_std: w is drawn from N(0, query_std^2) at the start; 0 starts at uniform weights.
+        null_source: a further source of zeros with logit zero, so that the weights of the others may sum to less than
+            one.
+        embedding_key: "static" uses a learned vector t in place of v_0 in the key of the first source, one for all
+            reads, initialised from N(0, 0.02^2).
+        query_std: w is initialised from N(0, query_std^2); 0 starts with uniform weights.
 
     Source: arXiv 2603.15031, table of ablations (query, weights, key_norm, heads); arXiv 2607.27230 (heads);
     Inkling 2 and samitmohan.github.io's snippet (normed values with sqrt(d)); open-attention-residuals (null source,
@@ -101,7 +102,7 @@ class Weighting(nn.Module):
             raise UserError(f"heads is {heads}: expected a number that divides the width, {width}")
         self.rank = _sliced(keys, width)
         if self.rank is not None and heads > 1:
-            raise UserError(f"heads is {heads} with keys={keys}: the slices of a query are of whole keys, give one")
+            raise UserError(f"heads is {heads} with keys={keys}: the slices of a query need whole keys, give one")
         self.sigmoid, self.normed_values = weights == "sigmoid", values == "normed"
         self.null_source = true_or_false("null_source", null_source)
         if self.sigmoid and self.null_source:
@@ -125,7 +126,7 @@ class Weighting(nn.Module):
 
     @property
     def special(self) -> str | None:
-        """What of a read no kernel has, in the words of its settings; None where the kernels do it."""
+        """Return the settings for which there is no kernel, in words; None if kernels can compute the read."""
         settings = {
             "query=input": self.query_weight is not None,
             "weights=sigmoid": self.sigmoid,
@@ -140,11 +141,11 @@ class Weighting(nn.Module):
 
     @property
     def bounded(self) -> bool:
-        """Whether a read has one direction w * g, whose length bounds its logits."""
+        """Return whether a read has one direction w * g, whose length bounds its logits."""
         return self.query_weight is None and self.heads == 1 and self.key_norm
 
     def total(self, count: int) -> float:
-        """Return what makes the mean at the start (zero queries) the sum of `count` sources."""
+        """Return the factor that turns the mean at the start (zero queries) into the sum of `count` sources."""
         return 2.0 if self.sigmoid else float(count + self.null_source)
 
     def read(
@@ -162,21 +163,22 @@ class Weighting(nn.Module):
         edit: Callable[[Tensor], Tensor] | None,
         exchange: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None,
     ) -> Mixed:
-        """Make read `index`.
+        """Compute read `index`.
 
         Args:
-            sources: (..., d) each. query, gain: (d,). biases: on each source's logit, or nothing.
-            stream: gives the plain residual stream (..., d), where a read needs it.
-            query_lr: what `query_weight` is multiplied by.
-            scale: of the read. eps: of the norms.
-            edit: makes the weights (tokens, sources) that are used out of those that are not edited; with several heads
-                each source's factor goes to all.
-            exchange: makes what is mixed out of the sources that were weighed.
+            sources: (..., d) each. query, gain: (d,). biases: added to each source's logit; may be empty.
+            stream: returns the plain residual stream (..., d); called if the read needs it.
+            query_lr: factor of `query_weight`.
+            scale: factor of the read. eps: eps of the norms.
+            edit: maps weights (tokens, sources) to edited ones; with several heads each source's factor applies to all
+                heads.
+            exchange: maps the weighed sources to the ones that are mixed.
         """
         first = sources[0]
         dtype = compute_dtype(first.dtype)
         with full_precision(first):
-            values = [source.to(dtype) for source in sources]  # no stack: each source is kept for backward as it is
+            # no stack: each source is saved for backward without a copy
+            values = [source.to(dtype) for source in sources]
             query, gain = query.to(dtype), gain.to(dtype)
             if self.query_weight is not None:
                 state = F.rms_norm(stream().to(dtype), (self.width,), None, eps)
@@ -220,7 +222,7 @@ class Weighting(nn.Module):
         return logit * factor if self.key_norm else logit
 
     def _factor(self, weight: Tensor) -> Tensor:
-        """Return weights (..., heads) as what multiplies a value (..., d)."""
+        """Return weights (..., heads) in a shape that multiplies a value (..., d)."""
         if self.heads == 1:
             return weight
         slices = weight.unsqueeze(-1).expand(*weight.shape, self.width // self.heads)
@@ -228,7 +230,7 @@ class Weighting(nn.Module):
 
 
 def _sliced(keys: Any, width: int) -> int | None:
-    """Return R of "sliced:R", None of "whole"."""
+    """Return R of "sliced:R", None for "whole"."""
     if keys == "whole":
         return None
     word, _, rank = str(keys).partition(":")
@@ -238,8 +240,8 @@ def _sliced(keys: Any, width: int) -> int | None:
 
 
 def _in_proportion(weights: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return weights (..., heads, sources) whose mean over heads is `after` (T, sources) and was `before`: each head's
-    in proportion, or where they were all zero all alike."""
+    """Return weights (..., heads, sources) scaled so that their mean over heads becomes `after` (T, sources) instead of
+    `before`; if all heads had zero weight, each gets `after`."""
     shape = (*weights.shape[:-2], 1, weights.shape[-1])
     before, after = before.view(shape), after.view(shape)
     some = before >= torch.finfo(before.dtype).tiny
@@ -247,6 +249,6 @@ def _in_proportion(weights: Tensor, before: Tensor, after: Tensor) -> Tensor:
 
 
 def settings_among(options: dict[str, Any], maker: type) -> dict[str, Any]:
-    """Take out of `options` those that the constructor of `maker` names, and return them."""
+    """Remove from `options` the arguments of the constructor of `maker`, and return them."""
     names = maker.__init__.__kwdefaults__ or {}
     return {name: options.pop(name) for name in list(options) if name in names}

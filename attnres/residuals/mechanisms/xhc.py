@@ -1,4 +1,4 @@
-"""Sparse mHC, after xHC: many streams, all of which a sublayer reads and a few of which it writes."""
+"""Sparse mHC, after xHC: many streams; a sublayer reads all of them and writes a few."""
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,11 @@ class XHC(ParallelStreams):
         A = sinkhorn(static_carry + a_r z W_a)                      20 times rows, then columns; then rows above 1 are
                                                                     divided by their sum
 
-    n = 16, k = 4, m = 2. The embedding is repeated to all streams; the head reads their sum. s has its gradient through
-    g alone, and no loss balances what it chooses. With k = m = n this is `mhc` with one write g = 1, its A transposed.
+    n = 16, k = 4, m = 2. All streams start as the embedding; the head reads their sum. s gets a gradient only through
+    g, and no loss balances its choices. With k = m = n this is `mhc` with one write g = 1, its A transposed.
 
-    Not here: the publication's causal convolutions of an MLP's output over earlier tokens, which no residual may see;
-    by its ablation they are most of the gain over mHC with 16 streams (1.998 to 1.984 of 1.998 to 1.983).
+    Not implemented: the publication's causal convolutions of an MLP's output over earlier tokens, which a residual
+    cannot see. In its ablation they are most of the gain over mHC with 16 streams (1.998 to 1.984, of 1.998 to 1.983).
 
     Start: W_r normal(0.02), which parts the streams, other W = 0, a = 0.01; static read -1, and 1 for stream l mod n;
     static write -1, and 1 for the l mod k-th of I; static carry 0 on the diagonal, -8 beside it. The publication has
@@ -52,7 +52,7 @@ class XHC(ParallelStreams):
 
     heeds_recompute = False
     connection = Connection("identity")
-    """Of the write: its read mixes the streams itself."""
+    """The connection for the write; the class mixes the streams for its read itself."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class XHC(ParallelStreams):
         nn.init.constant_(self.scale, 0.01)
 
     def route(self, streams: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the streams that sublayer `index` changes (..., k), and g (..., k)."""
+        """Return the indices of the streams that sublayer `index` changes (..., k), and g (..., k)."""
         shape = (*streams.shape[:-2], self.fixed)
         chosen = torch.arange(self.fixed, device=streams.device).expand(shape)
         if self.router is None:
@@ -118,17 +118,17 @@ class XHC(ParallelStreams):
             ).split((k, k * k), -1)
             beta = 2.0 * gate * (self.static_write[index].to(streams.dtype) + scales[1] * shares_of_active).sigmoid()
             carry = self.static_carry[index].to(streams.dtype) + scales[2] * carried.unflatten(-1, (k, k))
-            carry = sinkhorn(carry.mT).mT  # columns last: rows sum to one nearly, and are not to pass it
+            carry = sinkhorn(carry.mT).mT  # columns last, which leaves row sums near one; rows above one are divided
             carry = carry / carry.sum(-1, keepdim=True).clamp_min(1.0)
             mixed = written.scatter(-2, rows, (carry @ some).to(dtype))
-            shares = torch.zeros_like(alpha.squeeze(-2)).scatter(-1, places, beta)  # nothing for the other streams
+            shares = torch.zeros_like(alpha.squeeze(-2)).scatter(-1, places, beta)  # zero for the other streams
         weights = None
         if self.watched:
             with looking(self):
                 n = self.num_streams
                 rest = torch.eye(n, device=alpha.device, dtype=alpha.dtype).expand(*places.shape[:-1], n, n)
                 inside = torch.zeros_like(rest[..., :k, :]).scatter(-1, places.unsqueeze(-2).expand_as(carry), carry)
-                whole = rest.scatter(-2, places.unsqueeze(-1).expand_as(inside), inside)  # A of all streams
+                whole = rest.scatter(-2, places.unsqueeze(-1).expand_as(inside), inside)  # A over all streams
                 made = torch.cat([alpha.squeeze(-2), shares, whole.mT.flatten(-2)], -1)
                 weights = self._follow(index, self.connection, None, made)
         coefficients = torch.cat([alpha.squeeze(-2), shares], -1)

@@ -200,7 +200,7 @@ def test_progress_compiles_nothing_anew():
         ({"target_count": True}, "target_count is True"),
         ({"least_count": 3.5}, "least_count is 3.5: expected a number, at least 0, at most 3"),
         ({"target_count": 1, "least_count": 2}, "least_count is 2: expected a number, at least 0, at most 1"),
-        ({"least_count": 3}, "least_count is 3, all gates there are"),
+        ({"least_count": 3}, "least_count is 3, the number of all gates"),
         ({"target_weight": -1}, "target_weight is -1: expected a number, at least 0"),
         ({"gate_init": "open"}, "gate_init is 'open': expected a number"),
         ({"gate_init": math.inf}, "gate_init is inf: expected a number"),
