@@ -36,7 +36,7 @@ class Convert:
     dtype: str | None = None
     """Weights in bf16, fp16, fp32 or fp64; none keeps the model's own."""
     to: str | None = None
-    """Write a model of attnres in the format of another project: open-attnres or fla."""
+    """Write a model of attnres in the format of another project: open-attnres, fla or kimi."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
 

@@ -44,6 +44,8 @@ class PlanOptions:
     """Pipeline stages; none tries all."""
     tp: int | None = None
     """Tensor parallel size; none tries all within a node."""
+    ep: int | None = None
+    """Expert parallel size, a part of shard; none tries all."""
     schedule: str | None = None
     """Pipeline schedule; none tries 1f1b and interleaved."""
     microbatches: int | None = None
@@ -101,7 +103,7 @@ def _measured(options: PlanOptions) -> tuple[list[float], float]:
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("plan", PlanOptions, arguments, doing="counting layouts")
-    numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "tp", "microbatches", "batch", "context")
+    numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "tp", "ep", "microbatches", "batch", "context")
     for name in numbers:
         value = getattr(options, name)
         if value is not None and not 1 <= value <= MOST:
@@ -119,7 +121,7 @@ def run(arguments: list[str]) -> None:
     load = Load(
         options.gpus, options.gpu, options.context, options.batch, _microbatches(options), checkpointing=checkpointing
     )
-    held = {"dp": options.dp, "shard": options.shard, "pp": options.pp, "tp": options.tp, "schedule": options.schedule}
+    held = {name: getattr(options, name) for name in ("dp", "shard", "pp", "tp", "ep", "schedule")}
     rows = plan(model, load, **held, costs=costs)
     shown = rows[: options.rows or None]
     standard = None if model.config.residual == "standard" else beside_standard(model, load, rows[0], costs)
@@ -178,22 +180,22 @@ def _print_table(rows: "list[Planned]", residual: str, standard: "Planned | None
     from attnres.text import duration, memory
 
     answers = Table(
-        "residual", "dp x shard x pp x tp", "schedule", "memory", "fits", "bubble", "step", "tokens/s", title=title
+        "residual", "dp x shard x pp x tp, ep", "schedule", "memory", "fits", "bubble", "step", "tokens/s", title=title
     )
     parts = Table("residual", "sharded states", "gathered", "activations", "stage buffers", "vectors sent (uncached)")
-    for head in ("pp bytes", "dp, shard bytes", "tp bytes", "read bytes"):
+    for head in ("pp bytes", "dp, shard bytes", "tp bytes", "ep bytes", "read bytes"):
         parts.add_column(head)
     for name, row in [*((residual, row) for row in rows), *([("standard", standard)] if standard else [])]:
         stages = f"{row.schedule}{f' V={row.virtual}' if row.virtual > 1 else ''}" if row.pp > 1 else "-"
         answers.add_row(
-            *(name, f"{row.dp} x {row.shard} x {row.pp} x {row.tp}", stages, memory(row.memory)),
+            *(name, f"{row.dp} x {row.shard} x {row.pp} x {row.tp}, {row.ep}", stages, memory(row.memory)),
             *("yes" if row.fits else "no", f"{row.bubble:.0%}", duration(row.seconds), f"{row.tokens_per_s:,.0f}"),
         )
         parts.add_row(
             name,
             *map(memory, (row.states, row.whole, row.activations, row.sources + row.buffers)),
             f"{row.vectors} ({row.vectors_naive})" if row.pp > 1 else "-",
-            *map(memory, (row.stage_bytes, row.share_bytes, row.slice_bytes)),
+            *map(memory, (row.stage_bytes, row.share_bytes, row.slice_bytes, row.expert_bytes)),
             "not counted" if row.read_bytes is None else memory(row.read_bytes),
         )
     wide().print(answers)

@@ -7,7 +7,7 @@ are counts and a model, with its assumptions in `ASSUMPTIONS`.
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,9 +15,10 @@ import torch
 
 from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
-from attnres.models.step_cost import PEAKS, step_flops, step_vectors
+from attnres.models.step_cost import PEAKS, share_of_token, step_flops, step_vectors
 from attnres.scale.activation_bytes import Activations
 from attnres.scale.cut import PipelineCut, crossings, layers_of, most_kept, vectors
+from attnres.scale.experts import check_experts, stacked_experts
 from attnres.scale.pipeline import check_schedule, plan_cut, stages_each
 from attnres.scale.tensor import check_slices, sliced_weights
 
@@ -63,6 +64,8 @@ ASSUMPTIONS = (
     "a stage's transfers overlap with its work and cost what is left of them; sharded gradients are sent once a step, "
     "parameters gathered twice (once with stages), within a node where all shards of a replica are in one; gradients "
     "of replicas are sent within a node where all replicas of a stage are",
+    "experts that are distributed (ep) get as many tokens each; their messages are in bf16, forward and backward, and "
+    "nothing of them overlaps",
     "tensor parallelism gathers and reduces tokens twice a sublayer, forward and backward, in bf16 within a node; "
     "nothing of that overlaps",
     "bubble (P-1)/(V M + P-1); zero-bubble schedules are taken as without one at M >= 2 P",
@@ -97,8 +100,9 @@ class Planned:
         fits: the sum leaves a twelfth of the device free.
         vectors, vectors_naive: that cross, a token, with slots kept and without.
         kept: vectors a token that a rank keeps for its later stages (aliases: no bytes of their own).
-        stage_bytes, share_bytes, slice_bytes: a step's, that a rank sends: between stages; for parameters and
-            gradients; of tokens before and behind layers in slices.
+        stage_bytes, share_bytes, slice_bytes, expert_bytes: a step's, that a rank sends: between stages; for
+            parameters and gradients; of tokens before and behind layers in slices; of tokens to experts and back.
+        expert_messages: all-to-alls of a rank in a step.
         bubble: share of a step in which a rank waits.
         read_bytes: a step's between a GPU's memory and its cores, for depth reads with norms and additions; None for a
             mechanism whose reads are not counted.
@@ -108,6 +112,7 @@ class Planned:
     shard: int
     pp: int
     tp: int
+    ep: int
     virtual: int
     schedule: str
     layers: tuple[int, ...]
@@ -124,6 +129,8 @@ class Planned:
     stage_bytes: float
     share_bytes: float
     slice_bytes: float
+    expert_bytes: float
+    expert_messages: float
     read_bytes: float | None
     bubble: float
     seconds: float
@@ -142,6 +149,7 @@ def plan(
     shard: int | None = None,
     pp: int | None = None,
     tp: int | None = None,
+    ep: int | None = None,
     schedule: str | None = None,
     costs: tuple[list[float], float] | None = None,
 ) -> list[Planned]:
@@ -156,14 +164,18 @@ def plan(
     """
     if load.device not in DEVICES:
         raise unknown("gpu", load.device, DEVICES)
-    layouts = list(_layouts(load, len(model.depth_layers), dp, shard, pp, tp, schedule))
+    if ep is not None and ep > 1:
+        check_experts(model, ep)
+    counted = _Counted.of(model)
+    layouts = list(_layouts(load, counted, dp, shard, pp, tp, ep, schedule))
     rows = []
     if layouts:
         kept = Activations(model, load.batch, load.context, itemsize=load.itemsize, checkpointing=load.checkpointing)
         flops = step_flops(model, load.context)
-        rows = [row for layout in layouts if (row := _planned(model, load, layout, costs, kept, flops)) is not None]
+        planned = (_planned(model, load, layout, costs, counted, kept, flops) for layout in layouts)
+        rows = [row for row in planned if row is not None]
     if not rows:
-        held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "schedule": schedule}
+        held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "ep": ep, "schedule": schedule}
         table = ", ".join(f"{name} {value or 'any'}" for name, value in held.items())
         raise UserError(
             f"no layout of {load.gpus} GPUs has {table} with {load.microbatches} micro-batches and "
@@ -181,7 +193,8 @@ def beside_standard(
     with torch.device("meta"):
         standard = type(model)(config)
     schedule = row.schedule if row.pp > 1 else None
-    return plan(standard, load, dp=row.dp, shard=row.shard, pp=row.pp, tp=row.tp, schedule=schedule, costs=costs)[0]
+    sizes = {name: getattr(row, name) for name in ("dp", "shard", "pp", "tp", "ep")}
+    return plan(standard, load, **sizes, schedule=schedule, costs=costs)[0]
 
 
 class _Layout(NamedTuple):
@@ -189,15 +202,39 @@ class _Layout(NamedTuple):
     shard: int
     pp: int
     tp: int
+    ep: int
     virtual: int
     schedule: str
 
 
+class _Counted(NamedTuple):
+    """Parameters of a model, counted once: those of each layer, those of its experts, and the modules of experts by
+    name."""
+
+    layers: list[int]
+    of_experts: list[int]
+    experts: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: DepthMixin) -> "_Counted":
+        of_experts = [sum(map(_numel, stacked_experts(layer).values())) for layer in model.depth_layers]
+        return cls([_numel(layer) for layer in model.depth_layers], of_experts, stacked_experts(model))
+
+
 def _layouts(
-    load: Load, layers: int, dp: int | None, shard: int | None, pp: int | None, tp: int | None, schedule: str | None
+    load: Load,
+    counted: _Counted,
+    dp: int | None,
+    shard: int | None,
+    pp: int | None,
+    tp: int | None,
+    ep: int | None,
+    schedule: str | None,
 ) -> Iterator[_Layout]:
-    """Give the layouts whose processes are the GPUs; slices within a node, and not of stages."""
-    gpus, node = load.gpus, DEVICES[load.device].node
+    """Give the layouts whose processes are the GPUs; slices within a node, and not of stages; experts distributed
+    among the processes of `shard`, and not with slices."""
+    gpus, node, layers = load.gpus, DEVICES[load.device].node, len(counted.layers)
+    experts = math.gcd(*(module.num_experts for module in counted.experts.values()))
     for stages in _divisors(gpus) if pp is None else [pp]:
         widths = [width for width in _divisors(gpus // stages) if width <= node] if tp is None else [tp]
         for slices in widths if stages == 1 else [width for width in widths if width == 1]:
@@ -209,8 +246,10 @@ def _layouts(
                 names = ["1f1b", "interleaved"] if schedule is None else [schedule]
                 for name in names[: 1 if stages == 1 else None]:
                     virtual = stages_each(name) if stages > 1 else 1
-                    if stages * virtual <= layers:
-                        yield _Layout(copies, shares, stages, slices, virtual, name)
+                    among = _divisors(math.gcd(shares, experts)) if slices == 1 and experts else [1]
+                    for processes in among:
+                        if stages * virtual <= layers and ep in (None, processes):
+                            yield _Layout(copies, shares, stages, slices, processes, virtual, name)
 
 
 def _divisors(number: int) -> list[int]:
@@ -223,6 +262,7 @@ def _planned(
     load: Load,
     layout: _Layout,
     costs: tuple[list[float], float] | None,
+    counted: _Counted,
     kept: Activations,
     flops: float,
 ) -> Planned | None:
@@ -234,7 +274,8 @@ def _planned(
             check_slices(model, layout.tp)
     except UserError:
         return None
-    laid = _LaidOut(model, load, layout, plan_cut(model, layout.pp, layout.schedule, layout.virtual, costs=costs))
+    cut = plan_cut(model, layout.pp, layout.schedule, layout.virtual, costs=costs)
+    laid = _LaidOut(model, counted, load, layout, cut)
     memory, traffic = laid.memory(kept), laid.traffic()
     fields: dict[str, Any] = {
         **(layout._asdict() if layout.pp > 1 else layout._replace(schedule="none")._asdict()),
@@ -263,21 +304,27 @@ class _LaidOut:
         of_residual: parameters of the residual, which every rank has whole.
         sliced: parameters that are cut among the slices.
         sublayers: of a layer.
-        inside, outside: see `_parameters`.
-        owned: parameters of each rank but the residual's, before they are shared out.
+        inside, outside: of the needed ones those in each of its layers, and in what is in no layer.
+        owned: parameters of each rank but the residual's, before they are shared out. needed: of experts its part.
     """
 
-    def __init__(self, model: DepthMixin, load: Load, layout: _Layout, cut: PipelineCut) -> None:
-        self.model, self.load, self.layout, self.cut = model, load, layout, cut
+    def __init__(self, model: DepthMixin, counted: _Counted, load: Load, layout: _Layout, cut: PipelineCut) -> None:
+        self.model, self.counted, self.load, self.layout, self.cut = model, counted, load, layout, cut
         self.table = crossings(model.residual.itself(), cut)
         self.tokens = load.batch * load.context
         self.vector = self.tokens * model.config.hidden_size * 4
         self.of_residual = _numel(model.residual.itself())
         self.sublayers = len(model.residual.itself().sublayers)
         self.sliced = sum(weight.numel() for _, _, weight in sliced_weights(model)) if layout.tp > 1 else 0
-        self.inside, self.outside = _parameters(model, cut, layers_of(cut, self.sublayers))
-        besides = self.sliced * (1 - 1 / layout.tp)
-        self.owned = [sum(layers) + rest - besides for layers, rest in zip(self.inside, self.outside, strict=True)]
+        self.outside = _outside(model, cut)
+        self.inside: list[list[float]] = [[] for _ in self.outside]
+        self.owned = [rest - self.sliced * (1 - 1 / layout.tp) for rest in self.outside]
+        self.needed = list(self.owned)
+        for ours, rank in zip(layers_of(cut, self.sublayers), cut.ranks, strict=True):
+            for layer, experts in list(zip(counted.layers, counted.of_experts, strict=True))[ours.start : ours.stop]:
+                self.owned[rank] += layer
+                self.inside[rank].append(layer - experts * (1 - 1 / layout.ep))
+                self.needed[rank] += self.inside[rank][-1]
 
     def memory(self, kept: Activations) -> dict[str, float]:
         """Return the bytes of the fullest rank by what they are for. Slots that a rank keeps are aliases of what it
@@ -298,7 +345,7 @@ class _LaidOut:
             together = (sum(layers if layout.pp > 1 else sorted(layers)[-2:]) for layers in self.inside)
             whole = max(load.itemsize * part + 4 * rest for part, rest in zip(together, self.outside)) / layout.tp
         if layout.shard > 1 and load.microbatches > 1:
-            whole += max(self.owned) * 4 * (1 - 1 / layout.shard)
+            whole += max(need - own / layout.shard for need, own in zip(self.needed, self.owned, strict=True)) * 4
         copies = load.itemsize == 2 and layout.shard == 1
         return {
             "states": max(self.owned) * 16 / layout.shard + self.of_residual * 16,
@@ -310,11 +357,15 @@ class _LaidOut:
 
     def traffic(self) -> dict[str, float]:
         """Return the bytes that a rank sends in a step."""
-        (_, shard, pp, tp, *_), load = self.layout, self.load
-        mean, rest = sum(self.owned) / pp, sum(self.outside) / pp
+        (_, shard, pp, tp, ep, *_), load = self.layout, self.load
+        owned, outside, of_experts = self.owned, self.outside, self.counted.of_experts
+        mean, rest, experts = (sum(parameters) / pp for parameters in (owned, outside, of_experts))
         gathered = (1 if pp > 1 else 2) * load.microbatches ** (pp == 1)
-        share_bytes = (shard - 1) / shard * (gathered * ((mean - rest) * load.itemsize + rest * 4) + mean * 4)
-        share_bytes += self.copied()
+
+        def shared(ranks: int, layers: float, rest: float = 0.0) -> float:
+            return (ranks - 1) / ranks * (gathered * (layers * load.itemsize + rest * 4) + (layers + rest) * 4)
+
+        share_bytes = shared(shard, mean - rest - experts, rest) + shared(shard // ep, experts / ep) + self.copied()
         sublayers = len(self.model.depth_layers) * self.sublayers
         passes = 2 * 2 * sublayers * load.microbatches  # gathered and added up, forward and back
         slice_bytes = passes * (1 - 1 / tp) * self.vector / 4 * load.itemsize
@@ -324,7 +375,22 @@ class _LaidOut:
             "stage_bytes": 2 * vectors(self.table) * self.vector * load.microbatches / pp,  # forward and back
             "share_bytes": share_bytes,
             "slice_bytes": slice_bytes,
+            **self.sent_to_experts(),
         }
+
+    def sent_to_experts(self) -> dict[str, float]:
+        """Return the bytes of tokens that a rank sends to experts and back in a step, and the number of messages."""
+        load, ep, total = self.load, self.layout.ep, 0.0
+        forward = 2 if load.checkpointing in ("layer", "sublayer") else 1
+        for name, module in self.counted.experts.items() if ep > 1 else ():
+            down, count = module.down_proj, module.num_experts
+            width = down.shape[2 if module.is_transposed else 1]
+            chosen = count * share_of_token(f"{name}.down_proj", down, self.model.config)
+            total += (forward + 1) * 2 * self.tokens * chosen * width * load.itemsize  # to experts and back
+            total += forward * count * 8  # how many to each
+        messages = (3 * forward + 2) * len(self.counted.experts) * (ep > 1)
+        times = load.microbatches / self.layout.pp
+        return {"expert_bytes": total * (1 - 1 / ep) * times, "expert_messages": messages * times}
 
     def copied(self) -> float:
         """Return the bytes of gradients that a rank sends to the copies of its share, the residual's to all."""
@@ -334,7 +400,7 @@ class _LaidOut:
     def time(self, traffic: Mapping[str, float], flops: float, *, again: float) -> dict[str, float | None]:
         """Return the bubble, the bytes of reads, a step's seconds and the tokens a second, at so many operations a
         token, all of it `again` times where activations are recomputed."""
-        (dp, shard, pp, tp, virtual, schedule), load = self.layout, self.load
+        (dp, shard, pp, tp, ep, virtual, schedule), load = self.layout, self.load
         device = DEVICES[load.device]
         step_tokens = self.tokens * load.microbatches * dp * shard
         work = again * flops * step_tokens / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
@@ -350,6 +416,7 @@ class _LaidOut:
         shares = (traffic["share_bytes"] - self.copied()) / of_shares + self.copied() / of_copies
         sending = max(0.0, traffic["stage_bytes"] / between - work) + max(0.0, shares - work)
         seconds = work / (1 - bubble) + sending + traffic["slice_bytes"] / device.inside
+        seconds += traffic["expert_bytes"] / (device.inside if ep <= device.node else device.outside)
         return {"read_bytes": reads, "bubble": bubble, "seconds": seconds, "tokens_per_s": step_tokens / seconds}
 
 
@@ -378,19 +445,14 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
     return held
 
 
-def _parameters(model: DepthMixin, cut: PipelineCut, layers: Sequence[range]) -> tuple[list[list[int]], list[int]]:
-    """Return for each rank the numbers of parameters in each of its layers, and in what is in no layer; the residual's,
-    which are whole on every one, are in neither."""
-    counts = [_numel(layer) for layer in model.depth_layers]
-    inside: list[list[int]] = [[] for _ in set(cut.ranks)]
-    for ours, rank in zip(layers, cut.ranks, strict=True):
-        inside[rank] += counts[ours.start : ours.stop]
-    outside = [0] * len(inside)
+def _outside(model: DepthMixin, cut: PipelineCut) -> list[int]:
+    """Return for each rank the number of parameters in what is in no layer, but for the residual's."""
+    outside = [0] * len(set(cut.ranks))
     outside[cut.ranks[0]] += _numel(model.get_input_embeddings())
     outside[cut.ranks[-1]] += _numel(model.depth_base.get_submodule(model.family.final_norm))
     if not (cut.stages == 1 and getattr(model.config, "tie_word_embeddings", False)):
         outside[cut.ranks[-1]] += _numel(model.get_output_embeddings())
-    return inside, outside
+    return outside
 
 
 def _numel(module: Any) -> int:

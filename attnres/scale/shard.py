@@ -1,5 +1,6 @@
 """Parameters in shares (FSDP2, HSDP), and the norm of gradients that lie in several forms on several ranks."""
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -13,11 +14,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from attnres.models import DepthMixin
+from attnres.scale.experts import stacked_experts
 from attnres.scale.stage import Skipped
 
 
 def shard(
-    model: DepthMixin, root: nn.Module, mesh: DeviceMesh, *, reshard: bool = True, dtype: torch.dtype | None = None
+    model: DepthMixin,
+    root: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    experts: DeviceMesh | None = None,
+    reshard: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Give each rank of `mesh` its share of every parameter but the residual's, which stay whole and fp32.
 
@@ -26,16 +34,22 @@ def shard(
 
     Args:
         root: the module that is called: the model, or the stage around it.
+        experts: the processes with the same experts, among which these are sharded instead (`distribute_experts`).
         reshard: let go of a layer's parameters after its forward pass, to gather them again in backward.
         dtype: what layers gather, half the bytes of fp32 in bf16; autocast would keep copies of what it had cast until
             backward, all layers' at once. The root gathers the same where it is the stream's dtype. Gradients
             are summed in the parameters' own.
     """
+    if experts is not None:
+        # Gathering them whole, as saving the model at the end does, takes two messages: torch warns of each tensor's.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # Nothing here changes a layer's output in place, which is all that this warning is about.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
     reduced = next(model.parameters()).dtype
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+    for module in stacked_experts(model).values() if experts is not None else ():
+        fully_shard(module, mesh=experts, reshard_after_forward=reshard, mp_policy=precision)
     for layer in model.depth_layers:
         if not isinstance(layer, Skipped):
             fully_shard(layer, **options, mp_policy=precision)

@@ -152,6 +152,9 @@ class ParallelConfig:
     cp: int = 1
     """Context parallel: processes over which the tokens of every sequence are split, with unsplit matrices: keys and
     values are gathered."""
+    ep: int = 1
+    """Expert parallel: processes, of those of `shard`, over which the experts of a mixture are distributed; tokens are
+    sent to their experts and back."""
     async_save: bool = False
     """Write checkpoints while training continues, from copies; training waits for one only before the next and at the
     end. For sharded, pipelined or tensor-parallel models."""

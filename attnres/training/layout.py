@@ -171,6 +171,13 @@ class ShardedModel(PlacedModel):
         self.summed = parallel.tp * parallel.cp
         sizes = (parallel.pp, layout.shares // parallel.shard, parallel.shard, self.summed)
         self.mesh = init_device_mesh(layout.who.device.type, sizes, mesh_dim_names=("pp", "dp", "shard", "slice"))
+        if parallel.ep > 1:
+            from attnres.scale.experts import check_experts
+
+            check_experts(objective.model, parallel.ep)
+            sizes = (*sizes[:2], parallel.shard // parallel.ep, parallel.ep)
+            axes = ("pp", "dp", "shard", "ep")
+            self.expert_mesh = init_device_mesh(layout.who.device.type, sizes, mesh_dim_names=axes)
         self.alike = _groups(self.mesh, ("dp", "shard"))
         """The processes with other shares of a batch, whose gradients are averaged; None for one."""
         if parallel.async_save:
@@ -183,15 +190,20 @@ class ShardedModel(PlacedModel):
         """Return the dtype of matrix products; None is the dtype of the parameters."""
         return torch.bfloat16 if self.layout.dtype == "bf16" else None
 
-    @property
-    def _sharing(self) -> DeviceMesh:
-        """Return the mesh over which parameters are sharded, with replicas of the shards as a second dimension
-        (HSDP)."""
-        return self.mesh[("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)]
-
-    def place(self) -> None:
+    def _shard(self, model: Any, root: nn.Module, *, reshard: bool = True) -> None:
+        """Shard a model or a stage, with replicas of the shards where there are more processes (HSDP)."""
+        from attnres.scale.experts import distribute_experts
         from attnres.scale.shard import shard
 
+        parallel = self.layout.parallel
+        axes = ("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)
+        if parallel.ep > 1:
+            distribute_experts(model, self.expert_mesh["ep"])
+        if parallel.shard > 1:
+            experts = self.expert_mesh[axes] if parallel.ep > 1 else None
+            shard(model, root, self.mesh[axes], experts=experts, reshard=reshard, dtype=self._products)
+
+    def place(self) -> None:
         self.objective = self.plain
         self.rebuild = _rebuilder(self.model)
         if self.summed > 1:
@@ -206,8 +218,7 @@ class ShardedModel(PlacedModel):
                 )
         if self.layout.compile:
             compile_parts(self.model)
-        if self.layout.parallel.shard > 1:
-            shard(self.model, self.plain, self._sharing, dtype=self._products)
+        self._shard(self.model, self.plain)
 
     @contextlib.contextmanager
     def syncing(self, last: bool) -> Generator[None]:
@@ -256,7 +267,6 @@ class PipelinedModel(ShardedModel):
 
     def place(self) -> None:
         from attnres.scale.pipeline import Pipeline, plan_cut, refuse_schedule, stages_each
-        from attnres.scale.shard import shard
 
         layout, parallel, model, kind = self.layout, self.layout.parallel, self.model, self.plain.kind
         virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
@@ -267,8 +277,7 @@ class PipelinedModel(ShardedModel):
         def prepare(stage: Any) -> None:
             if layout.compile:
                 compile_parts(stage.model)
-            if parallel.shard > 1:
-                shard(stage.model, stage, self._sharing, reshard=False, dtype=self._products)
+            self._shard(stage.model, stage, reshard=False)
 
         self.pipeline = Pipeline(
             model,

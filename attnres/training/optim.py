@@ -210,7 +210,8 @@ def _is_orthogonalised(name: str, parameter: Tensor) -> bool:
     if parameter.ndim == 2:
         return True
     places = parameter.placements if isinstance(parameter, DTensor) else ()
-    whole = all(place.is_replicate() or place.is_shard(0) for place in places)
+    # By their axis: of distributed experts (ep) torch places the shards as `_StridedShard`, which `is_shard` denies.
+    whole = all(place.is_replicate() or getattr(place, "dim", None) == 0 for place in places)
     return parameter.ndim == 3 and "experts" in name and whole
 
 

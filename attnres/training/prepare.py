@@ -180,6 +180,9 @@ def _fit_defaults(config: TrainConfig, world_size: int, start: "Checkpoint | Non
 
     if world_size > 1 and config.parallel == usual.parallel:
         changed("parallel", f"torchrun started {world_size} processes, each trains a copy", dp=world_size)
+    ep = config.parallel.ep
+    if ep > 1 and config.parallel.shard == usual.parallel.shard and world_size % (ep * config.parallel.pp) == 0:
+        changed("parallel", f"experts are distributed over {ep} processes of shard", shard=ep)
     if config.parallel.pp > 1:
         _fit_stages(config, usual, _copies(config.parallel, world_size), changed)
     if not sees_all_depths(config.parallel) and config.depth_every == usual.depth_every:
@@ -236,8 +239,8 @@ BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "it must be a number above 0",
         lambda value: 0 < value < math.inf,
         "steps batch_size accumulation parallel.dp parallel.shard parallel.pp parallel.pp_virtual "
-        "parallel.tp parallel.cp keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
-        "optim.lr optim.muon_lr optim.residual_lr optim.base_width finetune.lora_rank finetune.lora_alpha "
+        "parallel.tp parallel.cp parallel.ep keep_at val_every log_every save_every data.seq_len data.val_windows "
+        "data.limit optim.lr optim.muon_lr optim.residual_lr optim.base_width finetune.lora_rank finetune.lora_alpha "
         "finetune.distill_temperature",
     ),
     (
@@ -340,6 +343,16 @@ def _refuse_layout(config: TrainConfig) -> None:
             f"optim.balance is {config.optim.balance} and parallel.{cuts[0]} above 1: loads are counted where every "
             "process has all layers and whole sequences, use dp and shard"
         )
+    if parallel.ep > 1 and (given := [name for name in ("tp", "cp") if getattr(parallel, name) > 1]):
+        raise UserError(
+            f"parallel.ep and parallel.{given[0]} are above 1: tokens are sent to experts from whole sequences, use ep "
+            "with dp, shard and pp"
+        )
+    if parallel.shard % parallel.ep:
+        raise UserError(
+            f"parallel.ep is {parallel.ep} and parallel.shard is {parallel.shard}: experts are distributed over "
+            "processes of shard, give an ep that divides it"
+        )
     if max(parallel.shard, parallel.pp, parallel.tp, parallel.cp) == 1:
         if parallel.async_save:
             raise UserError(
@@ -375,10 +388,12 @@ def _refuse_layout(config: TrainConfig) -> None:
 
         virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
         check_schedule(parallel.pp_schedule, parallel.pp, virtual, config.accumulation)
-        if config.compile and schedule_named(parallel.pp_schedule).apart:
+        given = "compile is on" if config.compile else f"parallel.ep is {parallel.ep}" if parallel.ep > 1 else None
+        if given and schedule_named(parallel.pp_schedule).apart:
             raise UserError(
-                f"compile is on and parallel.pp_schedule is {parallel.pp_schedule}, which makes gradients of inputs "
-                "and of weights apart: what is compiled makes them at once. Choose 1f1b, interleaved or gpipe"
+                f"{given} and parallel.pp_schedule is {parallel.pp_schedule}, which makes gradients of inputs and of "
+                "weights apart: compiled layers and distributed experts make them at once. Choose 1f1b, interleaved or "
+                "gpipe"
             )
 
 

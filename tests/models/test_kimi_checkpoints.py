@@ -449,6 +449,7 @@ WRONG = {
     "conv": (lambda s: s.pop(f"{L1}self_attn.k_conv1d.weight"), "lacks '.*k_conv1d"),
     "gate": (lambda s: s.pop(f"{L1}self_attn.g_proj.weight"), "lacks '.*1.self_attn.g_proj"),
     "decay": (lambda s: s[f"{L1}self_attn.A_log"].fill_(1.0), "1.self_attn.A_log' .* 128 numbers: expected .* 3 heads"),
+    "twice": (lambda s: s.update({f"{EXPERT}0.w1.weight": torch.zeros(32, 32)}), f"'{EXPERT}0.w1.weight' twice"),
     "unsaid": (lambda s: s.update({f"{EXPERT}9.w4.weight_packed": torch.zeros(2)}), "lacks '.*w4.weight_scale"),
     "read": (lambda s: s.pop(f"{L1}mlp_res_proj.weight"), f"lacks '{L1}mlp_res_proj.weight' of depth reads"),
     "more experts": (lambda s: s.update({f"{EXPERT}4.w1.weight": torch.zeros(32, 32)}), "experts.4.w1.* no place"),
@@ -472,6 +473,15 @@ def test_wrong_tensors_are_one_sentence(change, message, tmp_path, capsys):
     state = tensors(quantised=True)
     change(state)
     assert re.search(message, refused(folder_of(tmp_path / "k3", state, quantised=True), tmp_path / "out", capsys))
+
+
+def test_one_tensor_in_two_files_is_refused(tmp_path, capsys):
+    folder = folder_of(tmp_path / "k3")
+    one, two = sorted(folder.glob("*.safetensors"))[:2]
+    name = f"language_model.{L1}mlp_res_proj.weight"
+    for file in (one, two):
+        save_file(load_file(file) | {name: torch.zeros(1, D)}, file)
+    assert f"'{name}' in two files" in refused(folder, tmp_path / "out", capsys)
 
 
 def test_packed_weights_without_a_word_in_the_config_are_refused(tmp_path, capsys):

@@ -347,18 +347,21 @@ def test_named_sizes_are_what_they_are_called():
     assert [counts[name] for name in ("7b", "8b", "70b")] == [6_738_415_616, 8_030_261_248, 70_553_706_496]
     # Kimi Linear 48B-A3B: 48 billion without the embedding and the head, 3 of them active.
     assert counts["kimi-48b"] - 2 * 163_840 * 2304 == pytest.approx(48e9, rel=0.01)
-    # Kimi K3: 2.8 trillion.
     assert counts["k3-2.8t"] == pytest.approx(2.8e12, rel=0.01)
     assert set(counts) == set(SIZES)
     for name in ("pico", "micro"):
         assert SIZES[name] == PRESETS[name].train["model"]["size"], "a study's preset has the model of its name"
 
 
-def test_kimi_sizes_are_one_shape_with_the_active_parameters_of_their_names():
+def test_kimi_sizes_have_the_active_parameters_of_their_names():
     with torch.device("meta"):
         models = {name: build(name, vocab_size=VOCABULARIES[name], settings={"block_size": 6}) for name in KIMI}
     active = {name: forward_flops(model, 1) / 2 for name, model in models.items()}
     assert 2.9e9 < active["kimi-48b"] < 3.5e9 and 3e6 < active["kimi-nano"] < 5e6
+    with torch.device("meta"):
+        k3 = build("k3-2.8t", vocab_size=VOCABULARIES["k3-2.8t"], settings={"block_size": 24})
+    assert forward_flops(k3, 1) / 2 == pytest.approx(104e9, rel=0.005)  # as published: 2.8 T, 104 B active
+    assert len(k3.config.layer_types) == 93 and k3.config.layer_types.count("full_attention") == 24
     for model in models.values():
         kinds = model.config.layer_types
         assert len(kinds) == 27 and kinds[:4] == ["linear_attention"] * 3 + ["full_attention"]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 class Messages(TorchDispatchMode):
     """Counts what each of P processes in a ring sends: in a gather of n bytes of each n (P-1), in a scattered sum of n
-    bytes n (P-1)/P, in a sum twice that.
+    bytes n (P-1)/P, in a sum twice that, and in an all-to-all what is for others.
 
     Attributes:
         sent: bytes.
@@ -42,6 +43,9 @@ class Messages(TorchDispatchMode):
             return size(args[0]) * others
         if "reduce_scatter_tensor" in name:
             return size(args[0]) * others / self.ranks
+        if "all_to_all" in name:  # all but what a process keeps
+            rows, sizes = args[0], list(args[2])
+            return size(rows) / max(1, len(rows)) * (sum(sizes) - sizes[dist.get_rank()])
         if "allreduce" in name or "all_reduce" in name:
             return 2 * size(args[0]) * others / self.ranks
         return 0.0

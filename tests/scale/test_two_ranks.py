@@ -10,7 +10,7 @@ import pytest
 import torch
 from lines import lines
 from safetensors.torch import load_file
-from tiny import NARROW
+from tiny import K3, NARROW
 from two_ranks import train_run
 
 from attnres import UserError
@@ -49,6 +49,24 @@ SLICES: dict[str, dict[str, Any]] = {
 }
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "a softmax router": {"size": {"family": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 8}},
+    "biases, all tokens to two experts": {
+        "size": {"family": "gpt_oss", "num_local_experts": 8, "head_dim": 8},
+        "skewed": True,
+    },
+    "in a latent space": {"size": K3},
+    "grouped products in fp32": {
+        "size": {"family": "mixtral", "num_local_experts": 8},
+        "dtype": "float32",
+        "implementation": "grouped_mm",
+    },
+}
+MOE: dict[str, Any] = {"family": "qwen3_moe", "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+MOE |= {"num_key_value_heads": 2, "intermediate_size": 24, "moe_intermediate_size": 8}
+MOE |= {"num_experts": 6, "num_experts_per_tok": 2}
+
+
 def configuration(corpus: Path, out: Path, **values: Any) -> dict[str, Any]:
     base = from_dict(
         {
@@ -81,14 +99,34 @@ COUNTED: dict[str, tuple[dict[str, Any], str]] = {
     "pp": ({"pp": 2}, "fp32"),
     "pp, bf16": ({"pp": 2}, "bf16"),
     "interleaved": ({"pp": 2, "pp_schedule": "interleaved"}, "fp32"),
+    "ep": ({"shard": 2, "ep": 2}, "bf16"),
 }
+
+
+def counted_size(name: str) -> dict[str, Any]:
+    """Of a mixture one that gives every token to all experts, so that each process has as many."""
+    if name == "ep":
+        return {**MOE, "num_experts": 2}
+    return {**NARROW, "num_hidden_layers": 4, "num_key_value_heads": 2}
+
+
 DEFAULTS = {"depth_every": 100, "accumulation": 1, "steps": 2}
 ALONE: dict[str, dict[str, Any]] = {**{name: {name: 2} for name in ("shard", "pp", "tp", "cp")}, "none": {}}
 """What a command line gives beside a size: `--pp 2` alone, say, or torchrun alone."""
 SHARD, STAGES, BESIDE = {"shard": 2}, {"pp": 2}, {"shard": 2, "async_save": True}
 MUON = {"optim": {"optimizer": "muon"}, "steps": 4}
 CHUNKED = {"loss": "chunked", "gradient_checkpointing": "layer"}
-STOPPED = {"shares": BESIDE, "stages": STAGES, "slices": {"tp": 2}, "tokens": {"cp": 2}}
+MIXED: dict[str, Any] = {"parallel": {"ep": 2}, "model": {"size": MOE}}
+STOPPED: dict[str, dict[str, Any]] = {
+    "shares": {"parallel": BESIDE},
+    "stages": {"parallel": STAGES},
+    "slices": {"parallel": {"tp": 2}},
+    "tokens": {"parallel": {"cp": 2}},
+    "experts": MIXED,
+}
+
+
+KEYS: dict[str, dict[str, Any]] = {"cases": CASES, "slices": SLICES, "experts": EXPERTS}
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +134,8 @@ def both(corpus, launched, once) -> tuple[Path, dict[str, Any]]:
     """The folder of the runs and the results of all cases and runs."""
     root = once("two ranks", lambda root: launched(root, jobs_of(corpus, root)))
     results = json.loads((root / "results.json").read_text())
-    cases, slices = (dict(zip(names, results[key])) for names, key in ((CASES, "cases"), (SLICES, "slices")))
-    return root, {**results, "cases": cases, "slices": slices}
+    named = {key: dict(zip(names, results[key])) for key, names in KEYS.items()}
+    return root, {**results, **named}
 
 
 def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
@@ -113,6 +151,9 @@ def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
         run("slices", parallel={"tp": 2}, gradient_checkpointing="layer"),
         run("tokens", parallel={"cp": 2}, **CHUNKED),
         run("slices, muon", parallel={"tp": 2}, **MUON),
+        run("experts", **MIXED, **MUON),
+        run("no experts", parallel={"ep": 2}),
+        run("experts that do not divide", **{**MIXED, "model": {"size": {**MOE, "num_experts": 7}}}),
         run("adaptive", parallel=STAGES, model={"residual": "adaptive", "num_blocks": None}, steps=4),
         run("4 of 8", "resharded", 4, parallel=SHARD),
         run("8 of 8", "resharded", parallel=STAGES, resume=True),
@@ -130,15 +171,21 @@ def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
         run("finished", "shares", parallel=SHARD),
     ]
     counted = [
-        [name, configuration(corpus, root / f"counted {name}", parallel=parallel, dtype=dtype)]
+        [
+            name,
+            configuration(
+                corpus, root / f"counted {name}", parallel=parallel, dtype=dtype, model={"size": counted_size(name)}
+            ),
+        ]
         for name, (parallel, dtype) in COUNTED.items()
     ]
     jobs = {"cases": list(CASES.values()), "slices": list(SLICES.values()), "plan": True, "runs": runs}
     jobs["shares"] = list(RESIDUALS)
+    jobs["experts"] = [{**case, "ep": 2} for case in EXPERTS.values()]
     jobs["counted"] = counted
     jobs["single"] = [run("bf16", parallel=SHARD, dtype="bf16")]
-    for name, parallel in STOPPED.items():
-        short, parts = {"parallel": parallel, "steps": 4, "save_every": 3}, f"{name} in parts"
+    for name, layout in STOPPED.items():
+        short, parts = {**layout, "steps": 4, "save_every": 3}, f"{name} in parts"
         whole = run(f"{name} at once", **short)
         jobs["single"] += [whole, run(f"2 of 4 {name}", parts, 2, **short), run(parts, resume=True, **short)]
     return jobs
@@ -146,12 +193,12 @@ def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(both, once) -> Path:
-    """The runs "one", "muon" and "adaptive" in this one process."""
+    """The runs "one", "muon", "adaptive" and "experts" in this one process."""
     root, _ = both
     jobs = {name: values for name, values, _ in json.loads((root / "jobs.json").read_text())["runs"]}
 
     def train_alone(_: Path) -> None:
-        for name, out in (("shares", "one"), ("muon", "one muon"), ("adaptive", "one adaptive")):
+        for name, out in {"shares": "one", **{name: f"one {name}" for name in ("muon", "adaptive", "experts")}}.items():
             train_run({**jobs[name], "parallel": {}, "out": str(root / out)})
 
     once("one rank", train_alone)
@@ -202,6 +249,19 @@ def test_a_model_in_slices_is_one_process(both, case):
     whole, sliced = result["vectors"]
     assert sliced == whole / 2  # vectors a token before the head
     assert result.get("generated", True) and result.get("heads", 2) == 2  # of four heads' keys and values
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_distributed_experts_are_one_process(both, case):
+    """Whatever the loads, with three messages a layer in a forward pass and two in its backward."""
+    result, settings = both[1]["experts"][case], EXPERTS[case]
+    rounded = "dtype" in settings or settings["size"] is K3  # whose router and KDA are in fp32
+    assert result["loss"] < (1e-6 if "dtype" in settings else 1e-10)
+    assert result["gradient"] < (1e-5 if rounded else 1e-10)
+    assert result["messages"] == [3, 2]
+    if settings.get("skewed"):
+        tokens = 2 * 2 * 7  # of two processes
+        assert all(load == [tokens, tokens, 0, 0, 0, 0, 0, 0] for load in result["loads"])
 
 
 def test_transformers_own_plan_is_followed(both):
@@ -258,6 +318,11 @@ def test_sharded_experts_are_orthogonalised_and_balanced_as_on_one_process(launc
     assert ours[0]["expert_load"] == theirs[0]["expert_load"]
 
 
+def test_muon_of_distributed_experts_is_muon(both, alone):
+    assert furthest(alone / "experts", alone / "one experts") < 1e-10
+    assert json.loads((alone / "experts" / "config.json").read_text())["parallel"]["shard"] == 2
+
+
 def test_muon_by_owners_is_muon(both, alone):
     for layout in ("muon", "slices, muon"):
         assert furthest(alone / layout, alone / "one muon") < 1e-6
@@ -267,7 +332,7 @@ def test_muon_by_owners_is_muon(both, alone):
 def test_a_plan_is_what_a_run_counts(both, corpus, name):
     """Bytes of parameters, gradients and moments on the fullest rank; the most that its backward passes need at once;
     those that a rank sends in a step."""
-    counted, size = both[1]["counted"][name], {**NARROW, "num_hidden_layers": 4, "num_key_value_heads": 2}
+    counted, size = both[1]["counted"][name], counted_size(name)
     with torch.device("meta"):
         words = json.loads((corpus / "header.json").read_text())["vocab_size"]
         model = build(size, "block", vocab_size=words, max_positions=16, settings={"num_blocks": 2})
@@ -280,7 +345,9 @@ def test_a_plan_is_what_a_run_counts(both, corpus, name):
     assert planned.activations + planned.sources == pytest.approx(max(counted["saved"]), rel=0.05)
     assert planned.stage_bytes == counted["stages"]
     if "pp" not in layout:  # where the residual's gradients alone are summed
-        assert planned.share_bytes + planned.slice_bytes == pytest.approx(counted["collectives"], rel=0.01)
+        sent = planned.share_bytes + planned.slice_bytes + planned.expert_bytes
+        assert sent == pytest.approx(counted["collectives"], rel=0.01)
+        assert planned.expert_messages == (5 * 4 * 2 if name == "ep" else 0)  # a layer of each micro-batch
 
 
 def test_shares_in_bf16_learn_as_one_process(both, corpus, tmp_path):
@@ -375,3 +442,6 @@ def test_mistakes_are_one_sentence_on_the_first_process(both):
     assert "data.seq_len is 1: too few tokens for 2 processes" in runs["short"]
     assert "2 microbatches a step (accumulation) are too few for the schedule dualpipev" in runs["few"]
     assert "holds a finished run" in runs["finished"]
+    assert "ep is 2 and AttnResQwen3ForCausalLM has no layers of stacked experts" in runs["no experts"]
+    assert "ep is 2 and model.layers.0.mlp.experts has 7 experts" in runs["experts that do not divide"]
+    assert not any((both[0] / name).exists() for name in ("no experts", "experts that do not divide"))

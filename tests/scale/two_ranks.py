@@ -1,6 +1,7 @@
 """What two processes do for the tests of this folder, in one launch: `torchrun ... two_ranks.py FOLDER`.
 
-FOLDER/jobs.json holds {"cases": [...], "shares": [residual, ...], "slices": [...], "plan": bool, "long": tokens,
+FOLDER/jobs.json holds {"cases": [...], "shares": [residual, ...], "slices": [...], "experts": [...], "second opinion":
+[...], "plan": bool, "long": tokens,
 "runs": [[name, configuration, steps or null], ...], "single": [...]}. Everything but a long prompt and the runs of
 "single" is in fp64. Results go to FOLDER/results.json.
 """
@@ -15,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from experts import run_experts, run_second_opinion
 from messages import Messages
 from slices import run_long_prompt, run_plan, run_slices
 from torch.distributed.device_mesh import init_device_mesh
@@ -241,6 +243,8 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
 
     def in_dtype(*args: Any) -> Any:
         model, record = first(*args)
+        if dtype is torch.float64 and model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")  # grouped products have no fp64
         return model.to(dtype), record
 
     def stopping(run: Any, signals: Any) -> None:
@@ -278,6 +282,8 @@ def main(folder: Path) -> None:
     results = {"cases": [run_case(case, group) for case in jobs["cases"]]}
     results["shares"] = {residual: run_shares(residual, group) for residual in jobs.get("shares", [])}
     results["slices"] = [run_slices(case) for case in jobs.get("slices", [])]
+    results["experts"] = [run_experts(case) for case in jobs.get("experts", [])]
+    results["second opinion"] = [run_second_opinion(case) for case in jobs.get("second opinion", [])]
     if jobs.get("long"):
         results["long"] = run_long_prompt(jobs["long"])
     if jobs.get("plan"):

@@ -159,6 +159,7 @@ GIVEN: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
         {"parallel.pp_virtual": 2, "parallel.pp_schedule": "interleaved"},
     ),
     "zero bubble": ({"parallel": {"pp": 2, "pp_schedule": "zbv"}}, 2, {"loss": "whole"}),
+    "ep": ({"parallel": {"ep": 2}}, 4, {"parallel.shard": 2}),
     "shard of sixteen": ({"parallel": {"shard": 16}}, 16, {"batch_size": 16}),
     "accumulation": ({"accumulation": 3}, 1, {"batch_size": 9}),
     "a decay of the whole run": ({"optim": {"schedule": "wsd", "decay": 1.0}}, 1, {"optim.warmup": 0.0}),

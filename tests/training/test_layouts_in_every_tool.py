@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import K3
 
 from attnres import UserError, cli, convert, generate
 from attnres.comparison.compare import compare
@@ -33,7 +34,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "boundary": ("boundary", {"num_blocks": 2, "key_norm_eps": 1e-8}, "nanogpt"),
     "boundary_normed": ("boundary_normed", {"block_size": 2}, None),
     "gates in the paper's": ("block", {"block_size": 2, "gate": "vector", "null_source": True}, None),
-    "kimi's names": ("block", {"block_size": 4}, "kimi"),
+    "kimi k3": ("block", {"block_size": 4, "key_norm_eps": 1e-5}, "kimi"),
     "fla": ("full", {}, "fla"),
 }
 """Residual, settings, and the format that holds it."""
@@ -47,6 +48,9 @@ def layout(configure: Configure) -> Callable[..., TrainConfig]:
         config.model.residual, config.model.num_blocks, config.model.settings = residual, None, settings
         if kind == "nanogpt":
             config.model.size = GPT2 | {"activation_function": "gelu"}
+        elif kind == "kimi":
+            kinds = ["linear_attention", "full_attention"]
+            config.model.size = {**K3, "num_hidden_layers": 2, "layer_types": kinds}
         elif kind == "fla":
             assert isinstance(config.model.size, dict)
             config.model.size = {**config.model.size, "family": "llama"}

@@ -20,7 +20,7 @@ import pytest
 import torch
 from lines import CLOCK, lines
 from safetensors.torch import load_file
-from tiny import NARROW
+from tiny import K3, NARROW
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -443,6 +443,7 @@ def test_variants_share_their_first_weights_and_batches(configure: Configure, tm
 
 MUDDFORMER = {"residual": "muddformer", "num_blocks": None, "settings": {"value_residual": "head"}}
 KIMI = {"size": "kimi-nano", "num_blocks": None, "block_size": 6}
+KIMI_K3 = {"size": K3, "num_blocks": None, "block_size": 4}
 
 
 @pytest.mark.quick("adamw")
@@ -455,8 +456,9 @@ KIMI = {"size": "kimi-nano", "num_blocks": None, "block_size": 6}
         (signal.SIGTERM, {"model": {"residual": "adaptive", "num_blocks": None}}),
         (signal.SIGTERM, {"model": MUDDFORMER}),
         (signal.SIGTERM, {"model": KIMI, "optim": {"balance": "quantile", "optimizer": "muon"}}),
+        (signal.SIGTERM, {"model": KIMI_K3, "optim": {"balance": "sign", "optimizer": "muon"}, "dtype": "bf16"}),
     ],
-    ids=["SIGINT", "adamw", "muon-bf16", "annealed", "values", "kimi"],
+    ids=["SIGINT", "adamw", "muon-bf16", "annealed", "values", "kimi", "kimi-k3"],
 )
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, extra: dict[str, Any]

@@ -34,8 +34,12 @@ class WeightRule(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Foreign tensors of one shape that one of ours has one below the other: their names, and into how many equal parts
-    ours then groups the rows (a mixture's experts; 0 for none)."""
+    """Foreign tensors of one shape whose rows, concatenated, are one parameter here.
+
+    Attributes:
+        names: the tensors, in order.
+        groups: the number of experts over which the rows are then divided; 0 for a parameter without experts.
+    """
 
     names: list[str]
     groups: int
@@ -43,15 +47,16 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, or one to be made of such: read when it is indexed, and not held.
+    """A tensor that is read from its file, and computed, each time it is indexed.
 
-    Transformers' loader indexes one value of a state dict after the other, so memory holds the model and little more.
+    Transformers' loader indexes the values of a state dict one after the other, so memory holds little more than the
+    model.
     """
 
     read: Callable[[], Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    """None for one that no parameter has."""
+    """None for a dtype that no parameter has."""
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.read()[index]
@@ -65,7 +70,7 @@ class Format:
         renamed: parts of names of the other weights, (theirs, ours).
         transposed: ends of names of matrices that lie the other way round there.
         ignored: ends of names of buffers that are no weights.
-        beside: starts of names of weights that are no part of the decoder of text, and left out.
+        beside: starts of names of weights outside the text decoder, which are left out.
         optional: ends of names, ours, of weights that are zero where they are missing there.
         table: our name of the token embedding.
     """
@@ -91,11 +96,11 @@ class Format:
         raise NotImplementedError
 
     def kept(self, config: Config) -> Config:
-        """Return the fields that are still true of the model when it is written."""
+        """Return the fields that stay valid when the model is written back."""
         return config
 
     def decoder(self, tensors: dict[str, Stored], config: Any, fields: Config, source: str) -> dict[str, Stored]:
-        """Return the tensors of which the model is made, by their names, as numbers that are not quantised.
+        """Return the tensors of the text decoder, dequantised, by their foreign names.
 
         Args:
             config, fields: of the model here, and config.json.
@@ -104,17 +109,17 @@ class Format:
         return tensors
 
     def stack(self, name: str, config: Any) -> Stack | None:
-        """Return of which tensors there one of ours is stacked; None where it is one there."""
+        """Return the foreign tensors that make up the parameter `name`; None if it is a single one."""
         return None
 
     def ours(self, name: str, config: Any) -> str:
-        """Our name of one of the other weights, or of what it is stacked into, in a model of this config."""
+        """Our name of one of the other weights, or of the parameter that it is a part of, in a model of this config."""
         for theirs, ours in self.renamed:
             name = name.replace(theirs, ours)
         return name
 
     def theirs(self, name: str, config: Any) -> str:
-        """Their name of one of the other weights of a model of this config, or the first of those in a stack."""
+        """Their name of one of the other weights of a model of this config; of a `Stack` the first."""
         for theirs, ours in self.renamed:
             name = name.replace(ours, theirs)
         return name
@@ -124,7 +129,7 @@ class WrittenFormat(Format):
     """A format that models of ours are written in too."""
 
     def written(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """Return tensors by their names as a file of theirs has them."""
+        """Return the tensors, by their foreign names, as their files hold them."""
         return tensors
 
     def write(self, config: Any, residual: Residual, stored: Config) -> Config:

@@ -1,6 +1,5 @@
 """The format of Kimi K3's release, whose modeling file computes Kimi Linear with depth reads too."""
 
-import functools
 import logging
 import re
 from typing import Any, ClassVar
@@ -42,10 +41,10 @@ _WITHOUT_EFFECT = (
     *("linear_attn_config", "kda_layers", "full_attn_layers", "num_heads", "short_conv_kernel_size"),
     *("first_k_dense_replace", "use_grouped_topk", "auto_map", "torch_dtype", "head_dim", "rope_theta", "rope_scaling"),
 )
-"""Names that no class has as fields, which say by other names what it has, or change nothing."""
+"""Fields of published configs that a class has under other names, or that change nothing here."""
 _AHEAD = "num_nextn_predict_layers"
 _PADDED = 128
-"""Heads are padded to a multiple of it where K3's release has a number for each."""
+"""K3's release pads vectors with one number a head to a multiple of this."""
 _MXFP4 = "mxfp4-pack-quantized"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of four bits by the lower three; the highest is the sign."""
@@ -324,12 +323,17 @@ def _dequantised(tensors: dict[str, Stored], source: str) -> dict[str, Stored]:
                 f"'{name}' of {source} has shape {packed.shape}, and its scale {scale.shape}: expected bytes, a scale "
                 "for 32 values of four bits"
             )
+        if matrix in tensors:
+            raise UserError(f"{source} has '{matrix}' twice, quantised and not: keep one")
         del numbers[name]
-        read = functools.partial(lambda packed, scale: mxfp4(packed[...], scale[...]), packed, scale)
-        numbers[matrix] = Stored(read, (rows, 2 * size), torch.float32)
+        numbers[matrix] = _unpacked(packed, scale)
     if len(numbers) < len(tensors):
         _log.warning("%s has weights in MXFP4, which are dequantised, and are written so", source)
     return numbers
+
+
+def _unpacked(packed: Stored, scale: Stored) -> Stored:
+    return Stored(lambda: mxfp4(packed[...], scale[...]), (packed.shape[0], 2 * packed.shape[1]), torch.float32)
 
 
 def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
@@ -346,7 +350,7 @@ def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
 
 
 def _unpadded(stored: Stored, heads: int, what: str) -> Stored:
-    """Return the numbers of the heads, behind which are zeros, in the shape that ours has."""
+    """Return one number a head, without the zeros after them, in the shape of the parameter here."""
     values = stored[...].flatten()
     if len(values) < heads or values[heads:].any():
         raise UserError(f"{what} has {len(values)} numbers: expected one for each of {heads} heads, and zeros after it")

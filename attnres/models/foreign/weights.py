@@ -68,7 +68,7 @@ def assemble(
     kind = format_of(name, fields)
     with torch.device("meta"):
         residual = config.make_residual()
-    tensors = kind.decoder(_unwrapped(_stored(files), kind, name), config, fields, name)
+    tensors = kind.decoder(_unwrapped(_stored(files, name), kind, name), config, fields, name)
     if not isinstance(dtype, torch.dtype):
         table = tensors.get(kind.theirs(kind.table, config))
         dtype = table.dtype if table is not None and table.dtype is not None else torch.float32
@@ -121,12 +121,14 @@ def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in state.items()}
 
 
-def _stored(files: Sequence[Path]) -> dict[str, Stored]:
-    """Return the tensors in these files, none of which is read."""
+def _stored(files: Sequence[Path], source: str) -> dict[str, Stored]:
+    """Return the tensors in these files without reading them."""
     tensors: dict[str, Stored] = {}
     for file in files:
         opened = safe_open(file, framework="pt")
         for name in opened.keys():  # noqa: SIM118
+            if name in tensors:
+                raise UserError(f"{source} has '{name}' in two files: copy it again, into an empty folder")
             part = opened.get_slice(name)
             read = functools.partial(opened.get_tensor, name)
             tensors[name] = Stored(read, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
@@ -184,7 +186,7 @@ def _gathered(tensors: dict[str, Stored], kind: Format, residual: Residual, sour
 def _renamed(
     tensors: Mapping[str, Stored], kind: Format, config: Any, dtype: torch.dtype, source: str
 ) -> dict[str, Stored]:
-    """Return all other tensors under our names, those of which we have a stack as one, in `dtype`."""
+    """Return all other tensors under our names; those of a `Stack` become one, in `dtype`."""
     state: dict[str, Stored] = {}
     stacked: dict[str, set[str]] = {}
     for name, tensor in tensors.items():
@@ -215,7 +217,7 @@ def _transposed(tensor: Stored) -> Stored:
 
 
 def _stack(parts: Mapping[str, Stored], groups: int, dtype: torch.dtype, source: str) -> Stored:
-    """Return these one below the other, in groups, as one that reads a part at a time."""
+    """Return the concatenation of these by rows, divided into groups, which reads one part at a time."""
     (rows, *others), *_ = (part.shape for part in parts.values())
     for name, part in parts.items():
         if part.shape != (rows, *others):
