@@ -57,6 +57,28 @@ def test_states_are_sixteen_bytes_a_parameter_in_shares():
 
 
 @pytest.mark.long
+def test_distributed_experts_are_not_gathered_and_their_tokens_are_sent():
+    """Of 8 processes 4 have different experts: parameters of the others are not gathered, and 3/4 of the tokens leave
+    a process four times, in bf16, to as many experts as a token has."""
+    size = {"family": "qwen3_moe", "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4}
+    size |= {"num_key_value_heads": 4, "num_experts": 12, "num_experts_per_tok": 2}
+    size |= {"moe_intermediate_size": 512, "intermediate_size": 512}
+    with torch.device("meta"):
+        model = build(size, "block", vocab_size=512, settings={"num_blocks": 2})
+    load = Load(8, context=1024, batch=2, microbatches=1)
+    rows = plan(model, load, dp=1, pp=1, tp=1, shard=8)
+    assert sorted(row.ep for row in rows) == [1, 2, 4]
+    (whole,), (spread,) = (plan(model, load, dp=1, pp=1, tp=1, shard=8, ep=ep) for ep in (1, 4))
+    experts = 12 * 3 * 256 * 512  # of a layer
+    assert whole.states == spread.states and whole.activations == spread.activations
+    assert whole.whole - spread.whole == 2 * 2 * experts * 3 / 4
+    sent = 4 * experts * (8 * 7 / 8 - 8 / 4 * 1 / 2)  # gathered twice in bf16, reduced in fp32
+    assert whole.share_bytes - spread.share_bytes == pytest.approx(sent)
+    assert spread.expert_bytes == 4 * 3 / 4 * (4 * 2 * 1024 * 2 * 256 * 2 + 12 * 8) and spread.expert_messages == 4 * 5
+    assert whole.expert_bytes == whole.expert_messages == 0
+
+
+@pytest.mark.long
 def test_what_copies_send_costs_what_their_link_does():
     """Of 64 copies on eight nodes the slow link's time, of eight shares on one the fast one's, whatever lies further
     out: 8 bytes a parameter and 63 / 64 of it, where nothing of it overlaps."""
@@ -155,6 +177,7 @@ def test_models_of_folders_and_of_runs_are_planned_from_their_config_alone(folde
         ({"pp": 3}, "no layout of 8 GPUs has .* pp 3"),
         ({"pp": 8, "schedule": "zbw"}, "did you mean 'zbv'"),
         ({"pp": 4, "schedule": "1f1b", "shard": 2}, "2 micro-batches"),
+        ({"ep": 2}, "ep is 2 and .* no layers of stacked experts"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(numbers, said):
