@@ -301,7 +301,7 @@ def save_page(models: Sequence[str | Path], text: str | None, path: Path) -> Non
     """
     page = Page(open_models(models))
     view = page.begin("")[0]
-    view = view if text is None else replace(view, text=page.beginning(text))
+    view = view if text is None else replace(view, text=page.beginning(text[:MAX_CHARACTERS]))
     view = replace(view, token=max(0, len(page.models[view.models[0]].read(view.text).ids) - 2))
     for number in view.models:
         page.models[number].score(page.asked(view, number), lambda done, whole: None, FEW)

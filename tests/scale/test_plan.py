@@ -142,7 +142,7 @@ def test_models_of_folders_and_of_runs_are_planned_from_their_config_alone(folde
         build_shapes(folders["full"], "block")
     with pytest.raises(SystemExit):
         main(["plan", str(folders["full"]), "--vocab-size", "9"])
-    assert "is a model, which has its own" in capsys.readouterr().err
+    assert "is a model, which has a vocabulary" in capsys.readouterr().err
 
 
 @pytest.mark.quick("numbers[01]*")
