@@ -166,5 +166,5 @@ def saving(curve: LossCurve, base: LossCurve, loss: float | None = None) -> Savi
         if not len(curve.losses) or not len(base.losses):
             return Saving(math.nan, False, math.nan)
         loss = float(max(curve.losses[-1], base.losses[-1]))
-    tokens, other = curve.tokens(loss), base.tokens(loss)
-    return Saving(other.tokens / tokens.tokens, tokens.extrapolated or other.extrapolated, loss)
+    reading, base_reading = curve.tokens(loss), base.tokens(loss)
+    return Saving(base_reading.tokens / reading.tokens, reading.extrapolated or base_reading.extrapolated, loss)

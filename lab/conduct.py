@@ -174,14 +174,14 @@ class _Pass:
         """Run and measure the unfinished runs of the arms. If several are the same run, the first is trained, and the
         next pass copies it. Raises UserError if a run that only runs.jsonl has would be lost when that file is written
         again; runs that others start from are exempt."""
-        own = find_runs([self.folder])
-        stored = [*self.stored, *own]
+        own_runs = find_runs([self.folder])
+        stored = [*self.stored, *own_runs]
         with ExitStack() as stack:
             for arm in arms:
                 if arm.computed is not None:
                     self._compute(arm, stored)
                 else:
-                    self._train(arm, stored, own, stack)
+                    self._train(arm, stored, own_runs, stack)
             wanted = {(arm.name, name) for arm in arms if not arm.started_from for name in names_of(arm)}
             self._refuse_losses([f"{arm}/{name}" for arm, name in self.archived if (arm, name) in wanted])
             self.record.write()
@@ -315,7 +315,7 @@ def print_estimate(
             costs += [(design, arm, costs_of(arm, recipe, left)) for arm, left in arms]
             looking.advance(1, design.name)
         looking.remove()
-        steps = dict.fromkeys([usual, *(one.step for *_, each in costs for one in each if one.step is not None)])
+        steps = dict.fromkeys([usual, *(cost.step for *_, each in costs for cost in each if cost.step is not None)])
         speeds = measured_speeds(recipe, steps, bars.add("timing a few steps of each model", len(steps)).advance)
     otherwise = speeds.get(usual, setting.preset.flops_per_s)
     table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
@@ -323,7 +323,7 @@ def print_estimate(
     for design, arm, each in costs:
         time_h = hours(each, otherwise, speeds)
         total += time_h
-        runs, tokens, flops = (sum(getattr(one, what) for one in each) for what in ("runs", "tokens", "flops"))
+        runs, tokens, flops = (sum(getattr(cost, what) for cost in each) for what in ("runs", "tokens", "flops"))
         counts = f"{len(names_of(arm))}", f"{runs}"
         table.add_row(design.name, arm.name, *counts, f"{tokens:,.0f}", f"{flops:.2e}", f"{time_h:.2f}")
     out.print(table)
@@ -358,9 +358,9 @@ def left_of(
     arms, measured = survey(design, setting)
     options.check(design, arms)
     lefts, asked_for = [], set[tuple[str, tuple[int, ...]]]()
-    own = find_runs([folder] if folder.is_dir() else [])
+    own_runs = find_runs([folder] if folder.is_dir() else [])
     with takeable(folder, adopted, archived_alone(folder)) as elsewhere:
-        stored = [one for one in (*elsewhere, *own) if one.ended]
+        stored = [one for one in (*elsewhere, *own_runs) if one.ended]
         keys = {one.key for one in stored}
         for arm in arms:
             missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])

@@ -126,12 +126,12 @@ class Contrast:
             )
         parts = []
         for where, sign in (("below", -1), ("above", 1)):
-            clear = [one for one in self.others if one.excludes_0 and sign * one.effect.difference > 0]
-            clear.sort(key=lambda one: -abs(one.effect.difference))
+            clear = [variant for variant in self.others if variant.excludes_0 and sign * variant.effect.difference > 0]
+            clear.sort(key=lambda variant: -abs(variant.effect.difference))
             if clear:
-                sizes = [f"{one.label} (by {number(abs(one.effect.difference), 4)})" for one in clear]
+                sizes = [f"{variant.label} (by {number(abs(variant.effect.difference), 4)})" for variant in clear]
                 parts.append(f"{where} {self.baseline}: {listed(sizes)}")
-        if rest := [one.label for one in self.others if not one.excludes_0]:
+        if rest := [variant.label for variant in self.others if not variant.excludes_0]:
             parts.append(f"the interval includes 0: {listed(rest)}")
         if seeds:
             parts.append(f"diverged: {listed(seeds)}")

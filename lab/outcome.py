@@ -238,13 +238,13 @@ def _noises(values: Values, setting: Setting) -> dict[int, KnownNoise]:
     known = values.get("by_steps") or {}
     outside = f"The noise of {setting.name}: its control, the same function, lies OUTSIDE it."
     remark = outside if values.get("control_inside") is False else ""
-    found = {}
-    for steps, one in known.items():
-        if steps.isdecimal() and one["sigma"] is not None and one["degrees"] > 0:
-            by_label = one.get("runs", {})
+    noises = {}
+    for steps, noise in known.items():
+        if steps.isdecimal() and noise["sigma"] is not None and noise["degrees"] > 0:
+            by_label = noise.get("runs", {})
             runs = ((label, int(seed), loss) for label, each in by_label.items() for seed, loss in each.items())
-            found[int(steps)] = KnownNoise(one["sigma"], one["degrees"], tuple(runs), remark)
-    return found
+            noises[int(steps)] = KnownNoise(noise["sigma"], noise["degrees"], tuple(runs), remark)
+    return noises
 
 
 def _values(setting: Setting, study: str) -> Values:
@@ -260,16 +260,19 @@ def study_page(outcome: StudyOutcome) -> str:
 
 def report_page(outcomes: Sequence[StudyOutcome]) -> str:
     """Return the page of several studies: a table of them, questions answered at several sizes, then each study."""
-    rows = [[one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.answer] for one in outcomes]
+    rows = [
+        [outcome.design.title, outcome.setting.name, "{} of {}".format(*outcome.counts), outcome.result.answer]
+        for outcome in outcomes
+    ]
     head = ["study", "preset", "runs", "answer"]
-    table = _table(ResultTable("", head, rows), "worded", [_anchor(one) for one in outcomes])
+    table = _table(ResultTable("", head, rows), "worded", [_anchor(outcome) for outcome in outcomes])
     parts = [f"<section>\n<h2>All studies</h2>\n{table}</section>"]
     parts += map(_section, at_sizes(outcomes))
-    for one in outcomes:
-        body = f'<p class="lead">{escape(one.result.answer)}</p>' + "\n".join(_sections(one))
-        title = f"{escape(one.design.title)} · {escape(one.setting.name)}"
-        parts.append(f'<section id="{_anchor(one)}">\n<h2>{title}</h2>\n{body}\n</section>')
-    finished = sum(one.counts[0] == one.counts[1] for one in outcomes)
+    for outcome in outcomes:
+        body = f'<p class="lead">{escape(outcome.result.answer)}</p>' + "\n".join(_sections(outcome))
+        title = f"{escape(outcome.design.title)} · {escape(outcome.setting.name)}"
+        parts.append(f'<section id="{_anchor(outcome)}">\n<h2>{title}</h2>\n{body}\n</section>')
+    finished = sum(outcome.counts[0] == outcome.counts[1] for outcome in outcomes)
     headline = f"{finished} of {len(outcomes)} are complete"
     return framed("Studies of depth reads", "The laboratory", headline, parts, FOOTER)
 
@@ -350,8 +353,8 @@ def at_sizes(outcomes: Sequence[StudyOutcome]) -> list[ResultTable]:
     one size, represented by the one with more steps.
     """
     by_study: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for one in sorted(outcomes, key=lambda one: list(PRESETS).index(one.setting.name)):
-        by_study.setdefault(one.design.title, {})[one.setting.name] = one.result.values
+    for outcome in sorted(outcomes, key=lambda outcome: list(PRESETS).index(outcome.setting.name)):
+        by_study.setdefault(outcome.design.title, {})[outcome.setting.name] = outcome.result.values
     tables = []
     for title, of_presets in by_study.items():
         presets = {name: values for name, values in of_presets.items() if name == _longest(name, of_presets)}
@@ -360,8 +363,8 @@ def at_sizes(outcomes: Sequence[StudyOutcome]) -> list[ResultTable]:
             for where, contrast in contrasts(values):
                 baseline = contrast["baseline"]
                 question = f"{where.removesuffix(baseline).strip()} minus {baseline}".strip()
-                for label, one in contrast["variants"].items():
-                    answers.setdefault((label, question), {})[preset] = one
+                for label, answer in contrast["variants"].items():
+                    answers.setdefault((label, question), {})[preset] = answer
         shared = {question: each for question, each in answers.items() if len(each) > 1}
         if shared:
             head = ["variant", "difference", *presets, "together"]

@@ -130,17 +130,17 @@ def find_runs(folders: Iterable[Path], *, unfinished: bool = False) -> list[Stor
     Raises:
         UserError: a missing folder, or a damaged file.
     """
-    found = dict[Path, StoredRun]()
+    runs = dict[Path, StoredRun]()
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give one with the run folders to adopt, or a file runs.jsonl")
         for name in ("summary.json", DIVERGED, MEASURES, *(["checkpoint"] if unfinished else [])):
             for path in sorted(path for depth in range(5) for path in folder.glob("*/" * depth + name)):
-                if path.parent in found or any(map(is_half_written, path.relative_to(folder).parts)):
+                if path.parent in runs or any(map(is_half_written, path.relative_to(folder).parts)):
                     continue
                 if (run := _stored(path.parent)) is not None:
-                    found[path.parent] = run
-    return list(found.values())
+                    runs[path.parent] = run
+    return list(runs.values())
 
 
 def attnres_version(folder: Path) -> str | None:
@@ -204,10 +204,10 @@ def refuse_other_text(plan: ComparisonPlan, data: dict[str, Any], own: Iterable[
         return {**settings, "source": Path(settings.get("source") or "").name}
 
     ours, digest = to_dict(plan.first)["data"], _digest(data)
-    for one in own:
-        if one.config is not None and one.data not in ("", digest) and named(one.config["data"]) == named(ours):
+    for run in own:
+        if run.config is not None and run.data not in ("", digest) and named(run.config["data"]) == named(ours):
             raise UserError(
-                f"{one.folder} was trained on another text than {ours['source']} now has: give the same --source, or "
+                f"{run.folder} was trained on another text than {ours['source']} now has: give the same --source, or "
                 "choose another --out"
             )
 
@@ -439,8 +439,8 @@ def archived_in(path: Path) -> list[Archived]:
                 raise UserError(f"{where} names '{name}', which is no name of a file or folder: {_ADVICE}")
         for name in set(line["files"]) & set(_FILES):
             checked(line["files"][name], _FILES[name], f"{name} in {where}", _ADVICE)
-        for one in line.get("metrics", []):
-            line_of(one, f"a measurement in {where}", _ADVICE)
+        for metrics in line.get("metrics", []):
+            line_of(metrics, f"a measurement in {where}", _ADVICE)
         if "run" not in line and set(line["files"]) != {TIMES}:
             raise UserError(f"{where} has no run: expected LABEL-seedK, or none and {TIMES} alone; {_ADVICE}")
         if "run" in line and label_and_seed(line["run"]) is None:

@@ -78,25 +78,29 @@ def tuned_study(
         if "standard" not in judged:
             plain.tables[0].notes.append("No mechanism has been given a rate of its own with all seeds yet.")
             return StudyResult(sentence, [*plain.tables, *searched], [plain.contrasts[0].chart(name, title)], values)
-        own = _held_beside(timed_at_best(measured, judged), BEST, judged, best_title, published, plain.comparisons)
+        at_best_rates = _held_beside(
+            timed_at_best(measured, judged), BEST, judged, best_title, published, plain.comparisons
+        )
         finals = [measured.finals(BEST, label_of(way)) for way in judged.values()]
         fewest = min((len(seeds) for seeds in finals if seeds), default=1)
-        own.tables[0].notes.append(
+        at_best_rates.tables[0].notes.append(
             "Each mechanism is at its best rate with seed 0, which counts here too. Where rates are equally good "
             f"this flatters it, the standard model too, by about {FLATTERED / fewest:.1f} sigma. A mechanism with "
             "parameters of its own had four rates, the others three."
         )
         if waiting := [label_of(way) for variant, way in best.items() if variant not in judged]:
-            own.tables[0].notes.append(f"Not compared before a second seed has finished: {listed(waiting)}.")
+            at_best_rates.tables[0].notes.append(f"Not compared before a second seed has finished: {listed(waiting)}.")
         if edge := [label_of(chosen) for chosen in judged.values() if "@lr=" in chosen]:
-            own.tables[0].notes.append(
+            at_best_rates.tables[0].notes.append(
                 f"Best at an end of the rates that were tried, and maybe better beyond: {listed(edge)}."
             )
         lost = [variant for variant in ended if variant not in best]
-        sentence = f"At their own best rates: {own.answer} {sentence}"
+        sentence = f"At their own best rates: {at_best_rates.answer} {sentence}"
         sentence += f" Diverged at every rate: {listed(lost)}." if lost else ""
-        chart = own.contrasts[0].chart(name, best_title)
-        return StudyResult(sentence, [*own.tables, *searched, *plain.tables], [chart], values | {BEST: own.values})
+        chart = at_best_rates.contrasts[0].chart(name, best_title)
+        return StudyResult(
+            sentence, [*at_best_rates.tables, *searched, *plain.tables], [chart], values | {BEST: at_best_rates.values}
+        )
 
     return Design(name, question, about, source, arms, analyse)
 

@@ -1,4 +1,4 @@
-"""The latest analyses of a model, kept for a while, and who may use the model meanwhile."""
+"""A cache of a model's latest analyses, and the lock that lets one thread at a time run the model."""
 
 import threading
 import time
@@ -23,36 +23,37 @@ T = TypeVar("T")
 
 
 class Cache:
-    """The latest analyses of a model, by what they are of.
+    """The latest analyses of a model by key: the kind of analysis and everything that it depends on.
 
     Attributes:
         lock: held by the thread that runs the model: an observer sits on the model, so there is one pass at a time.
+        partial: the results so far of work that is under way, by the same keys.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Condition(threading.Lock())
         self._made, self._working = OrderedDict[Hashable, Any](), dict[Hashable, tuple[int, int]]()
         self.partial = dict[Hashable, Any]()
-        """What work under way has so far, by what it is of."""
 
     def __len__(self) -> int:
         return len(self._made)
 
     def get(self, key: Hashable) -> Any:
-        """Return what was made under a key, or None."""
+        """Return the analysis of a key, or None where there is none."""
         with self.lock:
             return self._made[key] if self._touch(key) else None
 
     def make(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what was made under a key, or make it now."""
+        """Return the analysis of a key; call `make` where there is none yet."""
         with self.lock:
             return self._make(key, make)
 
     def work(self, key: Hashable, make: Callable[[Callable[[int], None]], T], total: int, report: Report) -> T:
-        """Return what was made under a key, or make it now, which takes a while.
+        """Return the analysis of a key; call `make` where there is none yet, of which the caller sees the progress.
 
-        `make` is given a function to call with how much more of `total` it has done. Others may use the model during
-        that call; who asks for the same waits for it, and is told by `report` how far it is.
+        `make` gets a function that it calls now and then with the number of units done since its last call, out of
+        `total`. Other threads may use the model during such a call. A thread that asks for an analysis which another
+        one is making waits for that one; `report` is called for it, too.
         """
         with self.lock:
             while key in self._working:
@@ -72,12 +73,12 @@ class Cache:
                 self.lock.notify_all()
 
     def clear(self) -> None:
-        """Forget everything; for the thread that holds the lock."""
+        """Drop all analyses. The caller holds the lock."""
         self._made.clear()
 
     def progress(self, report: Report, total: int, key: Hashable = None) -> Callable[[int], None]:
-        """Return what long work, which holds the lock, calls with how much more of `total` it has done: it reports the
-        sum, and others may use the model meanwhile."""
+        """Return the function that long work calls with the number of units done since its last call. It reports the
+        sum and lets go of the lock for a moment, so that other threads may use the model."""
         done = 0
 
         def progress(more: int) -> None:
@@ -95,7 +96,7 @@ class Cache:
         return progress
 
     def _touch(self, key: Hashable) -> bool:
-        """Make it the latest; return whether it is there."""
+        """Mark the analysis of a key as the latest used; return whether there is one."""
         if key in self._made:
             self._made.move_to_end(key)
         return key in self._made
@@ -107,7 +108,7 @@ class Cache:
                 self._made.popitem(last=False)
             sizes = [(old, _bytes(one)) for old, one in self._made.items()]
             total = sum(size for _, size in sizes)
-            for old, size in sizes[:-2]:  # what has no arrays, as scores that took long, may stay
+            for old, size in sizes[:-2]:  # scores took long and hold no arrays: they may stay
                 if size and total >= KEPT_BYTES:
                     del self._made[old]
                     total -= size

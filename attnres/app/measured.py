@@ -1,4 +1,4 @@
-"""What a text does in a model, as it is and with cuts: readings, scores, patches and searches."""
+"""Analyses of a text in an open model, with cuts or without: readings, scores, patches and searches."""
 
 import contextlib
 import math
@@ -43,19 +43,19 @@ WINDOW = 256
 
 @dataclass(frozen=True)
 class Reading(notebook.Named):
-    """A text in a model.
+    """One forward pass of a text of T tokens through a model with R reads of width d.
 
     Attributes:
-        ids: of the T tokens; `pieces` what each says, in whole characters, and `names` what to call it
+        ids: of the tokens. pieces: the characters of each, joined they are the text. names: a label of each
             (`attnres.models.encoding.characters`).
-        layout: the reads and what they mix; `reads` and `sources` are their names.
-        weights, contributions: for each read (T, sources); what each source is of the read, by projection on it.
-        vectors: what each read made, (T, d).
-        log_probs: (T, V): of the token after each.
-        losses: (T-1,) nats: of each token but the first.
-        outputs: (R, L+1) mean over the tokens of what each single output is of each read; None where a read is no such
-            sum.
-        notes: what a reader should know of this text, one sentence each.
+        layout: the reads and their sources; `reads` and `sources` are their names.
+        weights: of each read, (T, sources). contributions: the same shape, <p_i v_i, h> / <h, h> of source i.
+        vectors: the result of each read before its norm, (T, d).
+        log_probs: (T, V), of the token after each.
+        losses: (T-1,) nats, of each token but the first.
+        outputs: (R, L+1) mean contribution over the tokens of every sublayer's output; None where a read is no sum of
+            outputs.
+        notes: warnings about this text for the reader, one sentence each.
     """
 
     ids: tuple[int, ...]
@@ -77,8 +77,8 @@ class Reading(notebook.Named):
 
     @property
     def underlined(self) -> int:
-        """The read whose largest sources the tokens are marked by: the last one before the output's that has several
-        sources."""
+        """The number of the read whose largest source underlines each token on the page: the last read before the
+        output's that has several sources."""
         several = [read for read, one in enumerate(self.layout[:-1]) if len(one.sources) > 1]
         return several[-1] if several else len(self.layout) - 1
 
@@ -95,10 +95,10 @@ class Asked(NamedTuple):
 
 
 class Measured:
-    """What is computed of a model that is open; `attnres.app.opened.Opened` says which that is.
+    """The analyses of an open model (`attnres.app.opened.Opened`), each kept in its cache.
 
-    Everything is kept. Methods raise UserError for a text that the model does not read (`Encoder.encode`) and for edges
-    or tokens that are not there.
+    Methods raise UserError for a text that the model cannot encode (`Encoder.encode`) and for edges or tokens that are
+    not there.
     """
 
     if TYPE_CHECKING:
@@ -133,8 +133,8 @@ class Measured:
         return self.cache.make(("read", text, frozenset(cuts)), read)
 
     def attend(self, text: str, cuts: Iterable[Cut] = (), token: int | None = None) -> TokenAttention:
-        """Return what the text's tokens attend to; of a token what each head does. Raises UserError too where the model
-        shows no weights of its attention."""
+        """Return the attention weights of the text, with those of each head where a `token` is given. Raises UserError
+        too where the model returns no attention weights."""
         ids = self.encoder.encode(text)[0][: None if token is None else token + 1]
 
         def attend() -> TokenAttention:
@@ -144,7 +144,7 @@ class Measured:
         return self.cache.make(("attention", text, token, frozenset(cuts)), attend)
 
     def lens(self, asked: Asked) -> Lens:
-        """Return what each read of the token says, by the logit lens. Raises UserError too where no head is found."""
+        """Return the logit lens of the chosen token's reads. Raises UserError too where no head is found."""
         reading = self.read(asked.text, asked.cuts)
 
         def look() -> Lens:
@@ -155,15 +155,16 @@ class Measured:
         return self.cache.make(("lens", asked), look)
 
     def scored(self, asked: Asked) -> Attribution | None:
-        """Return scores (`score`), where they have been made or are being made."""
+        """Return the finished or partial result of `score`; None where it was never called."""
         return self.cache.partial.get(("score", asked)) or self.cache.get(("score", asked))
 
     def score(self, asked: Asked, report: Report, most: int | None = None) -> Attribution:
         """Measure what each of the `most` edges of the largest gradients (None: `MEASURED`), cut alone at all tokens,
         does to the prediction.
 
-        `report` is called with edges done and edges in all, and others may use the model then; who asks for what
-        another is measuring waits for that. Meanwhile `scored` has the gradients, and what was measured so far.
+        `report` is called with the number of edges done and of all; other threads may use the model during that call,
+        and a thread that asks for the same scores waits for them. Until the end `scored` returns the gradients and the
+        edges measured so far.
         """
         most = min(most or MEASURED, sum(len(row) for row in self.sources if len(row) > 1))
 
@@ -231,7 +232,7 @@ class Measured:
         return ids
 
     def read_ids(self, ids: tuple[int, ...], pieces: list[str], names: list[str]) -> Reading:
-        """Run the model on tokens; not kept."""
+        """Run the model on tokens; the cache does not keep the result."""
         with recorded_by(_Watching(self.residual, tokens=True), self.residual) as trace:
             prediction = predict(self.model, ids)
         return Reading(
@@ -254,7 +255,7 @@ class Measured:
         return intervene(self.model, *edits) if edits else contextlib.nullcontext()
 
     def edits(self, cuts: Iterable[Cut], tokens: int) -> list[Ablate]:
-        """Return cuts as edits of a text of so many tokens."""
+        """Return cuts as ablations in a text of `tokens` tokens; cuts at later tokens are left out."""
         by_read: dict[tuple[int, int | None], set[str]] = {}
         for cut in cuts:
             if cut.token is None or cut.token < tokens:
@@ -263,7 +264,7 @@ class Measured:
         return [Ablate(sorted(sources), reads=read, tokens=token) for (read, token), sources in order]
 
     def _options(self, asked: Asked) -> dict[str, Any]:
-        """Return the arguments by which `attnres.inspect` is asked for a prediction."""
+        """Return the arguments of a prediction that the functions of `attnres.inspect` share."""
         ids = self.encoder.encode(asked.text)[0]
         return {
             "input_ids": ids,
@@ -276,7 +277,7 @@ class Measured:
 
 
 class _Watching(Trace):
-    """A recording that keeps what the reads of the last pass made, too."""
+    """A recording that also keeps the results of the last pass's reads."""
 
     def __init__(self, residual: Residual, *, tokens: bool) -> None:
         super().__init__(residual, tokens=tokens)

@@ -68,8 +68,8 @@ class Encoder:
         return tuple(ids), offsets
 
     def beginning(self, text: str) -> str:
-        """As much of a text as the model takes here, to the end of a line or word where one ends; all of one that its
-        tokenizer cannot encode, of which `encode` says so."""
+        """Return the beginning of a text that fits into the context, up to the end of a line or a word where there is
+        one. A text that the tokenizer cannot encode is returned whole: `encode` raises its error."""
         try:
             spans = encode_prompt(self.tokenizer, text, rows=None, context=None)[1]
         except UserError:
@@ -91,7 +91,7 @@ class Encoder:
         return end - 1 if end > start else None
 
     def notes(self, text: str, ids: Sequence[int]) -> list[str]:
-        """Return what a reader of a text's figures has to know of its tokens, in sentences."""
+        """Return warnings about a text's tokens: characters that the tokenizer has never seen, a single token."""
         notes = []
         decoded = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
         lost = sorted({character for character in text if not character.isspace()} - set(decoded))
@@ -112,8 +112,8 @@ class Opened(Measured):
         trust_remote_code: run code that comes with the model.
 
     Attributes:
-        whole: of a step of a run the model that it became; else itself.
-        opening_text: that a page opens with; None is the example of that `kind_of_text`, code or prose.
+        whole: for a step of a run, the run's final model; for any other model itself.
+        opening_text: the text that a page opens with; None takes the example of `kind_of_text`, "code" or "prose".
 
     Raises:
         UserError: no model there.
@@ -136,14 +136,14 @@ class Opened(Measured):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What lies on the disk. Raises UserError: nothing, the model was given in memory."""
+        """The files of the model. Raises UserError for a model in memory, which has none."""
         if self._checkpoint is None:
             raise UserError(f"{self.name} was given in memory: no files belong to it")
         return self._checkpoint
 
     @property
     def run(self) -> Path | None:
-        """The run folder that the model is of, or None."""
+        """The folder of the run that trained the model; None where no run did."""
         return None if self._checkpoint is None else self._checkpoint.run
 
     @property
@@ -165,7 +165,7 @@ class Opened(Measured):
         return "model" in vars(self)
 
     def forget(self) -> None:
-        """Let go of the weights and of what they made; both are there again when they are needed."""
+        """Drop the weights and all analyses; both are made again when they are next needed."""
         with self.cache.lock:
             self.cache.clear()
             for name in ("model", "residual"):
@@ -178,11 +178,12 @@ class Opened(Measured):
 
     @property
     def encoder(self) -> Encoder:
-        """What makes tokens of a text. Raises UserError: no tokenizer."""
+        """The tokenizer with the model's limits. Raises UserError: no tokenizer."""
         return Encoder(self.tokenizer, self.name, self.context, self.vocab_size)
 
     def text_of(self, text: Any) -> str | None:
-        """Return a text in letters, or as ids, as it is typed into the page. Raises UserError: no text."""
+        """Return a text, given in letters or as ids, as the letters that one types into the page. Raises UserError: no
+        text."""
         if text is None or isinstance(text, str):
             return text
         ids = prompt_ids(self.model, text)[0].tolist()
@@ -195,7 +196,7 @@ class Opened(Measured):
 
     @cached_property
     def sources(self) -> list[list[str]]:
-        """What each read mixes, of any text. Raises UserError: it mixes by no weights."""
+        """The names of each read's sources, the same for all texts. Raises UserError: it mixes by no weights."""
         return source_names(self.model)
 
     @cached_property
@@ -221,17 +222,17 @@ class Opened(Measured):
 
     @cached_property
     def key(self) -> str:
-        """What a link calls the model: name, step, and a hash of config and weights, by which it is found again under
-        whatever name, at whatever place."""
+        """The model's identity in links: name, step, and a hash of config and weights. The hash alone finds the model,
+        whatever its name and folder are."""
         return key_of(self.name, self.step, self._content())
 
     def _content(self) -> bytes:
-        """Return the bytes that differ between two models."""
+        """Return the bytes whose hash identifies the model."""
         return json.dumps(self.checkpoint.fields, sort_keys=True).encode() + self.checkpoint.weights.digest()
 
     @property
     def code(self) -> str:
-        """The Python that opens it."""
+        """The Python expression that opens the model, for the page's 'Show code'."""
         found = self.checkpoint
         return (
             f"attnres.load({found.name!r})" if found.kind != "plain" else f"attnres.convert({found.name!r}, 'standard')"
@@ -239,7 +240,7 @@ class Opened(Measured):
 
     @cached_property
     def details(self) -> str:
-        """What the model is, in a few words."""
+        """Parameters, sublayers and context of the model, as a phrase."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
         sublayers = self.residual.num_sublayers
         implied = "" if self.residual.traits.by_token else "; weights are the same for every token"
@@ -247,7 +248,7 @@ class Opened(Measured):
 
     @cached_property
     def vocabulary(self) -> int:
-        """Hash of the tokenizer's vocabulary, to tell whether two models speak of the same tokens."""
+        """Hash of the tokenizer's vocabulary: two models with equal hashes have the same tokens."""
         return hash(frozenset(self.tokenizer.get_vocab().items()))
 
     @cached_property
@@ -262,7 +263,7 @@ class Opened(Measured):
         return [self.layout[i] for i in there], matrix
 
     def piece(self, token: int) -> str:
-        """Return what a token says."""
+        """Return the characters of a token."""
         return piece(self.tokenizer, token)
 
 
@@ -338,7 +339,7 @@ class Learned(Opened):
 
     @cached_property
     def model(self) -> Any:
-        """None. Raises UserError."""
+        """Raises UserError: the weights of that step were not kept."""
         raise UserError(
             f"what {self.name} reads in a text at step {self.step:,} needs all weights of that step, and only the "
             f"residual's were kept: train with --keep-at {self.step}"
@@ -365,13 +366,13 @@ class Learned(Opened):
         return f"{sum(one.numel() for one in self.residual.parameters()):,} parameters of the residual alone"
 
     def read(self, text: str, cuts: Iterable[Cut] = ()) -> Reading:
-        """Nothing. Raises UserError."""
+        """Raises UserError as `model`."""
         return self.model
 
 
 def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False) -> list[Opened]:
-    """Open the models of a command line, each after the steps of its run from the earliest on: checkpoints that it
-    kept, and the residual alone at its other evaluations.
+    """Open the models of a command line, each preceded by the earlier steps of its run: the checkpoints that the run
+    kept, and at its other evaluations the residual alone.
 
     Raises:
         UserError: no model there, or one whose reads mix no sources by weights.
@@ -401,7 +402,7 @@ def find_demo(folder: Path) -> list[Path]:
 
 
 def _titles(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Their shortest titles that differ; of one that is there twice, short ones."""
+    """Return the shortest titles that tell the checkpoints apart; where one is given twice, the shortest of all."""
     longest = max((len(one.folder.absolute().parts) for one in checkpoints), default=1)
     titles = [[one.title(parts) for one in checkpoints] for parts in range(1, longest + 1)]
     return next((row for row in titles if len(set(row)) == len(row)), titles[0])
@@ -412,8 +413,9 @@ TRIAL = 128
 
 
 def choose_threads(models: Sequence[Opened]) -> None:
-    """One thread instead of torch's own number where a pass is faster so: a small model's steps are short, and on a
-    machine with other work threads wait for one another longer than that. Measured here, kept while the process runs.
+    """Set torch to one thread where a timed pass is faster with one than with torch's own number of threads.
+
+    Passes of a small model are short: on a busy machine threads wait for one another longer than they compute.
     """
     most = torch.get_num_threads()
     if most == 1 or any(model.model.device.type != "cpu" for model in models):

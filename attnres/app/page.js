@@ -63,7 +63,6 @@ const lines = async (path, body, progress, signal) => {
 };
 
 const complain = (error) => {
-  if (error.name === "AbortError") return;
   const words = error instanceof TypeError && /fetch|network/i.test(error.message)
     ? "the server does not answer: is it still running?" : error.message;
   $("#said").textContent = words[0].toUpperCase() + words.slice(1);
@@ -86,6 +85,8 @@ const ask = async (link) => {
     while (again) {
       again = false;
       const asked = view;
+      // Scores of another prediction are not waited for: the model is needed now.
+      if (scoring && scoring.asked !== predicted()) scoring.control.abort();
       counted.asks++;
       const answer = await (await post("show", {view: asked, link: link || ""})).json().catch(complain);
       if (!answer) continue;
@@ -114,6 +115,7 @@ const ask = async (link) => {
 
 // Scores begin by themselves: gradients at once, measured ones as they arrive. Those of another view end them.
 let scoring = null;
+const predicted = () => JSON.stringify([view.text, view.models, view.token, view.target, view.against, view.edited && view.cuts]);
 const scoreOf = (pane) => JSON.stringify([view.text, pane.model, pane.token, pane.target, pane.against, view.edited && view.cuts]);
 const score = async () => {
   const places = shown ? shown.panes.keys() : [];
@@ -123,7 +125,7 @@ const score = async () => {
     const of = scoreOf(pane);
     if (scoring && scoring.of === of) return;
     if (scoring) scoring.control.abort();
-    const mine = scoring = {of, control: new AbortController()};
+    const mine = scoring = {of, asked: predicted(), control: new AbortController()};
     counted.scores++;
     const take = (scores, done) => {
       const now = shown.panes[place];
@@ -134,6 +136,10 @@ const score = async () => {
     try {
       take(await lines("score", {view, place}, ({partial}) => take(partial, false), mine.control.signal), true);
     } catch (error) {
+      if (error.name === "AbortError") {
+        if (scoring === mine) scoring = null;
+        return;
+      }
       complain(error);
       if (shown.panes[place] === pane) pane.scores = {...(pane.scores || {}), done: true};
     }
@@ -287,7 +293,7 @@ const depth = (pane) => {
   const heads = across.some.map((c) => `<span class="head" data-tip="${escape(pane.columns[c].label)}">${escape(pane.columns[c].short)}</span>`).join("")
     + (across.rest.length ? `<span class="head">+${across.rest.length}</span>` : "");
   return `<table class="depth"><thead><tr><th class="layer">Layer</th><th style="width:${pane.next ? 34 : 80}%">What its input is made of<br><span>${
-    view.by}; click to cut</span></th>` + (pane.next ? `<th style="width:${Math.min(30, 10 + 1.5 * across.some.length)}%">Change of ${pane.against === null ? "ln p (target)" : "the difference"
+    view.by}<span class="live">; click to cut</span></span></th>` + (pane.next ? `<th style="width:${Math.min(30, 10 + 1.5 * across.some.length)}%">Change of ${pane.against === null ? "ln p (target)" : "the difference"
     } when that source is cut<span class="cells" style="${template}">${heads}</span></th>` : "")
     + (pane.lens ? '<th class="wide">Says (logit lens)<br><span>top token, p; bar: target</span></th>' : "")
     + (pane.attends ? '<th class="wide">Attends to</th>' : "") + `</tr></thead><tbody>${groups(pane).map(folded).join("")}</tbody></table>`
@@ -325,7 +331,7 @@ const next = (pane) => {
     : `<span class="bar cut" style="width:${100 * chance(one.after) / most}%"></span>`}</td><td class="num">${prob(one.before)}${
     one.after === null ? "" : " → " + prob(one.after)}</td></tr>`;
   const others = pane.next.filter((one) => one.id !== pane.target);
-  return `<h2>${shown.panes.length > 1 ? escape(pane.title) + ": p" : "P"}rediction after <span class="mono">“${escape(pane.names[pane.token])}”</span> <small>click to explain</small></h2>`
+  return `<h2>${shown.panes.length > 1 ? escape(pane.title) + ": p" : "P"}rediction after <span class="mono">“${escape(pane.names[pane.token])}”</span> <small class="live">click to explain</small></h2>`
     + `<table class="next"><tbody>${pane.next.map(line).join("")}</tbody></table>`
     + `<p class="legend">${pane.next[0].after === null ? "" : '<span><i style="background:var(--muted)"></i> as it is</span><span><i style="background:var(--acc)"></i> with your cuts</span>'
     }<span>● the text’s next token</span></p>`
@@ -806,7 +812,12 @@ if (saved) {
     change({models: turned ? pair.reverse() : pair, target: null, against: null});
   };
   $("#model").addEventListener("change", (event) => models(event.target.value, $("#beside").value));
-  $("#beside").addEventListener("change", (event) => models(view.models[0], event.target.value));
+  // Without a second model the page shows the one that it showed alone, whichever of the two stands left.
+  let own = null;
+  $("#beside").addEventListener("change", ({target: {value}}) => {
+    if (view.models.length === 1) [own] = view.models;
+    models(value === "" && view.models.includes(own) ? own : view.models[0], value);
+  });
   $("#steps input").addEventListener("change", (event) => {
     const steps = [...begin.choices.keys()].filter((i) => begin.choices[i].reads && begin.choices[i].run === begin.choices[view.models[0]].run);
     models(steps[+event.target.value], view.models.length > 1 ? view.models[1] : "");

@@ -1,4 +1,4 @@
-"""The page without its server: which models, what a link says, and the answers to what the browser asks."""
+"""The page without its server: its models, its links, and the answers to the browser's questions."""
 
 import re
 from collections.abc import Sequence
@@ -64,7 +64,7 @@ class Page:
     """The explorer of models: one, or two side by side.
 
     Args:
-        corpus: what can be searched; None is nothing.
+        corpus: the text for the search tab; None turns searching off.
         text: that the page opens with; None is an example, or some ids for a model without a tokenizer.
     """
 
@@ -74,8 +74,8 @@ class Page:
 
     @property
     def choices(self) -> list[dict[str, Any]]:
-        """The models to choose from: label, run (a number that steps of one training share), step, and whether
-        they read texts, as a residual alone does not."""
+        """The models to choose from: label, code, run (a number that steps of one training share), step, and `reads`:
+        whether the model reads texts, which a residual alone does not."""
         runs = {id(model.whole): number for number, model in enumerate(self.models)}
         return [
             {
@@ -90,16 +90,17 @@ class Page:
 
     @cached_property
     def keys(self) -> list[str]:
-        """What links call the models."""
+        """The models' identities in links."""
         return [model.key for model in self.models]
 
     def beginning(self, text: str) -> str:
-        """Return a text as far as the shortest context of the finished models goes."""
+        """Return the beginning of a text that fits into the context of every final model."""
         encoders = [model.encoder for model in self.models if model.whole is model]
         return reduce(lambda text, encoder: encoder.beginning(text), encoders, text)
 
     def begin(self, link: str) -> tuple[View, str]:
-        """Return the view that the page opens with, and what is wrong with its link, a query string."""
+        """Return the view of a link, a query string, and an empty message; for a bad link the default view and the
+        error."""
         fields = {name: value for name, value in parse_qsl(link.removeprefix("?")[:20_000]) if len(name) == 1}
         whole = tuple(number for number, model in enumerate(self.models) if model.whole is model)
         last = self.models[-1]
@@ -112,7 +113,7 @@ class Page:
             return start, str(error)
 
     def show(self, view: View, message: str = "") -> dict[str, Any]:
-        """Return everything the page shows; what is wrong with the text stands in the place of a pane."""
+        """Return everything that the page shows of a view; a pane whose model cannot read the text has an error."""
         for number in view.models:
             if isinstance(self.models[number], Learned):
                 raise UserError(f"{self.models[number].label} reads no text: choose another step")
@@ -146,7 +147,7 @@ class Page:
         return score_rows(self.models[number].score(self.asked(view, number), report))
 
     def scored(self, view: View, number: int) -> dict[str, Any] | None:
-        """Return what `score` has so far."""
+        """Return the finished or partial result of `score`, or None."""
         scores = self.models[number].scored(self.asked(view, number))
         return None if scores is None else score_rows(scores)
 
@@ -238,8 +239,8 @@ class Page:
         return cut.read < len(sources) and cut.source < len(sources[cut.read])
 
     def token_of(self, view: View, number: int) -> int:
-        """Return the number of the chosen token in a model's text: where the first model has other tokens, of the one
-        in which its chosen one ends; without a choice the last that says something."""
+        """Return the number of the chosen token in a model's text. Without a choice it is the last token that is not
+        white space; in a second model with other tokens, the token in which the first model's chosen one ends."""
         model, reading = self.models[number], self.models[number].read(view.text)
         last = len(reading.ids) - 1
         if view.token is None:
@@ -251,7 +252,7 @@ class Page:
         return min(view.token if token is None else token, last)
 
     def asked(self, view: View, number: int) -> Asked:
-        """Return the prediction of a model that is explained, with the cuts that figures are to have. Raises
+        """Return the prediction of a model that the page explains, with the cuts that apply to its figures. Raises
         UserError."""
         if number not in view.models:
             raise UserError("this model is not shown: load the page again")
@@ -268,18 +269,18 @@ class Page:
         return Asked(view.text, token, target, None if against == target else against, cuts)
 
     def _everywhere(self, view: View) -> tuple[Cut, ...]:
-        """Return the first model's cuts at all tokens, which hold in other texts too; none where figures are as it
-        is."""
+        """Return the first model's cuts at all tokens, which apply to other texts too; none where the view's figures
+        are those without cuts."""
         cuts = view.cuts_of(view.models[0]) if view.edited else ()
         return tuple(cut for cut in cuts if cut.token is None)
 
     def _earliest(self, model: Opened) -> Opened | None:
-        """Return the first step of a model's run that was kept, but for the start, where queries are zero."""
+        """Return the earliest kept step of a model's run after step 0 (where queries are zero); None without one."""
         steps = [one for one in self.models if one.whole is model.whole and model.step is not None]
         return next((one for one in steps if 0 < (one.step or 0) < (model.step or 0)), None)
 
     def _let_go(self, shown: Sequence[int]) -> None:
-        """Of the steps of trainings those that were shown last stay loaded."""
+        """Drop the weights of earlier steps, except for the `STEPS` that were shown last."""
         steps = [number for number in shown if self.models[number].whole is not self.models[number]]
         self._recent = [*(number for number in self._recent if number not in steps), *steps][-STEPS:]
         for number, model in enumerate(self.models):
@@ -288,18 +289,19 @@ class Page:
 
 
 def save_page(models: Sequence[str | Path], text: str | None, path: Path) -> None:
-    """Write the explorer's page of one or two models as a file that needs no server: the last prediction of a text
-    that the text itself answers, the `FEW` edges of the largest gradient estimates measured.
+    """Write the explorer's page of one or two models as a file that needs no server.
+
+    It explains the prediction of the text's last token; the `FEW` edges of the largest gradient estimates are measured.
 
     Args:
-        text: as much of it as the models take is shown; None is an example.
+        text: its beginning is shown, as far as the models' contexts go; None is an example.
 
     Raises:
         UserError: a model that cannot be shown, or a text that it cannot read.
     """
     page = Page(open_models(models))
     view = page.begin("")[0]
-    view = view if text is None else replace(view, text=page.beginning(text))
+    view = view if text is None else replace(view, text=page.beginning(text[:MAX_CHARACTERS]))
     view = replace(view, token=max(0, len(page.models[view.models[0]].read(view.text).ids) - 2))
     for number in view.models:
         page.models[number].score(page.asked(view, number), lambda done, whole: None, FEW)

@@ -26,11 +26,11 @@ DIGITS = 5
 
 
 def pane_of(model: Opened, view: View, number: int, asked: Asked, earliest: Opened | None) -> dict[str, Any]:
-    """Return what the page shows of a model.
+    """Return the numbers and words that the page shows of a model.
 
     Args:
-        number: the model's. asked: the prediction that is explained, with the cuts that figures are to have.
-        earliest: the first step of its run that was kept.
+        number: the model's. asked: the prediction that is explained, with the cuts that apply to the figures.
+        earliest: the earliest kept step of its run, or None.
 
     Raises:
         UserError: a text that the model cannot read.
@@ -86,8 +86,8 @@ def pane_of(model: Opened, view: View, number: int, asked: Asked, earliest: Open
 
 
 def score_rows(scores: Attribution) -> dict[str, Any]:
-    """Return scores as the page has them: of reads with a choice, rows of first-order estimates and of measured
-    changes, None where an edge was not measured."""
+    """Return scores for the page: gradient estimates and measured changes, a row a read. An entry is None where the
+    edge was not measured, or is its read's only source."""
 
     def with_choice(rows: Sequence[list[float]]) -> list[list[float | None]]:
         return [[*row] if len(row) > 1 else [None] * len(row) for row in rows]
@@ -104,7 +104,7 @@ def _divergence(before: Reading, after: Reading, token: int) -> float:
 
 
 def _lens(model: Opened, asked: Asked) -> list[dict[str, Any]] | None:
-    """Return what each read says: the likeliest token, its p, the target's, and KL; None where no head is found."""
+    """Return the logit lens, a row a read: likeliest token, its p, the target's p, KL; None where no head is found."""
     try:
         lens = model.lens(asked)
     except UserError:
@@ -117,8 +117,8 @@ def _lens(model: Opened, asked: Asked) -> list[dict[str, Any]] | None:
 
 
 def _attends(model: Opened, layout: Sequence[Read], asked: Asked) -> list[list[Any] | None] | None:
-    """Return of each read of an attention the tokens that it attends to most, [number, weight]; None where the model
-    shows no weights."""
+    """Return for each attention read the tokens with the largest attention weights, [number, weight]; None where the
+    model returns no attention weights."""
     try:
         attention = model.attend(asked.text, asked.cuts)
     except UserError:
@@ -135,8 +135,8 @@ def _attends(model: Opened, layout: Sequence[Read], asked: Asked) -> list[list[A
 
 
 def _over_tokens(model: Opened, reading: Reading, view: View, asked: Asked) -> dict[str, Any] | None:
-    """Return of the read that is looked at what each source is of it at each token, and of an attention's what each
-    head attends to at the chosen token; None where none is looked at."""
+    """Return the contributions (or weights) of the opened read's sources at every token, and for an attention read the
+    weights of each head at the chosen token; None where the view opens no read."""
     if view.layer is None or view.layer >= len(reading.layout):
         return None
     read, heads = reading.layout[view.layer], None
@@ -150,8 +150,8 @@ def _over_tokens(model: Opened, reading: Reading, view: View, asked: Asked) -> d
 
 
 def _outputs(model: Opened, reading: Reading, asked: Asked) -> dict[str, Any] | None:
-    """Return the mean contribution of every sublayer's output to every read, and what taking it out does to first
-    order, which all mechanisms share; None where reads are no such sums."""
+    """Return the mean contribution of every sublayer's output to every read, and the first-order effect of removing
+    it, for models of different mechanisms side by side; None where reads are no sums of outputs."""
     if reading.outputs is None:
         return None
     kinds = tuple(dict.fromkeys(read.kind for read in reading.layout[:-1]))
@@ -166,8 +166,8 @@ def _outputs(model: Opened, reading: Reading, asked: Asked) -> dict[str, Any] | 
 
 
 def _training(model: Opened, earliest: Opened | None) -> dict[str, Any]:
-    """Return how sharply a model's reads choose, how alike their queries are, and how far these turned since the
-    earliest step."""
+    """Return the sharpness of a model's reads, the cosines between their queries, and how far the queries turned since
+    the earliest kept step."""
     similar, change = model.similarity, None
     if earliest is not None:
         change = step_change(earliest.residual, model.residual, (earliest.step or 0, model.step or 0))

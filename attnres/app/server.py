@@ -1,4 +1,4 @@
-"""The page's addresses: its three files, questions in JSON, and a guard over what a browser may ask."""
+"""The HTTP server of the page: routes of its files and of questions in JSON, and a guard over requests."""
 
 import ipaddress
 import json
@@ -116,14 +116,14 @@ def is_loopback(address: str) -> bool:
 
 
 def own_names(*given: str) -> set[str]:
-    """Return names of this machine: those given, what it calls itself, and its name on the local network."""
+    """Return names of this machine: those given, its host name, and its name on the local network."""
     own = socket.gethostname()
     names = (*given, own, socket.getfqdn(), f"{own.partition('.')[0]}.local")
     return {name.lower().rstrip(".") for name in names}
 
 
 def _name(header: str) -> str:
-    """Return what a Host header names, without port and brackets, in small letters."""
+    """Return the host of a Host header, without port and brackets, in small letters."""
     name = header.rsplit(":", 1)[0] if re.search(r":[0-9]+$", header) else header
     return name.lower().rstrip(".").removeprefix("[").removesuffix("]")
 
@@ -214,20 +214,20 @@ def application(page: Page, *, local: bool, names: Collection[str] = (), framed:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    """Return the answer to a question that failed; who has gone, amid a question or its answer, is nobody's mistake."""
+    """Return the answer to a request that failed; a client that has disconnected gets status 400 and no report."""
     gone = isinstance(error, ClientDisconnect | ConnectionError)
     return Response(status_code=400) if gone else JSONResponse({"error": _unforeseen(error)}, 500)
 
 
 def _unforeseen(error: Exception) -> str:
-    """Say in a sentence for the page what nobody foresaw, and tell the terminal."""
+    """Return one sentence for the page about an unexpected exception, and print the exception to stderr."""
     words = FULL if is_out_of_memory(error) else MISTAKE
     print(f"attnres: error: {words} ({type(error).__name__}: {one_line(str(error))})", file=sys.stderr, flush=True)
     return words
 
 
 def _view(page: Page, question: Asked) -> tuple[View, str]:
-    """Return the view that a question is about, and what is wrong with its link."""
+    """Return the view of a question, and the error of its link, if any."""
     if question.get("view") is None:
         return page.begin(question.get("link", ""))
     if question.get("models", page.keys) != page.keys:
@@ -284,7 +284,7 @@ class _Gone(Exception):
 
 
 def _lines(work: Callable[[Report], dict[str, Any]]) -> Iterator[str]:
-    """Run `work` in a thread and give what it reports, then what it returns; it stops where nobody reads on."""
+    """Run `work` in a thread; yield its reports, then its result, as lines of JSON. A client that leaves ends it."""
     lines: queue.Queue[dict[str, Any]] = queue.Queue()
     left = threading.Event()
 

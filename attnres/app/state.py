@@ -1,7 +1,7 @@
-"""What the page shows, as a value, and as the query string of a link that brings it back.
+"""The view, all that decides what the page shows: as a value, and as the query string of a link.
 
-A link names models by their keys (`key_of`) and text by itself: it carries no path, shows the same models in an app of
-other ones beside them, and what it says is checked as anything else that comes from the browser.
+A link names models by their keys (`key_of`) and holds the text itself, but no path: it opens the same models whatever
+others are open. Its content is checked like any other input of the browser.
 """
 
 import base64
@@ -22,7 +22,7 @@ from attnres.typed import Count, Misfit, fit
 MAX_CHARACTERS = 4000
 """Of the text; about eight hundred tokens of English."""
 MAX_CUTS = 512
-"""Edges knocked out at once."""
+"""Cuts at once."""
 MAX_UNPACKED = 200_000
 """Bytes of JSON in a link: two texts in escapes of twelve letters a character, and the cuts."""
 MAX_LINK = 8000
@@ -39,7 +39,7 @@ Tab = Literal["explain", "patch", "search", "training"]
 
 @dataclass(frozen=True)
 class Cut:
-    """One source of one read of one model, each by its number, knocked out at all tokens or at one."""
+    """One source of one read of one model, each by its number, ablated at all tokens or at one."""
 
     model: Count
     read: Count
@@ -57,12 +57,12 @@ class View:
         token: the chosen token of the first model's; None is the last that is not white space.
         target: the id of the token whose probability is explained; None is the text's next token, after the last the
             likeliest. against: the id of the one that it is compared with; None is no one.
-        by: what sources are shown by.
-        cuts: what is cut, in the order in which it was. span: whether the next cut holds at all tokens or at the chosen
-            one. edited: figures are those with the cuts in place.
+        by: whether sources are shown by contribution or by weight.
+        cuts: in the order in which they were made. span: whether the next cut is made at all tokens or at the chosen
+            one. edited: whether the figures are those with the cuts.
         tab: the part of the page. other: the text that patches come from.
-        read, source: the numbers of the edge that is searched for.
-        layer: the number of the read that is shown over all tokens; None is none.
+        read, source: the numbers of the edge in the search tab.
+        layer: the number of the read that is opened over all tokens; None is none.
     """
 
     text: str = ""
@@ -81,7 +81,7 @@ class View:
     layer: Count | None = None
 
     def cuts_of(self, model: int) -> tuple[Cut, ...]:
-        """Return what is knocked out in one model."""
+        """Return the cuts in one model."""
         return tuple(cut for cut in self.cuts if cut.model == model)
 
     def to_json(self) -> dict[str, Any]:

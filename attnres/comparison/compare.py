@@ -189,6 +189,8 @@ def _save_explorer(out: Path, say: Console) -> None:
     from attnres.app.page import save_page
 
     runs = explored(load_study(out))
+    if not runs:  # placebo controls alone
+        return
     examples = [run.inspection.example for run in runs if run.inspection is not None and run.inspection.example]
     text = "".join(examples[0]["tokens"]) if examples else None
     try:

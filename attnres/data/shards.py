@@ -199,11 +199,12 @@ def open_tokens(
     if not tokenizer_file.is_file() or file_sha256(tokenizer_file) != made_by:
         raise UserError(f"{tokenizer_file} is not the tokenizer that made the tokens beside it: prepare the data again")
     if tokenizer is not None:
-        other = Path(tokenizer)
-        other = other / "tokenizer.json" if other.is_dir() else other
-        if not other.is_file() or file_sha256(other) != made_by:
+        tokenizer_path = Path(tokenizer)
+        tokenizer_path = tokenizer_path / "tokenizer.json" if tokenizer_path.is_dir() else tokenizer_path
+        if not tokenizer_path.is_file() or file_sha256(tokenizer_path) != made_by:
             raise UserError(
-                f"{other} is not the tokenizer that made the tokens in {folder}: prepare the data with it again"
+                f"{tokenizer_path} is not the tokenizer that made the tokens in {folder}: prepare the data with it "
+                "again"
             )
     part = header["splits"][split]
     width = np.dtype(header["dtype"]).itemsize

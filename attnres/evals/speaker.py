@@ -111,9 +111,9 @@ class Replays:
                 return forward(*args, **kwargs)
             self.graphs[key] = graph, inputs
         graph, inputs = self.graphs[key]
-        for own, leaf in zip(inputs, leaves, strict=True):
+        for graph_input, leaf in zip(inputs, leaves, strict=True):
             if isinstance(leaf, Tensor):
-                own.copy_(leaf)
+                graph_input.copy_(leaf)
         graph.replay()
         return graph.output
 

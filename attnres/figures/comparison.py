@@ -133,13 +133,13 @@ class Comparison:
         return cls(
             [
                 Variant(
-                    str(one.model["name"]),
-                    one.model["residual"],
-                    one.traits,
-                    inspections={0: one},
-                    dynamics={0: one.dynamics} if one.dynamics else {},
+                    str(inspection.model["name"]),
+                    inspection.model["residual"],
+                    inspection.traits,
+                    inspections={0: inspection},
+                    dynamics={0: inspection.dynamics} if inspection.dynamics else {},
                 )
-                for one in inspections
+                for inspection in inspections
             ]
         )
 
@@ -237,13 +237,13 @@ def difference(comparison: Comparison) -> Plot:
     if len(noise) > 1:
         where, width = np.array(noise).T
         ax.fill_between(where, -width, width, color=style.MUTED, alpha=0.15, linewidth=0, zorder=0)
-    for one, look in zip(comparison.variants, comparison.looks(), strict=True):
-        if one.label == base:
+    for variant, look in zip(comparison.variants, comparison.looks(), strict=True):
+        if variant.label == base:
             ax.axhline(0, linewidth=0.9, **look)
-        if len(one.differences) < 2:
+        if len(variant.differences) < 2:
             continue
-        place = np.array([part.place for part in one.differences])
-        mean, margin = np.array([(part.effect.difference, part.effect.margin) for part in one.differences]).T
+        place = np.array([part.place for part in variant.differences])
+        mean, margin = np.array([(part.effect.difference, part.effect.margin) for part in variant.differences]).T
         ax.fill_between(place, mean - margin, mean + margin, color=look["color"], alpha=0.18, linewidth=0)
         ax.plot(place, mean, marker="o", markersize=2.2, linewidth=1.2, **look)
         late = place >= 0.1 * place[-1]
@@ -257,7 +257,7 @@ def difference(comparison: Comparison) -> Plot:
     numbers_on(ax.yaxis)
     ax.set_ylabel(DIFFERENCE)
     legend(figure, ax)
-    over = " or ".join(sorted({part.basis for one in comparison.variants for part in one.differences}))
+    over = " or ".join(sorted({part.basis for variant in comparison.variants for part in variant.differences}))
     caption = (
         f"Held-out loss less that of {base}: below the line is better. Bands: interval of the paired difference, 95 % "
         f"by the report's rule, from {over}.{_cut_off(ax)}"
@@ -271,22 +271,24 @@ def difference(comparison: Comparison) -> Plot:
 
 def final_difference(comparison: Comparison) -> Plot:
     """Draw each finished variant's difference to the baseline at the end. Raises NotShown."""
-    colours = {one.label: look["color"] for one, look in zip(comparison.variants, comparison.looks(), strict=True)}
-    complete = all(one.complete for one in comparison.variants if one.label == comparison.baseline)
-    shown = [one for one in comparison.variants if one.differences and one.complete and complete]
+    colours = {
+        variant.label: look["color"] for variant, look in zip(comparison.variants, comparison.looks(), strict=True)
+    }
+    complete = all(variant.complete for variant in comparison.variants if variant.label == comparison.baseline)
+    shown = [variant for variant in comparison.variants if variant.differences and variant.complete and complete]
     if not shown:
         raise NotShown("no finished run that can be compared with the baseline's")
     rows = [
         Interval(
-            one.label,
-            one.differences[-1].effect.difference,
-            one.differences[-1].effect.margin,
-            one.differences[-1].effect.excludes() and not one.traits.is_chance,
-            colours[one.label],
-            one.traits.is_chance,
-            one.differences[-1].per_seed,
+            variant.label,
+            variant.differences[-1].effect.difference,
+            variant.differences[-1].effect.margin,
+            variant.differences[-1].effect.excludes() and not variant.traits.is_chance,
+            colours[variant.label],
+            variant.traits.is_chance,
+            variant.differences[-1].per_seed,
         )
-        for one in shown
+        for variant in shown
     ]
     title = f"Difference to {comparison.baseline} at the end"
     caption = f"Held-out loss less that of {comparison.baseline}: left of the line is lower."
@@ -296,19 +298,21 @@ def final_difference(comparison: Comparison) -> Plot:
 
 def learning_rates(comparison: Comparison) -> Plot:
     """Draw the final held-out loss against the learning rate, a line for each group. Raises NotShown."""
-    shown = [one for one in comparison.variants if one.rate and one.finals]
-    groups = list({one.group: one for one in reversed(shown)}.values())[::-1]
+    shown = [variant for variant in comparison.variants if variant.rate and variant.finals]
+    groups = list({variant.group: variant for variant in reversed(shown)}.values())[::-1]
     if len(groups) == len(shown):
         raise NotShown("no variant was trained at several learning rates")
     figure, (ax,) = panels(1)
-    lines = dataclasses.replace(comparison, variants=[dataclasses.replace(one, label=one.group) for one in groups])
+    lines = dataclasses.replace(
+        comparison, variants=[dataclasses.replace(variant, label=variant.group) for variant in groups]
+    )
     for group, look in zip(groups, lines.looks(), strict=True):
-        points = sorted((one.rate or 0.0, one.finals) for one in shown if one.group == group.group)
+        points = sorted((variant.rate or 0.0, variant.finals) for variant in shown if variant.group == group.group)
         means = [float(np.mean(finals)) for _, finals in points]
         ax.plot([rate for rate, _ in points], means, marker="o", markersize=3.5, linewidth=1.2, **look)
         for rate, finals in points:
             ax.plot([rate] * len(finals), finals, "_", color=look["color"], markersize=6)
-    rates = sorted({one.rate for one in shown if one.rate})
+    rates = sorted({variant.rate for variant in shown if variant.rate})
     ax.set_xscale("log")
     ax.set_xticks(rates, [tick(rate) for rate in rates])
     ax.xaxis.set_minor_formatter(NullFormatter())
@@ -316,7 +320,7 @@ def learning_rates(comparison: Comparison) -> Plot:
     ax.set_ylabel(LOSS)
     legend(figure, ax)
     caption = "Final loss of each variant at each rate; a winner only at one rate would be an artefact of the rate."
-    if any(len(one.finals) > 1 for one in shown):
+    if any(len(variant.finals) > 1 for variant in shown):
         caption += " Ticks: single seeds; points: their means."
     return Plot("learning-rates", "Learning rates", caption, figure)
 
@@ -331,13 +335,13 @@ def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Poin
         NotShown: no variant has a curve.
     """
     late = []
-    for one, seeds, look in zip(comparison.variants, curves, comparison.looks(), strict=True):
+    for variant, seeds, look in zip(comparison.variants, curves, comparison.looks(), strict=True):
         name = look.pop("label")
         for points in seeds.values():
             late += [loss for place, loss in points if place >= START * points[-1][0] and math.isfinite(loss)]
             if len(seeds) > 1:
                 ax.plot(*zip(*points), linewidth=0.5, alpha=0.35, **look)
-        counted = [dict(seeds[seed]) for seed in one.seeds if seed in seeds]
+        counted = [dict(seeds[seed]) for seed in variant.seeds if seed in seeds]
         if counted:
             places = sorted(set.intersection(*(set(points) for points in counted)))
             mean = [float(np.mean([points[place] for points in counted])) for place in places]

@@ -190,7 +190,9 @@ def bands(comparison: Comparison, keys: Sequence[str]) -> str:
 
 def coinciding(comparison: Comparison, key: str) -> str:
     """Return a sentence that names lines which coincide within a hundredth of the panel's range; empty if none do."""
-    tables = [(one.label, table.mean(0)) for one in comparison.variants if (table := rows(one, key)) is not None]
+    tables = [
+        (variant.label, table.mean(0)) for variant in comparison.variants if (table := rows(variant, key)) is not None
+    ]
     values = np.concatenate([line for _, line in tables] or [np.zeros(1)])
     close = 0.01 * (np.nanmax(values) - np.nanmin(values))
     groups: list[list[str]] = []
@@ -244,8 +246,10 @@ def source_norms(comparison: Comparison) -> Plot:
     Raises:
         NotShown: no model has such a read.
     """
-    models = [(one, look, last_sources(one.mean)) for one, look in zip(comparison.variants, comparison.looks())]
-    shown = [(one, look, *last) for one, look, last in models if last is not None]
+    models = [
+        (variant, look, last_sources(variant.mean)) for variant, look in zip(comparison.variants, comparison.looks())
+    ]
+    shown = [(variant, look, *last) for variant, look, last in models if last is not None]
     if not shown:
         raise NotShown("no residual with a softmax over several sources")
     columns = min(3, len(shown), side_by_side())
@@ -254,7 +258,7 @@ def source_norms(comparison: Comparison) -> Plot:
     figure, axes = canvas(width, 2.3 * lines, lines, columns, sharey=True)
     for ax in list(axes.flat)[len(shown) :]:
         ax.remove()
-    for ax, (one, look, sources, rms) in zip(axes.flat, shown):
+    for ax, (variant, look, sources, rms) in zip(axes.flat, shown):
         places = np.arange(len(sources))
         ax.plot(places, rms, "o-", color=look["color"], linewidth=0.7, markersize=3 if len(sources) < 60 else 1.6)
         log_if_wide(ax, np.concatenate([values for *_, values in shown]))
@@ -263,7 +267,7 @@ def source_norms(comparison: Comparison) -> Plot:
             tick.set(rotation=90, ha="center")
         ax.grid(visible=False, axis="x")
         if len(shown) > 1:
-            head(ax, one.label)
+            head(ax, variant.label)
     for row in axes:
         row[0].set_ylabel("RMS of sources")
     caption = (
@@ -291,9 +295,11 @@ def dynamics(comparison: Comparison) -> Plot:
         NotShown: the runs recorded none of it.
     """
     depths = [
-        key for key in ("output_rms", "grad_rms") if any(rows(one, key) is not None for one in comparison.variants)
+        key
+        for key in ("output_rms", "grad_rms")
+        if any(rows(variant, key) is not None for variant in comparison.variants)
     ]
-    losses = any(len(points) > 1 for one in comparison.variants for points in one.held_out.values())
+    losses = any(len(points) > 1 for variant in comparison.variants for points in variant.held_out.values())
     if not losses and not depths:
         raise NotShown("the runs recorded neither held-out loss nor magnitudes")
     figure, axes = panels(losses + len(depths))

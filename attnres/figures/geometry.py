@@ -94,9 +94,9 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: Sequence[Read]) -
         )
     ax.axhline(0, color=style.GRID, linewidth=0.8, zorder=0)
     ax.axvline(0, color=style.GRID, linewidth=0.8, zorder=0)
-    one, two = pca["explained"][:2]
-    ax.set_xlabel(f"first axis, {one:.0%} of the variance")
-    ax.set_ylabel(f"second axis, {two:.0%}")
+    first_share, second_share = pca["explained"][:2]
+    ax.set_xlabel(f"first axis, {first_share:.0%} of the variance")
+    ax.set_ylabel(f"second axis, {second_share:.0%}")
     numbers_on(ax.xaxis)
     numbers_on(ax.yaxis)
     head(ax, "queries on their principal axes")

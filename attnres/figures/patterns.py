@@ -300,10 +300,10 @@ def matrix_of(inspection: "Inspection", by: By) -> tuple[np.ndarray, By]:
 def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
     """Draw one matrix for each model, rows that sum to one, on one colour scale. Raises NotShown if no model has
     one."""
-    models = [one for one in comparison.variants if one.mean.mixing is not None]
-    if any(one.mean.mixing_contribution is None for one in models):
+    models = [variant for variant in comparison.variants if variant.mean.mixing is not None]
+    if any(variant.mean.mixing_contribution is None for variant in models):
         by = "weight"
-    tables = [(one, matrix_of(one.mean, by)[0]) for one in models or comparison.variants[:1]]
+    tables = [(variant, matrix_of(variant.mean, by)[0]) for variant in models or comparison.variants[:1]]
     columns = min(len(tables), 2 if len(tables) == 4 else 3, side_by_side())
     rows = math.ceil(len(tables) / columns)
     width = sheet().column if len(tables) == 1 else sheet().page
@@ -312,14 +312,14 @@ def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
     for ax in list(axes.flat)[len(tables) :]:
         ax.remove()
     look = look_of(by, *(values for _, values in tables))
-    for i, (one, values) in enumerate(tables):
-        ax, reads = axes.flat[i], one.mean.layout
+    for i, (variant, values) in enumerate(tables):
+        ax, reads = axes.flat[i], variant.mean.layout
         mesh = cells(ax, values, **look)
         across = [part.label for part in outputs(values.shape[1])]
         named(ax, across, [part.label for part in reads], np.arange(len(values), dtype=float), side, side)
         ax.set_aspect("equal" if len(values) == len(across) else "auto")
         if len(tables) > 1:
-            head(ax, one.label, inches=side + 0.1)
+            head(ax, variant.label, inches=side + 0.1)
         if i % columns == 0:
             ax.set_ylabel("read")
         if i // columns == rows - 1:

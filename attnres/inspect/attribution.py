@@ -213,7 +213,8 @@ def prediction_of(
 
 
 class Change(NamedTuple):
-    """An edit of one read: its number, at which tokens (T,), and what makes it of these; None changes nothing."""
+    """An edit of one read: the read's number, the tokens (T,) bool at which it is made, and a function that makes the
+    edit of a mask of tokens; None changes nothing."""
 
     read: int
     tokens: Tensor

@@ -215,7 +215,7 @@ class Parts(Edits):
         return h + zeros
 
     def part(self, index: int, output: int) -> Tensor:
-        """Return (T, d): what an output adds to a read."""
+        """Return (T, d), the part of a read that comes from one output."""
         vector = self.outputs[output].detach().flatten(0, -2)
         return self.rows[index][:, output, None].to(vector) * vector
 

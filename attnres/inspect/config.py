@@ -53,7 +53,7 @@ class OneModelConfig(LookConfig):
 
 @dataclass
 class InspectConfig(OneModelConfig):
-    """Show what every read of a model consists of, on a text or a corpus: tables here, figures and JSON with --out.
+    """Show the contributions to every read of a model, on a text or a corpus: tables here, figures and JSON with --out.
 
     Without a text, a run folder is inspected on what it was trained on.
     """

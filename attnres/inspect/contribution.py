@@ -1,4 +1,4 @@
-"""How much of a read each source is: not its weight alone, since sources differ in length and direction.
+"""Contributions of sources to a read: more than their weights, since sources differ in length and direction.
 
 Of a token's read h, mixed with weights p_i from sources v_i:
 
@@ -39,8 +39,8 @@ class Contributions:
     def write(self, output: Tensor) -> None:
         self._outputs.append(output.detach().flatten(0, -2))
 
-    def read(self, index: int, h: Tensor, weights: Tensor, values: Sequence[Tensor], row: Tensor | None) -> None:
-        """Add read `index`, which made `h` (..., d) with `weights` (tokens, sources) of `values`, by default the
+    def read(self, read: int, h: Tensor, weights: Tensor, values: Sequence[Tensor], row: Tensor | None) -> None:
+        """Add read number `read`, the sum `h` (..., d) of `values` with `weights` (tokens, sources), by default the
         outputs so far; `row` is its part of the mixing matrix, (tokens, L+1) or (1, L+1)."""
         h = h.flatten(0, -2)
         h = h.to(compute_dtype(h.dtype))
@@ -55,20 +55,20 @@ class Contributions:
 
         shares = to_one(weights * torch.stack([along(value) for value in sources], -1))
         lengths = torch.stack([torch.linalg.vector_norm(v, dim=-1, dtype=h.dtype) for v in sources], -1)
-        self.shares[index] = _added(self.shares[index], shares)
-        self.sizes[index] = _added(self.sizes[index], weights.abs() * lengths / h.shape[-1] ** 0.5)
+        self.shares[read] = _added(self.shares[read], shares)
+        self.sizes[read] = _added(self.sizes[read], weights.abs() * lengths / h.shape[-1] ** 0.5)
         if row is not None:
             products = torch.stack([along(output) for output in self._outputs], -1)
             terms = row[:, : products.shape[1]].to(products) * products
-            self.output_shares[index] = _added(self.output_shares[index], to_one(terms))
+            self.output_shares[read] = _added(self.output_shares[read], to_one(terms))
         if self._keep:
-            self.tokens[index] = shares.float().cpu()
-        if index == len(self.shares) - 1:
+            self.tokens[read] = shares.float().cpu()
+        if read == len(self.shares) - 1:
             self._outputs = []
 
 
 def to_one(terms: Tensor) -> Tensor:
-    """Terms (..., n) over their sum; zeros for a read of nothing."""
+    """Return terms (..., n) over their sum; zeros where the sum is zero."""
     total = terms.sum(-1, keepdim=True)
     return torch.where(total.abs() > 1e-30, terms / total.where(total.abs() > 1e-30, 1.0), 0.0)
 

@@ -248,7 +248,7 @@ class _Window(NamedTuple):
     offsets: np.ndarray
 
     def words(self, place: int) -> tuple[int, ...]:
-        """Return the ids of a token and of its neighbours: what it stands in."""
+        """Return the ids of a token and of its neighbours, its context."""
         return tuple(self.ids[max(0, place - 2) : place + 3].tolist())
 
 
@@ -331,7 +331,7 @@ def _hit(tokenizer: Any, by: By, ordered: torch.Tensor, seen: _Seen, place: int)
 
 
 def find_tokens(config: SearchConfig, console: Console | None = None) -> Search:
-    """Search and print what is found.
+    """Search for tokens and print the hits.
 
     Raises:
         UserError: no model with a residual of this package, no such edge, no text, options that do not fit, or `out`

@@ -95,7 +95,7 @@ def _names(residual: Residual, chosen: Callable[[nn.Parameter], bool]) -> list[s
 
 
 def _parameters(model: nn.Module, residual: Residual) -> Iterator[Finding]:
-    """Yield what is wrong with parameters as they are: frozen, in 16 bits, tied or untied against the config."""
+    """Yield faults of the parameters themselves: frozen, in 16 bits, tied or untied against the config."""
     frozen = _names(residual, lambda parameter: not parameter.requires_grad)
     if frozen and any(parameter.requires_grad for parameter in model.parameters()):
         yield Finding(
@@ -129,7 +129,7 @@ def _parameters(model: nn.Module, residual: Residual) -> Iterator[Finding]:
 
 
 def _optimizers(model: nn.Module, residual: Residual, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Finding]:
-    """Yield what the optimizers' groups do wrong to the residual's parameters."""
+    """Yield faults of the optimizers' groups that hold the residual's parameters."""
     if not optimizers:
         return
     names = {id(parameter): name for name, parameter in residual.named_parameters()}
@@ -213,7 +213,7 @@ def _queries(residual: Residual) -> Iterator[Finding]:
 
 
 def _passes(model: nn.Module, residual: Residual, example: Any) -> list[Finding]:
-    """Return what a forward and a backward pass show."""
+    """Return the faults that a forward and a backward pass show."""
     args, kwargs = (), {}
     if isinstance(example, Mapping):
         kwargs = dict(example)
@@ -245,7 +245,7 @@ def _passes(model: nn.Module, residual: Residual, example: Any) -> list[Finding]
 
 @dataclass(frozen=True)
 class _TrainingPass:
-    """What was seen of a forward and a backward pass.
+    """Observations of a forward and a backward pass.
 
     Attributes:
         stream: the first hidden state that the residual was given, None where it never started.
@@ -263,7 +263,8 @@ class _TrainingPass:
 
 
 def _trained(model: nn.Module, residual: Residual, call: Callable[[], Any]) -> Iterator[Finding]:
-    """Yield what a training pass shows. With reentrant checkpointing none is made, for a depth stream refuses it."""
+    """Yield the faults that a training pass shows. With reentrant checkpointing, which a depth stream refuses, no pass
+    is made."""
     flagged = tuple(one for one in model.modules() if any(getattr(one, name, False) for name in CHECKPOINTED))
     options = [getattr(getattr(one, "_gradient_checkpointing_func", None), "keywords", {}) for one in flagged]
     if any(option.get("use_reentrant") for option in options):
@@ -280,7 +281,7 @@ def _trained(model: nn.Module, residual: Residual, call: Callable[[], Any]) -> I
 
 
 def _training_pass(residual: Residual, flagged: tuple[nn.Module, ...], call: Callable[[], Any]) -> _TrainingPass | None:
-    """Make the pass; return None where its output needs no gradient."""
+    """Run the pass; return None where its output needs no gradient."""
     starts: list[Tensor] = []
     calls = [0]
     start, own = residual.start, vars(residual).get("start")  # somebody may have put one in its place already
@@ -327,7 +328,7 @@ def _recomputation(seen: _TrainingPass) -> Iterator[Finding]:
 
 
 def _compilation(seen: _TrainingPass) -> Iterator[Finding]:
-    """Yield where torch.compile does not compile."""
+    """Yield graph breaks and frames that torch.compile gave up."""
     if seen.breaks:
         yield Finding(
             "graph-break",
@@ -359,7 +360,7 @@ def _gradients(residual: Residual) -> Iterator[Finding]:
 
 
 def _stream(residual: Residual, seen: _TrainingPass) -> Iterator[Finding]:
-    """Yield what is wrong with the hidden state: its dtype, and reads of it that no kernel computes."""
+    """Yield faults of the hidden state: its dtype, and reads that no kernel computes."""
     if seen.stream is None:
         return
     if seen.stream.dtype == torch.float16:
@@ -388,7 +389,7 @@ def _unmoved(residual: Residual) -> Iterator[str]:
 
 
 def _read(residual: Residual, trace: Trace) -> Iterator[Finding]:
-    """Yield the sources that no read takes; a residual without parameters, or with zero queries, chooses none."""
+    """Yield sources that no read takes. A residual without parameters or with zero queries has none."""
     if not [*residual.parameters()] or (residual.traits.has_query and not any(sharpness(residual) or [])):
         return
     shares: dict[str, float] = {}

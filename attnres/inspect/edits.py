@@ -22,7 +22,7 @@ Tokens = Tensor | int | Sequence[int] | None
 
 
 def with_choice(sources: Sequence[str], reads: Sequence[int], layout: Sequence[Read]) -> list[int]:
-    """Return the reads that have one of the sources and another one too; all of them where none does."""
+    """Return the reads that have one of the sources and at least one other; all reads where none does."""
     rows = {index: [source.name for source in layout[index].sources] for index in reads}
     return [index for index, row in rows.items() if len(row) > 1 and set(sources) & set(row)] or list(reads)
 
@@ -150,7 +150,7 @@ class Edit:
 
     @property
     def positional(self) -> bool:
-        """Whether it matters which tokens a forward pass holds."""
+        """Whether the edit names tokens, so that a forward pass has to hold the whole text."""
         return self.tokens is not None
 
     def check(self, reads: Sequence[int], layout: Sequence[Read], width: int) -> None:
@@ -165,11 +165,11 @@ class Edit:
         return weights
 
     def changes(self, source: str | None) -> bool:
-        """Return whether it changes the vector of that source, or (None) what the read made."""
+        """Return whether it changes the vector of that source or, for None, the result of the read."""
         return False
 
     def change(self, vector: Tensor) -> Tensor:
-        """Return what stands in the place of a vector (B, T, d) that it changes."""
+        """Return the vector (B, T, d) that replaces `vector`, one that it changes."""
         return vector
 
 
@@ -239,7 +239,7 @@ class Reweigh(Edit):
 
 
 class _Vectors(Edit):
-    """An edit of vectors: of one source's, or (None) of what the reads made."""
+    """An edit of vectors: those of one source or, with source None, the reads' own results."""
 
     if TYPE_CHECKING:
 
@@ -302,7 +302,7 @@ class Patch(_Vectors):
 
 @dataclass(frozen=True, eq=False)
 class Steer(_Vectors):
-    """Add a vector to a source of reads, v'_i = v_i + vector, or without a source to what the reads made, h' = h +
+    """Add a vector to a source of reads, v'_i = v_i + vector, or without a source to the reads themselves, h' = h +
     vector.
 
     Args:
@@ -319,7 +319,7 @@ class Steer(_Vectors):
 
 
 def source_names(model: Any) -> list[list[str]]:
-    """Return the names of what each read mixes.
+    """Return the names of each read's sources.
 
     >>> import attnres
     >>> model = attnres.build("pico", "block", vocab_size=50)

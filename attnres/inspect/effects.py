@@ -1,4 +1,4 @@
-"""What a model says of one text: its predictions, what an edit does to them, and all vectors that it reads."""
+"""Predictions of a model for one text, the effect of an edit on them, and all vectors that it reads."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ Edits = Edit | Sequence[Edit]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction(notebook.Result):
-    """What a model says of one text: `ids` (T,) and the log-probabilities (T, V) of each next token, fp32, CPU."""
+    """A model's predictions for one text: `ids` (T,) and log-probabilities (T, V) of each next token, fp32, CPU."""
 
     ids: Tensor
     log_probs: Tensor
@@ -110,7 +110,7 @@ def effect(
     top: int = 10,
     before: Prediction | None = None,
 ) -> Effect:
-    """Return what `edits` do to the predictions for one text.
+    """Return the effect of `edits` on the predictions for one text.
 
     >>> import attnres
     >>> model = attnres.build("pico", "block", vocab_size=50)
@@ -151,7 +151,7 @@ def effect(
 
 
 def several(edits: Edits) -> Sequence[Edit]:
-    """Return one edit, or several, as a sequence; what is none is refused where it is made."""
+    """Return one edit, or several, as a sequence; anything else is refused by `intervene`."""
     many = isinstance(edits, Sequence) and not isinstance(edits, str)
     return edits if many else (cast(Edit, edits),)
 

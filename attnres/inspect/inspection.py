@@ -1,4 +1,4 @@
-"""Everything measured of one model on some text, as plain numbers: what tables, figures and pages are made of."""
+"""All measurements of one model on some text, as plain numbers: tables, figures and pages are made from it."""
 
 import dataclasses
 import json
@@ -67,7 +67,7 @@ def _is_row(values: list[Any]) -> bool:
 
 
 def dynamics(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return what a training run recorded by depth, over its steps; None where it recorded nothing.
+    """Return the measurements by depth that a training run recorded, over its steps; None without any.
 
     Args:
         lines: of metrics.jsonl, as `attnres.training.records.read_metrics` gives them.
@@ -135,7 +135,7 @@ class Example(TypedDict):
 
 
 class Table(TypedDict):
-    """What a mechanism has learned: a number, or nested ones with what each axis counts, and what a value is."""
+    """A learned table of a mechanism: a number or nested lists, with names of the axes and of the values."""
 
     values: float | list[float | list[float | list[float]]]
     axes: list[str]
@@ -236,7 +236,7 @@ class Inspection(notebook.Result):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote, in this version or another that means the same by it.
+        """Read a file of `save`, of this version or of another with the same meaning.
 
         Raises:
             UserError: it is not there, is not one of ours, or holds something else than it should.
@@ -423,7 +423,7 @@ class Routing:
         return cls([inspection.layout[r] for r in kept], [amounts(rows[r], by).tolist() for r in kept], by)
 
     def columns(self, rows: Sequence[int] | None = None) -> list[Source]:
-        """Return every source of these reads (all by default) once, what is open last."""
+        """Return every source of these reads (all by default) once, unfinished ones last."""
         return columns(self.layout[row].sources for row in (range(len(self.layout)) if rows is None else rows))
 
     def matrix(self, rows: Sequence[int], across: Sequence[Source]) -> np.ndarray:

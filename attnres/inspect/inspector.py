@@ -98,7 +98,7 @@ def inspect_model(
 def from_survey(
     model: Any, measured: Survey, *, name: str | None, source: str, context: int, kind: str, kinds: Sequence[str]
 ) -> Inspection:
-    """Return an inspection, without an example, of what a survey saw; `kinds` are the names of its labels."""
+    """Return the inspection of a survey, without an example; `kinds` are the names of its labels."""
     inspection = from_trace(model, measured.trace, name=name, source=source)
     routing, loss = inspection.routing, measured.loss
     if routing is not None:
@@ -114,7 +114,7 @@ def from_survey(
 
 
 def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str = "inputs") -> Inspection:
-    """Return an inspection of what was recorded, of a model of anything: text, pictures, sound.
+    """Return the inspection of a recording, of a model of any inputs: text, pictures, sound.
 
     >>> import attnres
     >>> model = attnres.build("pico", "block", vocab_size=50)

@@ -1,4 +1,4 @@
-"""What reads say in tokens: the head applied to every read, and what each source adds to a token's logit.
+"""The logit lens, the head applied to every read; and direct logit attribution, the part of each source in a logit.
 
 A read goes through the final norm and the head as if it were the output's (nostalgebraist's logit lens, 2020). The
 output's read is a sum and the head is linear, so that once the norm's scale is held at what it was, a token's logit is
@@ -185,8 +185,8 @@ class Direct(notebook.Result):
 def direct(
     model: Model, text: Text, *, position: int = -1, target: Token | None = None, against: Token | None = None
 ) -> Direct:
-    """Return what each source of the output's read adds to a token's logit after `position`; None is the likeliest
-    token.
+    """Return the part of each source of the output's read in a token's logit after `position`; without a target the
+    token is the likeliest.
 
     >>> import attnres
     >>> model = attnres.build("pico", "block", vocab_size=50)

@@ -52,7 +52,7 @@ LEAST = 0.01
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model and a text, and how they are run: what the parts of an inspection share.
+    """A model, a text and how they are run, shared by the parts of an inspection.
 
     Attributes:
         model: of `checkpoint`, loaded. context, batch_size: tokens of a window, windows of a pass.
@@ -67,7 +67,7 @@ class _Subject:
     batch_size: int
 
     def inspect(self, model: Any, name: str) -> Inspection:
-        """Inspect what that model, this one or one of another step, makes of the text."""
+        """Inspect a model, this one or one of another step, on the text."""
         return inspect_model(
             model,
             self.checkpoint.tokenizer,
@@ -130,7 +130,7 @@ class _Out:
 
 
 def look(config: InspectConfig, console: Console | None = None) -> Inspection:
-    """Inspect a model and print what it reads; the options of `InspectConfig` say what else is done.
+    """Inspect a model and print its reads, and carry out the other options of `InspectConfig`.
 
     Raises:
         UserError: no model with a residual of this package, no text, or options that do not fit.
@@ -189,7 +189,7 @@ def _check_options(config: InspectConfig, text: LookText, residual: str) -> None
 
 
 def _inspect(subject: _Subject, out: _Out) -> Inspection:
-    """Print and write what the model reads in the text."""
+    """Print and write the model's reads of the text."""
     config, checkpoint, text = subject.config, subject.checkpoint, subject.text
     inspection = subject.inspect(subject.model, checkpoint.title())
     if checkpoint.run is not None:
@@ -213,7 +213,7 @@ def _since(subject: _Subject, change: StepChange, now: Inspection) -> dict[str, 
 
 
 def _remove(subject: _Subject, inspection: Inspection, knock_outs: list[tuple[str, Ablate]], out: _Out) -> None:
-    """Print and write what the loss is without edges that hardly count (--prune), and without each that was named."""
+    """Print and write the loss without edges of little weight (--prune), and without each edge that was named."""
     config, text = subject.config, subject.text
     if not (config.prune or knock_outs):
         return
@@ -237,7 +237,7 @@ def _remove(subject: _Subject, inspection: Inspection, knock_outs: list[tuple[st
 
 
 def _explain(subject: _Subject, out: _Out) -> None:
-    """Print and write what one prediction of the text depends on, and draw it with --graph."""
+    """Print and write the edges on which one prediction of the text depends, and draw them with --graph."""
     config, model, console, text = subject.config, subject.model, subject.console, subject.text.alone
     if text is None or not (config.attribute or config.lens or config.patch is not None):
         return
@@ -298,7 +298,7 @@ def _pictures(attribution: Attribution, name: str, out: Path) -> list[Path]:
 
 
 def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: LookText, inspection: Inspection) -> list[str]:
-    """Return what was done to the text that the user may not expect."""
+    """Return notes about the text that the user may not expect, such as a part left out."""
     data, remarks = inspection.data, []
     if text.alone is not None and data["windows"] > 1:
         remarks.append(

@@ -25,8 +25,8 @@ SAVED = '"{{saved}}"'
 
 
 def alone(data: Any) -> str:
-    """Return the explorer's page with its style, its script and `data`, what it shows, in one file that needs no
-    server; of None the page has `SAVED` in the place of the data."""
+    """Return the explorer's page in one file that needs no server: style, script and `data`, the numbers that it
+    shows. Without data the placeholder `SAVED` stands in their place."""
     page, style, script = (
         files("attnres").joinpath("app", f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")
     )
@@ -72,7 +72,7 @@ FLOOR = 0.02
 
 
 class Table(NamedTuple):
-    """A caption, the names of the columns, and rows of what is in them."""
+    """A caption, the names of the columns, and the rows."""
 
     title: str
     head: Sequence[str]
@@ -80,7 +80,7 @@ class Table(NamedTuple):
 
 
 def cell(value: object) -> str:
-    """Return what stands in a table's cell: a number in three digits, nothing known as a dash."""
+    """Return the text of a table's cell: a number in three digits, None as a dash."""
     return number(value) if isinstance(value, float | None) else str(value)
 
 
@@ -111,7 +111,7 @@ class Result:
     """Fields that JSON does not have; of a layout it has the names of reads and sources."""
 
     def _about(self) -> str:
-        """Return what stands in the brackets of `repr`."""
+        """Return the summary in the brackets of `repr`."""
         raise NotImplementedError
 
     def _records(self) -> Iterable[dict[str, Any]]:

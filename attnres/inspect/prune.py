@@ -57,7 +57,7 @@ class SourceUse:
 
 @dataclass(frozen=True, repr=False)
 class PruneReport(notebook.Result):
-    """What hardly any weight goes through.
+    """Edges through which hardly any weight goes.
 
     Attributes:
         threshold: of a weight. edges: of reads with two sources or more; a read of one source has no choice.
@@ -84,7 +84,7 @@ class PruneReport(notebook.Result):
         return sum(edge.mean for edge in self.below(which)) / reads if reads else 0.0
 
     def edits(self, which: Which) -> list[Ablate]:
-        """Interventions that take the edges out, all at once; what a read keeps is renormalised."""
+        """Return the ablation of these edges, all at once; the weights that a read keeps are renormalised."""
         by_read: dict[str, list[str]] = {}
         for edge in self.below(which):
             by_read.setdefault(edge.read, []).append(edge.source)

@@ -226,7 +226,7 @@ class Trace(notebook.Result):
 
     @property
     def input_rms(self) -> list[float]:
-        """R values: root mean square of what each read made, before its norm."""
+        """R values: root mean square of each read, before its norm."""
         return self._rms(self._input_squares)
 
     @property
@@ -243,7 +243,7 @@ class Trace(notebook.Result):
     # -- weights --------------------------------------------------------------------------------------------------
     @property
     def sources(self) -> list[list[str]]:
-        """Names of what each read mixes; empty before its first pass and where it is no weighted sum."""
+        """Names of each read's sources; empty before its first pass and where it is no weighted sum."""
         return [
             [source.name for source in read.sources] if torch.is_tensor(row) else []
             for read, row in zip(self.layout, self._weights, strict=True)
@@ -363,8 +363,8 @@ class Trace(notebook.Result):
         return notebook.framed(self._shown())
 
     def _shown(self) -> dict[str, Any]:
-        """Return what the explorer's page shows of it: means over everything recorded, and of the last pass, where its
-        tokens were kept, the token that is chosen."""
+        """Return the data of the explorer's page: means over everything recorded and, where tokens were kept, the
+        numbers of each token of the last pass."""
         by = "contribution" if all(self.contribution) else "weight"
         weights = self.weights
         pane: dict[str, Any] = {
@@ -417,13 +417,13 @@ class Trace(notebook.Result):
 
     @property
     def token_contributions(self) -> list[Tensor]:
-        """What each source is (B, T, sources) of every read of the last forward pass, as `token_weights`."""
+        """Contributions (B, T, sources) of each source to every read of the last forward pass, as `token_weights`."""
         rows = {} if self._contributions is None else self._contributions.tokens
         return [rows[index].view(*self._shape, -1) for index in sorted(rows)]
 
     @property
     def token_norms(self) -> Tensor:
-        """(B, T, R): root mean square over the width of what each read of the last pass made, before its norm."""
+        """(B, T, R): root mean square over the width of each read of the last pass, before its norm."""
         return torch.stack([self._token_norms[index] for index in sorted(self._token_norms)], -1)
 
     @property
@@ -448,7 +448,7 @@ def _ratio(dots: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _in_backward() -> bool:
-    """Return whether a checkpointed layer is being run again: what it does was recorded the first time."""
+    """Return whether a checkpointed layer is being run again, which was recorded the first time."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -73,7 +73,7 @@ def step_change(first: Residual, last: Residual, steps: tuple[int, int]) -> Step
 
 
 def between(run: str | Path | Checkpoint, first: int, last: int | None = None) -> StepChange:
-    """Return what the residual of a run, a folder, learned from step `first` to step `last`; None is the last that was
+    """Return how the residual of a run, a folder, changed from step `first` to `last`, by default the last that was
     kept.
 
     Raises:
@@ -99,14 +99,14 @@ def between(run: str | Path | Checkpoint, first: int, last: int | None = None) -
 
 
 def _there(kept: Mapping[int, Any]) -> str:
-    """Name the steps that there are."""
+    """Return the steps that were kept, as a phrase for an error."""
     if not kept:
         return "a run that kept some (one of a residual that learns nothing keeps none, nor one that learns matrices)"
     return f"one of its evaluations, {', '.join(f'{step:,}' for step in kept)}"
 
 
 def change_since(checkpoint: Checkpoint, step: int) -> StepChange:
-    """Return what the residual of a run's model learned since that step.
+    """Return how the residual of a run's model changed since that step.
 
     Raises:
         UserError: no run, or no snapshot of that step.

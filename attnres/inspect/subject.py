@@ -118,7 +118,8 @@ class TextModel(nn.Module):
 
 
 def as_model(model: Model) -> Any:
-    """Return what takes `input_ids` and has `logits`: a model of Transformers as it is, any other as a `TextModel`.
+    """Return a model that takes `input_ids` and returns `logits`: one of Transformers as it is, any other as a
+    `TextModel`.
 
     Raises:
         UserError: a function of no module, or a module without a residual.
@@ -185,7 +186,7 @@ def tokenizer_of(model: Any) -> Any:
 
 
 class Speller:
-    """What a token says, its white space visible; its id where the model has no tokenizer, which is read at first use.
+    """Spells a token, its white space visible; its id where the model has no tokenizer, which is read at first use.
 
     A copy that leaves the process, as by pickle, says ids.
     """

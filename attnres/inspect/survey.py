@@ -1,4 +1,4 @@
-"""Documents streamed through a model: what is summed over their tokens, in the memory of a few batches."""
+"""Documents streamed through a model, with sums over their tokens, in the memory of a few batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class _Open:
 
 @dataclass
 class Survey:
-    """What was seen.
+    """Sums over documents that ran through a model.
 
     Attributes:
         trace: the recording.
@@ -168,7 +168,7 @@ def loss_change(before: Survey, after: Survey, place: int = 0) -> Ratio:
 
 @dataclass(frozen=True, repr=False)
 class CorpusEffect(notebook.Result):
-    """What edits do to the loss over documents, in nats per token.
+    """The effect of edits on the loss over documents, in nats per token.
 
     Attributes:
         before, after: mean losses.
@@ -264,7 +264,7 @@ def batches(windows: Iterable[_Some], size: int) -> Iterator[list[_Some]]:
 
 
 def _shares(weights: Tensor) -> Tensor:
-    """Return |weights| over their sum; zero for a read from which everything was taken."""
+    """Return |weights| over their sum; zero where all weights are zero."""
     size = weights.abs()
     return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
 

@@ -1,4 +1,4 @@
-"""What was measured as tables in the terminal: an inspection, losses without edges, and one prediction of a text."""
+"""Tables in the terminal: of an inspection, of losses without edges, and of one prediction of a text."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -41,8 +41,8 @@ CLEAR = 3.0
 def show(
     inspection: Inspection, console: Console | None = None, *, example: bool = True, by: By = "contribution"
 ) -> None:
-    """Print what was measured: the model, a row a read, a row a kind of token, the example token by token; `by` says
-    which numbers of sources are shown."""
+    """Print an inspection: the model, a row a read, a row a kind of token, the example token by token; `by` says which
+    numbers of sources are shown."""
     by = by_in(by, inspection.routing, inspection.kinds, inspection.example)
     console = wide(console)
     say(console, _heading(inspection))
@@ -80,7 +80,7 @@ def _heading(inspection: Inspection) -> str:
 
 
 def _reads(inspection: Inspection, width: int, by: By) -> list[Table]:
-    """Return a row a read: where it comes from and what it is; two tables where one is wider than the terminal."""
+    """Return a row a read, its sources and measurements; two tables where one is wider than the terminal."""
 
     def column(values: Sequence[float | None], digits: int = 2) -> list[str]:
         return [number(value, digits) for value in values]
@@ -119,7 +119,7 @@ def _reads(inspection: Inspection, width: int, by: By) -> list[Table]:
 
 
 def _notes(inspection: Inspection, by: By) -> list[str]:
-    """Return lines that say what the columns mean, and the largest source."""
+    """Return lines that explain the columns and name the largest source."""
     lines = [""]
     if inspection.routing is not None:
         numbers = (
@@ -259,7 +259,7 @@ def _change(plain: Survey, after: Survey) -> tuple[dict[str, Any], str]:
 def prune_table(
     report: PruneReport, plain: Survey, survey_again: Callable[..., Survey], console: Console
 ) -> dict[str, Any]:
-    """Print what hardly any weight goes through, and the loss without it."""
+    """Print the edges of little weight, and the loss without them."""
     record = report.to_dict()
     titles = ("edges", "of the\ntraffic", "of the\nweight", "loss\nwithout", "change")
     table = grid(f"share of the read\nbelow {report.threshold:g}", right=titles)
@@ -319,7 +319,7 @@ def print_table(console: Console, head: Sequence[str], rows: Iterable[Sequence[o
 
 
 def next_tokens(effects: dict[str, Effect], console: Console) -> None:
-    """Print what comes next, with and without each source, by the name of what is ablated."""
+    """Print the likeliest next tokens, with and without each source, by the name of the ablated edge."""
     rows = [
         (name if not place else "", *row)
         for name, change in effects.items()
@@ -347,7 +347,7 @@ def attribution_table(attribution: Attribution, prediction: Prediction, console:
 
 
 def patching_table(patching: Patching, prediction: Prediction, console: Console) -> None:
-    """Print the edges whose vectors, taken from another text, restore most of what that predicts."""
+    """Print the edges whose vectors, taken from another text, restore most of that text's prediction."""
     what = prediction.what(patching.target, patching.against)
     say(console, f"\n{what}: {number(patching.corrupted)}; in the other text {number(patching.clean)}")
     edges = by_size(patching.layout, patching.restored)[:EDGES]
@@ -363,7 +363,7 @@ def patching_table(patching: Patching, prediction: Prediction, console: Console)
 
 
 def lens_table(lens: Lens, prediction: Prediction, console: Console) -> None:
-    """Print what each read says through the final norm and the head."""
+    """Print the logit lens: each read through the final norm and the head."""
     _, head, rows = lens.as_table()
     print_table(console, head, rows)
     ids, position = prediction.ids, prediction.position
@@ -386,7 +386,7 @@ MOVED = 10
 def since_table(
     change: StepChange, then: Inspection | None, now: Inspection, by: By, console: Console
 ) -> dict[str, Any]:
-    """Print what changed since a step, of the reads too where the model of that step was inspected; return the
+    """Print the changes since a step, of the reads too where the model of that step was inspected; return the
     record."""
     if any(value is not None for value in change.after):
         _, head, rows = change.as_table()

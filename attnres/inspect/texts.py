@@ -48,7 +48,7 @@ def open_residual(config: LookConfig, model: str) -> tuple[Checkpoint, str]:
 
 
 def text_of(config: LookConfig, run: Path | None) -> LookText:
-    """Return the text or corpus that the options name, else what a run was trained on. Raises UserError."""
+    """Return the text or corpus that the options name, by default the run's training data. Raises UserError."""
     options = [name for name in ("text", "file", "corpus") if getattr(config, name) is not None]
     if len(options) > 1:
         raise UserError(f"both --{options[0]} and --{options[1]} are given: give one of them")
@@ -147,6 +147,6 @@ class Prediction:
         return f"“{visible(piece(self.tokenizer, token))}”"
 
     def what(self, target: int, against: int | None) -> str:
-        """Return the name of the number that is measured."""
+        """Return the name of the measured number."""
         less = "" if against is None else f" less that of {self.word(against)}"
         return f"ln p of {self.word(target)}{less} after {self.word(self.ids[self.position])}"

@@ -242,8 +242,8 @@ def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int
     fields |= {"vocab_size": vocab_size, FAMILIES[key].positions: max_positions}
     _check_fields(config_class, fields)
     names = [config_class.attribute_map.get(name, name) for name in ("hidden_size", "num_hidden_layers")]
-    given = {config_class.attribute_map.get(name, name) for name in fields}  # also under the family's alternative names
-    if missing := [name for name in names if name not in given]:
+    config_names = {config_class.attribute_map.get(name, name) for name in fields}  # a family may have other names
+    if missing := [name for name in names if name not in config_names]:
         raise UserError(
             f"the size {{family: {key}}} does not say {' and '.join(missing)}, and {key}'s defaults may be billions "
             "of parameters: give them"

@@ -125,10 +125,10 @@ def _start_values(subject: Subject, model: DepthMixin) -> Callable[[str, Tensor]
             fresh.append(model.config.make_residual())
 
     def starts(name: str, value: Tensor) -> bool:
-        one, other = (residual.get_parameter(name) for residual in fresh)
-        if torch.equal(one, other):
-            return torch.equal(value, one)
-        return 0.5 < (value.square().mean() / one.square().mean()).sqrt().item() < 2.0
+        first_draw, second_draw = (residual.get_parameter(name) for residual in fresh)
+        if torch.equal(first_draw, second_draw):
+            return torch.equal(value, first_draw)
+        return 0.5 < (value.square().mean() / first_draw.square().mean()).sqrt().item() < 2.0
 
     return starts
 

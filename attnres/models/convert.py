@@ -159,8 +159,8 @@ def convert(
         raise unknown("dtype", str(dtype), DTYPES)
     residual = residual_class(residual).name
     exact = {"read_scale": "sum"} if "read_scale" in settings_of(residual) else {}
-    given = {name: value for name, value in settings.items() if value is not None}
-    make_settings = {**exact, **switched_settings(residual, given)}
+    given_settings = {name: value for name, value in settings.items() if value is not None}
+    make_settings = {**exact, **switched_settings(residual, given_settings)}
     check_settings(residual, make_settings)
     if out is not None:
         out = refuse_other(out)

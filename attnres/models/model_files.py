@@ -76,8 +76,8 @@ class WeightFiles:
             raise UserError(
                 f"{self.model} lacks {missing[0]}, {len(missing)} of the {len(files)} files that {INDEX} names: {AGAIN}"
             )
-        if (other := other_weights(self.folder)) is not None:
-            raise UserError(f"{self.model} has its weights in {other}")
+        if (unsupported := other_weights(self.folder)) is not None:
+            raise UserError(f"{self.model} has its weights in {unsupported}")
         raise UserError(f"{self.model} has a config.json and holds no weights: expected {SINGLE} or {INDEX}")
 
     @property

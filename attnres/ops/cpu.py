@@ -375,14 +375,14 @@ def connect(c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | 
     coefficients and products of `ConnectGradInputs` (None without a table)."""
     streams, _, output, table, norm, form = c
     tokens, n = streams.shape[:-2], streams.shape[-2]
-    made = None if output is None or form.kind == "sum" else new(streams.shape, dtype=streams.dtype)
+    new_streams = None if output is None or form.kind == "sum" else new(streams.shape, dtype=streams.dtype)
     x = new((*tokens, streams.shape[-1]), dtype=(norm and norm.out_dtype) or streams.dtype)
     coefficients = products = None
     if table is not None:
         coefficients = new(*tokens, form.count(n))
         products = new(x.numel() // x.shape[-1], form.groups(n), form.columns(n) + 1)
-    _connected("attnres_connect", c, made, x, coefficients, products)
-    return made, x, coefficients, products
+    _connected("attnres_connect", c, new_streams, x, coefficients, products)
+    return new_streams, x, coefficients, products
 
 
 def connect_backward(c: ConnectGradInputs) -> tuple[Tensor | None, ...]:

@@ -36,8 +36,8 @@ def pick_device(name: str) -> torch.device:
         UserError: no such device, or PyTorch does not find it.
     """
     if name == "auto":
-        found = accelerator()
-        return torch.device("cpu" if found is None else found.device)
+        default = accelerator()
+        return torch.device("cpu" if default is None else default.device)
     *names, last = "auto", *KERNELS
     expected = f"expected {', '.join(names)} or {last}"
     try:

@@ -60,10 +60,12 @@ def connect(
     if not torch.compiler.is_compiling() and not plain.is_needed():
         backend = connection_backend(inputs)
         if backend is not None:
-            given = None if norm is None else norm._replace(weight=None, bias=None)
+            bare_norm = None if norm is None else norm._replace(weight=None, bias=None)
             weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-            made, x, coefficients = _Connect.apply(backend, form, given, streams, earlier, output, table, weight, bias)
-            return made, x, None if table is None else coefficients
+            new_streams, x, coefficients = _Connect.apply(
+                backend, form, bare_norm, streams, earlier, output, table, weight, bias
+            )
+            return new_streams, x, None if table is None else coefficients
     with full_precision(streams):
         return _connect(inputs)
 
@@ -147,12 +149,12 @@ class _Connect(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         norm = None if norm is None else norm._replace(weight=weight, bias=bias)
-        made, x, coefficients, products = backend.connect(Connect(streams, earlier, output, table, norm, form))
-        ctx.save_for_backward(streams, earlier, output, table, weight, bias, made, coefficients, products)
+        new_streams, x, coefficients, products = backend.connect(Connect(streams, earlier, output, table, norm, form))
+        ctx.save_for_backward(streams, earlier, output, table, weight, bias, new_streams, coefficients, products)
         ctx.backend, ctx.form, ctx.norm = backend, form, norm and norm._replace(weight=None, bias=None)
         # an input is returned as a new output, so that gradients of its later uses arrive here
         nothing = x.new_empty(0)
-        handed_on = made if output is not None else streams.detach()
+        handed_on = new_streams if output is not None else streams.detach()
         return nothing if handed_on is None else handed_on, x, nothing.clone() if coefficients is None else coefficients
 
     @staticmethod

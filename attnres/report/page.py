@@ -180,7 +180,7 @@ def _part(part: Section) -> str:
 def _examples(comparison: Comparison) -> str:
     """Return the same held-out text for every variant whose weights differ by token."""
     variants = comparison.having("inspections").variants
-    texts = {one.label: text for one in variants if (text := example(one.mean))}
+    texts = {variant.label: text for variant in variants if (text := example(variant.mean))}
     folded = (_details(label, text, open_=i == 0) for i, (label, text) in enumerate(texts.items()))
     lead = (
         "The first tokens of the held-out text, in reads with which blocks begin (of a residual without blocks in some "
@@ -188,7 +188,7 @@ def _examples(comparison: Comparison) -> str:
         "stronger the colour, the more of the read it is, from zero to the largest; orange points against the read. "
         "Pointing at a token names its kind and its largest sources."
     )
-    if any(len(one.seeds) > 1 for one in variants if one.label in texts):
+    if any(len(variant.seeds) > 1 for variant in variants if variant.label in texts):
         lead += " Of each variant the first seed."
     return _section("One text, token by token", "".join(folded), lead) if texts else ""
 

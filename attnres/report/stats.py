@@ -168,13 +168,13 @@ def paired_at(matched: list[tuple[Run, Run]], step: int, level: float = ALPHA, s
     diffs = np.stack([a.windows[step] - b.windows[step] for a, b in matched])  # (seeds, windows)
     per_seed, windows = diffs.mean(axis=1), diffs.shape[1]
     effect = Effect(float(diffs.mean()), standard_error(diffs.mean(axis=0)), windows - 1, level)
-    one, other = matched[0]
+    variant_run, baseline_run = matched[0]
     alike = [run for label in study.labels for run in study.counted(label)] if study else []
-    alike = [run for run in alike if len(run.windows.get(step, ())) == windows and not unequal(run, other)]
+    alike = [run for run in alike if len(run.windows.get(step, ())) == windows and not unequal(run, baseline_run)]
     by_seeds = Effect(math.nan, math.nan, 0, level)
-    if {one.label, other.label} <= {run.label for run in alike}:
+    if {variant_run.label, baseline_run.label} <= {run.label for run in alike}:
         recipe = Recipe((run.label, run.seed, float(run.windows[step].mean())) for run in alike)
-        by_seeds = recipe.effect(one.label, other.label, level)
+        by_seeds = recipe.effect(variant_run.label, baseline_run.label, level)
     by_windows, basis = effect, "windows"
     if by_seeds.degrees:
         effect = by_windows._replace(difference=by_seeds.difference)

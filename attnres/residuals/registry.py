@@ -183,8 +183,8 @@ def settings_of(name: str) -> dict[str, Any]:
     ]
     settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     slow = issubclass(mechanism, Compose) or (issubclass(mechanism, Queried) and mechanism.slow)
-    own = {"value_residual": "none"} | ({"query_lr": 1.0} if slow else {})
-    return settings | own | ({} if issubclass(mechanism, Compose) else {"layers": None})
+    common = {"value_residual": "none"} | ({"query_lr": 1.0} if slow else {})
+    return settings | common | ({} if issubclass(mechanism, Compose) else {"layers": None})
 
 
 def settings_in_full(name: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def regroup(
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     kinds = _kinds(model)
-    known = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    known = {id(p) for optim in optimizers for group in optim.param_groups for p in group["params"]}
     missing = [
         name for name, p in model.named_parameters() if id(p) in kinds and p.requires_grad and id(p) not in known
     ]
@@ -59,22 +59,22 @@ def regroup(
             "the model, after it has depth reads"
         )
     rest = _fastest(optimizers, kinds)
-    for one in optimizers:
-        for group in list(one.param_groups):
+    for optim in optimizers:
+        for group in list(optim.param_groups):
             moved = [p for p in group["params"] if id(p) in kinds]
             if not moved or MARK in group:
                 continue
-            if hasattr(one.step, "_wrapped_by_lr_sched"):
+            if hasattr(optim.step, "_wrapped_by_lr_sched"):
                 raise UserError("the optimizer has a scheduler, which ignores new groups: create it after regroup")
-            home, fields = _home(optimizers, one, group)
-            slowed = len(moved) == len(group["params"]) and not is_muon(one, group) and 0 < float(group["lr"]) < rest
+            home, fields = _home(optimizers, optim, group)
+            slowed = len(moved) == len(group["params"]) and not is_muon(optim, group) and 0 < float(group["lr"]) < rest
             factors = {"slow": rate, "read": 1.0, "residual": 1.0}
             if slowed:
                 factors = {"slow": 1.0, "read": rest / float(group["lr"]), "residual": 1.0}
             group["params"] = [p for p in group["params"] if id(p) not in kinds]
-            if home is not one or fields.get("use_muon") != group.get("use_muon"):
+            if home is not optim or fields.get("use_muon") != group.get("use_muon"):
                 for parameter in moved:  # Adam cannot continue from a momentum that was orthogonalised
-                    one.state.pop(parameter, None)
+                    optim.state.pop(parameter, None)
             for kind, mesh in dict.fromkeys((kinds[id(p)], _mesh(p)) for p in moved):
                 part = [p for p in moved if (kinds[id(p)], _mesh(p)) == (kind, mesh)]
                 lr = {key: fields[key] * factors[kind] for key in ("lr", "initial_lr") if key in fields}

@@ -85,15 +85,15 @@ def watched_by(
 ) -> Generator[None]:
     """Set an observer, an editor or both inside the block, in place of the previous ones. When nobody watches any more,
     the residual drops the data it stored for watchers, which may hold the graph of a pass."""
-    given = {name: one for name, one in (("observer", observer), ("editor", editor)) if one is not None}
-    before = {name: getattr(residual, name) for name in given}
+    watchers = {name: watcher for name, watcher in (("observer", observer), ("editor", editor)) if watcher is not None}
+    before = {name: getattr(residual, name) for name in watchers}
     try:
-        for name, one in given.items():
-            setattr(residual, name, one)
+        for name, watcher in watchers.items():
+            setattr(residual, name, watcher)
         yield
     finally:
-        for name, one in before.items():
-            setattr(residual, name, one)
+        for name, watcher in before.items():
+            setattr(residual, name, watcher)
         if not residual.watched:
             residual.forget()
 
@@ -175,9 +175,9 @@ def _mixed_anew(
     """
     dtype = compute_dtype(h.dtype)
     changed = (edited != weights).any(-1, keepdim=True)
-    for value, other in zip(values, exchanged, strict=True):
-        if other is not value:
-            changed = changed | (other != value).any(-1).reshape(-1, 1)
+    for value, replacement in zip(values, exchanged, strict=True):
+        if replacement is not value:
+            changed = changed | (replacement != value).any(-1).reshape(-1, 1)
     factors = torch.where(changed, edited, edited - weights).to(dtype).view(*h.shape[:-1], -1)
     mixed = h.to(dtype).masked_fill(changed.view(*h.shape[:-1], 1), 0.0)
     for i, value in enumerate(exchanged):

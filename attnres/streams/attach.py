@@ -84,30 +84,30 @@ def attach(
     """
     _refuse_taken(module)
     name = residual_class(residual).name
-    own = settings_of(name)
+    known_settings = settings_of(name)
     # other people's optimizers have one learning rate for all: None is 0.1 where queries need it
     defaults = {"read_scale": read_scale, "query_lr": None}
-    settings = {key: value for key, value in defaults.items() if key in own} | settings
+    settings = {key: value for key, value in defaults.items() if key in known_settings} | settings
     run = None if example is None else _Example(module, example)
-    layers, found = _find(module, layers, norms, final_norm, run)
+    layers, places = _find(module, layers, norms, final_norm, run)
     part = _part(module, layers)
     stack = [layer for layer in part._modules.values() if isinstance(layer, nn.Module)]
     if not stack:
         raise UserError(f"'{layers}' of {type(module).__name__} holds no layers: name the list of its layers")
-    first, *_ = [_part(layer, path) for layer in stack for path in found.reads] or [None]
-    if found.final_norm is not None:
-        _part(module, found.final_norm)
+    first, *_ = [_part(layer, path) for layer in stack for path in places.reads] or [None]
+    if places.final_norm is not None:
+        _part(module, places.final_norm)
     # without a pass, the norms are assumed to be an attention's and an MLP's
-    counted = run is not None or not found.reads
-    kinds = tuple(sublayers or kinds_of(len(found.reads) if counted else 2))
-    if len(kinds) != (len(found.reads) or 1):
+    counted = run is not None or not places.reads
+    kinds = tuple(sublayers or kinds_of(len(places.reads) if counted else 2))
+    if len(kinds) != (len(places.reads) or 1):
         raise UserError(
-            f"{len(found.reads)} norms and {len(kinds)} sublayers were given: one kind for each norm is expected"
+            f"{len(places.reads)} norms and {len(kinds)} sublayers were given: one kind for each norm is expected"
         )
     parameter = next(stack[0].parameters(), torch.empty(0))
     with torch.device(parameter.device):
         depth = len(stack) * len(kinds)
-        width = width or found.width or _width(first)
+        width = width or places.width or _width(first)
         connection = make_residual(name, depth, width, sublayers=kinds, **settings).float()
     if connection.value_kind != "none":
         raise UserError(
@@ -121,11 +121,11 @@ def attach(
         )
     connection.train(module.training)
     wait_for_values(connection)
-    parts = attach_stream(module, connection, stack, found.reads, found.final_norm, normed=found.normed)
+    parts = attach_stream(module, connection, stack, places.reads, places.final_norm, normed=places.normed)
     parts.attached, parts.tuples = True, tuples
     if run is not None:
         # exact up to the eps of norms
-        exact = settings.get("read_scale") != "mean" or not (found.normed and found.reads)
+        exact = settings.get("read_scale") != "mean" or not (places.normed and places.reads)
         same = connection.traits.starts_standard and exact
         try:
             run.compare(compared=same)
@@ -231,14 +231,14 @@ def _find(
         if norms is None or (norms != "auto" and final_norm != "auto"):
             final = None if final_norm == "auto" else final_norm
             return path, Found(tuple(norms or ()), True, final, run.width_at(stack[0]))
-        found = find_reads(module, stack, run.run, strict=False, counts=range(1, 9))
+        places = find_reads(module, stack, run.run, strict=False, counts=range(1, 9))
     except NoFitError as reason:
         raise UserError(
             f"where {name} reads its hidden state is not found: it {reason}; name the norms, or {_WHOLE}"
         ) from None
     if norms != "auto":
-        found = found._replace(reads=tuple(norms), normed=True)
-    return path, found if final_norm == "auto" else found._replace(final_norm=final_norm)
+        places = places._replace(reads=tuple(norms), normed=True)
+    return path, places if final_norm == "auto" else places._replace(final_norm=final_norm)
 
 
 def _refuse_taken(module: nn.Module) -> None:

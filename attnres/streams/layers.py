@@ -130,13 +130,13 @@ def _enter(
     place, stream = place_of(Stream | Handed, args, kwargs)
     count = number * parts.each
     if stream is not None:
-        given, stream = stream, stream.stream(parts.residual) if isinstance(stream, Handed) else stream
+        layer_input, stream = stream, stream.stream(parts.residual) if isinstance(stream, Handed) else stream
         # a stream begun by another module, such as a pipeline stage, skips nothing
         if layer.training and (torch.compiler.is_compiling() or progress() != WAITING):
             stream = passed_over(stream, count)
         if parts.unpacks(layer):
             stream = Handed.of(stream)
-        return None if stream is given else replaced(args, kwargs, place, stream)
+        return None if stream is layer_input else replaced(args, kwargs, place, stream)
     if number > 0 and not (layer.training and _none_ran()):
         parts.refuse_changes()
         raise _lost_stream(layer)

@@ -236,9 +236,9 @@ def restored_arithmetic(
             if recorded.get("reads") in (kernels.name, "eager"):
                 stack.enter_context(kernels.switched(recorded["reads"] == kernels.name))
         here: dict[str, Any] = {**arithmetic(who, width, loss)}
-        other = [name for name in recorded if name in here and here[name] != recorded[name]]
-        if other and not different:
-            pairs = [f"{_NAMES.get(name, name)} ({recorded[name]} there, {here[name]} here)" for name in other]
+        changed = [name for name in recorded if name in here and here[name] != recorded[name]]
+        if changed and not different:
+            pairs = [f"{_NAMES.get(name, name)} ({recorded[name]} there, {here[name]} here)" for name in changed]
             raise UserError(
                 "the run would not continue bit for bit, because it was trained with other arithmetic: "
                 f"{listed(pairs)}; "

@@ -128,8 +128,8 @@ def kinds(model: nn.Module) -> dict[str, list[str]]:
     its `slow`. A parameter shared by two modules (tied embeddings) counts once.
     """
     mechanisms = [module for module in model.modules() if isinstance(module, Residual)]
-    own = getattr(model, "residual", None)
-    homes = [*mechanisms, *([own] if isinstance(own, nn.Module) else [])]
+    attached = getattr(model, "residual", None)
+    homes = [*mechanisms, *([attached] if isinstance(attached, nn.Module) else [])]
     residual = {id(parameter) for module in homes for parameter in module.parameters()}
     slow = {id(p) for module in mechanisms for name, p in module.named_parameters() if name in module.slow}
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}

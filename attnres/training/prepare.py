@@ -200,10 +200,10 @@ def _fit_defaults(config: TrainConfig, world_size: int, start: "Checkpoint | Non
             changed("data", f"{start.name} takes no longer sequences", seq_len=longest)
     optim = config.optim
     if optim.schedule == "wsd" and optim.warmup + optim.decay > 1:
-        for name, other in (("warmup", "decay"), ("decay", "warmup")):
-            if getattr(optim, name) == getattr(usual.optim, name) and getattr(optim, other) <= 1:
-                rest = 1 - getattr(optim, other)
-                changed("optim", f"optim.{other} is {getattr(optim, other)} of the run", **{name: rest})
+        for name, partner in (("warmup", "decay"), ("decay", "warmup")):
+            if getattr(optim, name) == getattr(usual.optim, name) and getattr(optim, partner) <= 1:
+                rest = 1 - getattr(optim, partner)
+                changed("optim", f"optim.{partner} is {getattr(optim, partner)} of the run", **{name: rest})
                 break
     return config, notes
 

@@ -22,30 +22,36 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report the loss by block size, and whether the interval of the two furthest apart excludes 0."""
-    one = contrast(measured, "sizes", "standard")
-    rows = {other.label: other for other in one.others}
+    contrasts = contrast(measured, "sizes", "standard")
+    rows = {variant.label: variant for variant in contrasts.others}
     points = [(size, rows[f"block-block_size{size}"]) for size in sizes(setting) if f"block-block_size{size}" in rows]
     if not points:
         return StudyResult("Nothing has finished yet.")
-    means = [other.mean for _, other in points]
+    means = [variant.mean for _, variant in points]
     best, worst = points[means.index(min(means))], points[means.index(max(means))]
-    assert one.recipe is not None
+    assert contrasts.recipe is not None
     count = len(sizes(setting)) * (len(sizes(setting)) - 1) // 2
     # The pair with the largest difference.
-    effect = one.recipe.effect(worst[1].label, best[1].label, ALPHA / max(1, count))
+    effect = contrasts.recipe.effect(worst[1].label, best[1].label, ALPHA / max(1, count))
     spread = number(max(means) - min(means), 4)
     tell = "excludes 0" if effect.excludes() else "includes 0"
     answer = (
-        f"{one.sentence()} Of the two sizes furthest apart, S = {best[0]} and {worst[0]} (by {spread}), the interval "
+        f"{contrasts.sentence()} Of the two sizes furthest apart, S = {best[0]} and {worst[0]} (by {spread}), the "
+        "interval "
         f"{tell}; lowest: S = {best[0]}."
     )
-    error = [one.recipe.sd(other.label) / other.runs**0.5 if one.recipe.degrees else 0.0 for _, other in points]
+    error = [
+        contrasts.recipe.sd(variant.label) / variant.runs**0.5 if contrasts.recipe.degrees else 0.0
+        for _, variant in points
+    ]
     low, high = [m - 2 * e for m, e in zip(means, error)], [m + 2 * e for m, e in zip(means, error)]
     x = [size for size, _ in points]
-    lines = [Line("block", x, means, low, high), Line("standard", [x[0], x[-1]], [one.base] * 2, dashed=True)]
+    lines = [Line("block", x, means, low, high), Line("standard", [x[0], x[-1]], [contrasts.base] * 2, dashed=True)]
     caption = "Held-out loss by sublayers in a block (1 is Full); band: two standard errors of a mean."
     chart = Curves("block-size", "Block size", caption, "S, sublayers", LOSS, {"": lines}, log_x=True)
-    return StudyResult(answer, [one.table("Loss by block size")], [chart], {"sizes": one.values(), "best": best[0]})
+    return StudyResult(
+        answer, [contrasts.table("Loss by block size")], [chart], {"sizes": contrasts.values(), "best": best[0]}
+    )
 
 
 STUDY = Design(

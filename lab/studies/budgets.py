@@ -74,13 +74,13 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
     if not degrees:
         sigma, degrees = pooled((one.sigma, one.degrees) for one in measured.noises.values())
         notes = ["These runs have one seed each: the noise is that of the recipe, whose rate decays otherwise."]
-    base, other = losses["standard"], losses["block"]
-    result = trend(other, base, sigma, degrees)
+    base, block = losses["standard"], losses["block"]
+    result = trend(block, base, sigma, degrees)
     gaps = {
-        budget: Effect(gap, sigma * math.sqrt(1 / len(other[budget]) + 1 / len(base[budget])), degrees)
+        budget: Effect(gap, sigma * math.sqrt(1 / len(block[budget]) + 1 / len(base[budget])), degrees)
         for budget, gap in result.gaps.items()
     }
-    curves = [LossCurve((budget, statistics.fmean(many)) for budget, many in one.items()) for one in (other, base)]
+    curves = [LossCurve((budget, statistics.fmean(many)) for budget, many in one.items()) for one in (block, base)]
     rows = []
     for budget, gap in result.gaps.items():
         tokens = round(budget * unit(setting)) * tokens_a_step
@@ -89,10 +89,10 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
                 f"{budget:g}",
                 f"{tokens / 1e6:,.1f} M",
                 number(statistics.fmean(base[budget]), 4),
-                number(statistics.fmean(other[budget]), 4),
+                number(statistics.fmean(block[budget]), 4),
                 number(gap, 4, signed=True),
                 interval(gaps[budget]) or UNKNOWN,
-                times_fewer(saving(*curves, statistics.fmean(other[budget]))),
+                times_fewer(saving(*curves, statistics.fmean(block[budget]))),
             ]
         )
     head = ["budget", "tokens", "standard", "block", "gap", "interval", "tokens saved"]

@@ -94,11 +94,11 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         tables.append(ResultTable(f"{name}: share of right answers by steps", head, rows))
         # The resolution of an accuracy over this number of problems, a lower bound of its noise.
         floor = 0.5 / math.sqrt(STEPS * PROBLEMS)
-        made = sum(len(measured.asked_for(task)) - 1 for task in measured.planned)
-        one = contrast(measured, name, "standard", quantity="accuracy", comparisons=made, floor=floor)
-        tables.append(one.table(f"{name}: share of right answers"))
-        sentences.append(f"{name}, accuracy: {one.sentence()}")
-        values[name] = one.values()
+        comparisons = sum(len(measured.asked_for(task)) - 1 for task in measured.planned)
+        contrasts = contrast(measured, name, "standard", quantity="accuracy", comparisons=comparisons, floor=floor)
+        tables.append(contrasts.table(f"{name}: share of right answers"))
+        sentences.append(f"{name}, accuracy: {contrasts.sentence()}")
+        values[name] = contrasts.values()
     caption = (
         "Problems answered rightly, by how many steps an answer takes; mean over seeds, band: from the least to the "
         "greatest seed of each of the two models that are one function. They are drawn apart from the training text, "

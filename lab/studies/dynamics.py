@@ -114,8 +114,8 @@ def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) 
     if logs.get("standard"):
         recipe = Recipe((label, seed, one) for label, known in logs.items() for seed, one in known.items())
         others = [label for label in recipe.names if label != "standard"]
-        found = judged([recipe.effect(label, "standard") for label in others], [False] * len(others), comparisons)
-        effects = dict(zip(others, found, strict=True))
+        judgements = judged([recipe.effect(label, "standard") for label in others], [False] * len(others), comparisons)
+        effects = dict(zip(others, judgements, strict=True))
     return {
         label: RatioByDepth(math.exp(statistics.fmean(known.values())), effects.get(label), len(known))
         for label, known in logs.items()

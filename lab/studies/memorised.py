@@ -227,9 +227,9 @@ def _cells(measured: Measured, arm: str, places: Sequence[float]) -> list[Cell]:
             if known or (name != baseline and lost[name]):
                 effect = recipe.effect(name, baseline) if known and recipe is not None else None
                 cells.append(Cell(kind, name, place, effect, lost[name], lost[name] - lost[baseline]))
-    told = [one for one in cells if one.effect is not None]
-    effects = iter(judged([one.effect for one in told if one.effect is not None], [False] * len(told), tested))
-    return [one if one.effect is None else dataclasses.replace(one, effect=next(effects)) for one in cells]
+    told = [cell for cell in cells if cell.effect is not None]
+    effects = iter(judged([cell.effect for cell in told if cell.effect is not None], [False] * len(told), tested))
+    return [cell if cell.effect is None else dataclasses.replace(cell, effect=next(effects)) for cell in cells]
 
 
 def _rows(cells: Sequence[Cell], places: Sequence[float]) -> list[list[str]]:
@@ -244,12 +244,12 @@ def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
     parts = []
     for words in ("below 1", "above 1"):
         places = dict[str, list[str]]()
-        for one in cells:
-            if one.words == words:
-                places.setdefault(one.kind, []).append(f"{one.place:g}")
+        for cell in cells:
+            if cell.words == words:
+                places.setdefault(cell.kind, []).append(f"{cell.place:g}")
         where = [f"{kind} ({', '.join(each)})" for kind, each in places.items()]
         parts.append(f"{words.removesuffix(' 1')} at {listed(where) if where else 'none'}")
-    left = sum(one.words not in ("below 1", "above 1") for one in cells)
+    left = sum(cell.words not in ("below 1", "above 1") for cell in cells)
     return f"{name} beside {MECHANISMS[0]}, {arm}: {'; '.join(parts)}; not told at {left} of {len(cells)}."
 
 

@@ -36,7 +36,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Compare the configurations with the standard one, and report gates that no loss depends on."""
-    one = contrast(measured, "configurations", "standard")
+    contrasts = contrast(measured, "configurations", "standard")
     published = {label_of(variant): text for variant, text in CONFIGURATIONS.items()}
     rows, panels = [], {"sum of the gates": list[Line]()}
     for label in VARIANTS:
@@ -58,15 +58,15 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         False: "Gates that no loss depends on do not close as the published ones do.",
         None: "The simulation of the gates has not run.",
     }[closed]
-    tables = [one.table("The study's configurations", published)]
+    tables = [contrasts.table("The study's configurations", published)]
     tables[0].notes.append(DIFFERENT)
     tables.append(ResultTable("Gates that no loss depends on", ["variant", "sum at the start", "least", "end"], rows))
     caption = "Sum of 11 gates trained on annealing and penalty alone; the penalty's target is 4."
-    charts: list[Chart] = [one.chart("nanogpt", "The study's configurations")] if one.others else []
+    charts: list[Chart] = [contrasts.chart("nanogpt", "The study's configurations")] if contrasts.others else []
     if panels["sum of the gates"]:
         charts.append(Curves("null-gates", "Gates without a loss", caption, "step", "sum of the gates", panels))
-    values = {"configurations": one.values(), "gates_close_without_a_loss": closed}
-    return StudyResult(f"{one.sentence()} {sentence}", tables, charts, values)
+    values = {"configurations": contrasts.values(), "gates_close_without_a_loss": closed}
+    return StudyResult(f"{contrasts.sentence()} {sentence}", tables, charts, values)
 
 
 STUDY = Design(

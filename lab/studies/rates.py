@@ -103,10 +103,10 @@ def searched(setting: Setting, measured: Measured, name: str) -> RateSearch:
     if not (measured.complete(name) and measured.complete(kind.base)):
         return RateSearch(parts, losses, ended=False)
     while (further := beyond(losses, 2.0, MOST)) is not None:
-        one = setting.arm(f"{name}-x{further:g}", [at_rate(setting, further)], [0], of=of)
-        parts.append(one)
-        losses[further] = measured.mean(one.name, label_of(at_rate(setting, further)))
-        if not measured.complete(one.name):
+        arm = setting.arm(f"{name}-x{further:g}", [at_rate(setting, further)], [0], of=of)
+        parts.append(arm)
+        losses[further] = measured.mean(arm.name, label_of(at_rate(setting, further)))
+        if not measured.complete(arm.name):
             return RateSearch(parts, losses, ended=False)
     return RateSearch(parts, losses, ended=True)
 
@@ -177,14 +177,14 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 def analyse(setting: Setting, measured: Measured) -> StudyResult:
     """Report the loss by learning rate, the best gap over training, and the effect of the other changes."""
-    own = {factor: measured.mean("own", label_of(_own(setting, factor))) for factor in sorted(OWN)}
-    own = {factor: loss for factor, loss in own.items() if math.isfinite(loss)}
+    own_losses = {factor: measured.mean("own", label_of(_own(setting, factor))) for factor in sorted(OWN)}
+    own_losses = {factor: loss for factor, loss in own_losses.items() if math.isfinite(loss)}
     searches = {name: searched(setting, measured, name) for name in SEARCHES}
-    losses = {"own": own} | {name: search.finite for name, search in searches.items()}
+    losses = {"own": own_losses} | {name: search.finite for name, search in searches.items()}
     values: dict = {name: {f"{factor:.4g}": loss for factor, loss in those.items()} for name, those in losses.items()}
     sentences = []
-    if own:
-        values["best_own"] = min(own, key=own.__getitem__)
+    if own_losses:
+        values["best_own"] = min(own_losses, key=own_losses.__getitem__)
         sentences.append(f"Of the own rates {values['best_own']:.3g} times AdamW's is best at one seed.")
     for name, search in searches.items():
         if search.ended and search.finite:
@@ -203,9 +203,9 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         "knobs": ("What else holds queries back", label_of(_best(setting, measured)[0])),
     }.items():
         if measured.labels(arm):
-            one = contrast(measured, arm, baseline, comparisons=len(OWN) if arm == "best" else 0)
-            tables.append(one.table(title))
-            values[arm] = one.values()
+            contrasts = contrast(measured, arm, baseline, comparisons=len(OWN) if arm == "best" else 0)
+            tables.append(contrasts.table(title))
+            values[arm] = contrasts.values()
             if arm == "best":
                 tables[-1].notes.append(
                     f"Of {len(OWN)} own rates the two that were best with seed 0, which counts here too: where rates "
@@ -217,7 +217,7 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
                     "flatters the standard model."
                 )
             if arm != "knobs":
-                sentences.append(("With AdamW alone: " if arm == "tuned-adamw" else "") + one.sentence())
+                sentences.append(("With AdamW alone: " if arm == "tuned-adamw" else "") + contrasts.sentence())
     tables += _other_losses(measured)
     charts = [chart for chart in (_by_rate(losses), _over_training(setting, measured)) if chart]
     return StudyResult(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)

@@ -308,13 +308,13 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
     for layers in sorted({_named(label)[1] for label in measured.labels("cifar10")}):
         here = [label for label in asked if _named(label)[1] == layers]
         baseline = f"resnet-{layers}" if f"resnet-{layers}" in here else here[0]
-        one = contrast(measured, "cifar10", baseline, here, **how)
-        tables.append(one.table(f"{layers} layers: test error, percent", PUBLISHED))
+        contrasts = contrast(measured, "cifar10", baseline, here, **how)
+        tables.append(contrasts.table(f"{layers} layers: test error, percent", PUBLISHED))
         charts.append(
-            dataclasses.replace(one.chart(f"resnet-{layers}", f"{layers} layers"), caption=CAPTION, x_label=AXIS)
+            dataclasses.replace(contrasts.chart(f"resnet-{layers}", f"{layers} layers"), caption=CAPTION, x_label=AXIS)
         )
-        sentences.append(f"{layers} layers: {one.sentence()}")
-        values[str(layers)] = one.values()
+        sentences.append(f"{layers} layers: {contrasts.sentence()}")
+        values[str(layers)] = contrasts.values()
         if f"standard-{layers}" in here:  # the same network except for its reads
             reads = contrast(measured, "cifar10", f"standard-{layers}", [f"full-{layers}"], **how)
             if reads.others:

@@ -43,12 +43,12 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
         return StudyResult("The model to continue diverged: there is nothing to put depth reads on.")
     tables, charts, sentences, values = [], [], [], {}
     for arm, title in (("layouts", "Continued in each layout"), ("regimes", "Ways to continue")):
-        one = contrast(measured, arm, "standard")
-        if one.others:
-            tables.append(one.table(title))
-            charts.append(one.chart(arm, title))
-            sentences.append(f"{title}: {one.sentence()}")
-            values[arm] = one.values()
+        contrasts = contrast(measured, arm, "standard")
+        if contrasts.others:
+            tables.append(contrasts.table(title))
+            charts.append(contrasts.chart(arm, title))
+            sentences.append(f"{title}: {contrasts.sentence()}")
+            values[arm] = contrasts.values()
     return StudyResult(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
 
 

@@ -215,6 +215,30 @@ def test_a_target_a_comparison_and_a_tab_are_chosen(tab):
     settled(tab)
 
 
+def test_scores_of_another_prediction_end_before_the_next_answer(tab):
+    """Another token ends them at once, a layer that is opened does not."""
+    alone(tab)
+    start = "const control = new AbortController(); scoring = {of: '', asked: predicted(), control};"
+    for change, ends in (("layer: 1", False), ("layer: null", False), ("token: 2", True)):
+        act = f"() => {{ {start} change({{{change}}}); scoring = null; return control.signal.aborted; }}"
+        assert tab.evaluate(act) is ends
+        settled(tab)
+
+
+def test_an_earlier_step_stands_left_and_goes_again(tab):
+    """The two models are taken for steps of one training."""
+    alone(tab)
+    tab.evaluate("window.own = structuredClone(begin.choices)")
+    tab.evaluate("[9, 3].forEach((step, i) => Object.assign(begin.choices[i], {step, run: 0}))")
+    tab.select_option("#beside", "1")
+    until(tab, "String(view.models) === '1,0'")
+    settled(tab)
+    tab.select_option("#beside", "")
+    until(tab, "String(view.models) === '0'")
+    tab.evaluate("begin.choices.splice(0, 2, ...window.own)")
+    settled(tab)
+
+
 @pytest.mark.long
 def test_a_text_is_patched_from_another(tab):
     alone(tab)

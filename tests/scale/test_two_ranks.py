@@ -438,7 +438,7 @@ def test_mistakes_are_one_sentence_on_the_first_process(both):
     assert "give --depth-every 0" in runs["watched"]
     assert "there are 2 processes: start a multiple of 4" in runs["too many"]
     assert "parallel.tp and parallel.cp are above 1" in runs["both"]
-    assert "parallel.async_save is on and the model is whole" in runs["whole"]
+    assert "parallel.async_save is on and every process has the whole" in runs["whole"]
     assert "parallel.tp above 1: nobody sees all depths" in runs["watched slices"]
     assert "parallel.cp above 1: nobody sees all depths" in runs["watched tokens"]
     assert "data.seq_len is 1: too few tokens for 2 processes" in runs["short"]

@@ -320,7 +320,7 @@ def test_what_a_module_calls_residual_itself_is_left_to_it():
 
 
 def test_start_values_that_nobody_would_set_are_refused():
-    with pytest.raises(UserError, match="residual 'deepnorm' scales the start values of a layer's branches, and which"):
+    with pytest.raises(UserError, match="residual 'deepnorm' scales the start values of a layer's branches"):
         attach(encoder(), "deepnorm")
     attach(encoder(), "postnorm")
 

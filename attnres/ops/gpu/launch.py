@@ -174,10 +174,10 @@ def flattened(kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str,
         flat[name] = value
         return name
 
-    given = [f"{name}={written(name, value)}" for name, value in arguments.items()]
+    call_arguments = [f"{name}={written(name, value)}" for name, value in arguments.items()]
     for name, value in constants.items():
-        given.append(f"{name}=tl.{value.codegen_name()}" if isinstance(value, tl.dtype) else f"{name}={value}")
-    return _entry(kernel, tuple(flat), ", ".join(given)), flat
+        call_arguments.append(f"{name}=tl.{value.codegen_name()}" if isinstance(value, tl.dtype) else f"{name}={value}")
+    return _entry(kernel, tuple(flat), ", ".join(call_arguments)), flat
 
 
 @functools.cache

@@ -39,18 +39,18 @@ def planned(
     replay = None if key is None else _REPLAYS.get(key)
     if replay is not None:
         return replay(inputs)
-    made = list[Tensor]()
+    allocated = list[Tensor]()
 
     def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        made.append(new_empty(like, shape, dtype))
-        return made[-1]
+        allocated.append(new_empty(like, shape, dtype))
+        return allocated[-1]
 
     launches, results = plan(record, empty) if out is None else plan(record, empty, out)
     device = next(tensor.device for tensor in inputs if tensor is not None)
     for launch in launches:
         if launch.programs:
             launch.run(device)
-    if key is not None and (replay := _Replay.of(launches, results, inputs, made)) is not None:
+    if key is not None and (replay := _Replay.of(launches, results, inputs, allocated)) is not None:
         if len(_REPLAYS) == MOST_REPLAYS:
             _REPLAYS.clear()
         _REPLAYS[key] = replay

@@ -81,7 +81,7 @@ def plan_connect(c: Connect, empty: Empty = new_empty) -> tuple[list[Launch], tu
     streams, norm, form = c.streams, c.norm, c.form
     sizes, shape = _sizes(c), (*streams.shape[:-2], streams.shape[-1])
     tokens = streams.numel() // (sizes["N"] * sizes["D"])
-    made = None if c.output is None else empty(streams, streams.shape)
+    new_streams = None if c.output is None else empty(streams, streams.shape)
     x = empty(streams, shape, (norm and norm.out_dtype) or streams.dtype)
     coefficients = products = sums = None
     if sizes["M"]:
@@ -89,7 +89,7 @@ def plan_connect(c: Connect, empty: Empty = new_empty) -> tuple[list[Launch], tu
         products = empty(streams, (tokens, form.groups(sizes["N"]), sizes["M"] + 1), torch.float32)
     if form.kind == "sinkhorn":
         sums = empty(streams, (tokens, 2 * form.steps, sizes["NP"]), torch.float32)
-    arguments = _shared(c, made) | {
+    arguments = _shared(c, new_streams) | {
         "bias": None if norm is None else _vector(norm.bias),
         "x": x,
         "coefficients": coefficients,
@@ -102,7 +102,7 @@ def plan_connect(c: Connect, empty: Empty = new_empty) -> tuple[list[Launch], tu
         "norm_eps": 0.0 if norm is None else float(norm.eps),
     }
     launch = Launch(connect_tokens, cdiv(tokens, TOKENS), arguments, sizes, {"num_warps": 4, "num_stages": 1})
-    return [launch], (made, x, coefficients, products)
+    return [launch], (new_streams, x, coefficients, products)
 
 
 def connect(c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
@@ -114,7 +114,7 @@ def connect(c: Connect) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | 
 
 def plan_backward(c: ConnectGradInputs, empty: Empty = new_empty) -> tuple[list[Launch], tuple[Tensor | None, ...]]:
     """Return the launches, and the results of `connect_backward` that they fill."""
-    inputs, made, coefficients, products, dx, dmade, dcoefficients = c
+    inputs, new_streams, coefficients, products, dx, dmade, dcoefficients = c
     streams, earlier, output, table, norm, form = inputs
     sizes = _sizes(inputs)
     n, width, columns, count = sizes["N"], sizes["D"], sizes["M"], sizes["C"]
@@ -128,7 +128,7 @@ def plan_backward(c: ConnectGradInputs, empty: Empty = new_empty) -> tuple[list[
     dweight, dbias = (None if v is None else empty(v, v.shape, fp32) for v in (weight, bias))
     shares = empty(streams, (programs, (groups + 1) * columns + (0 if norm is None else 2 * width)), fp32)
     dproducts = empty(streams, (tokens, groups, columns), fp32) if columns else None
-    arguments = _shared(inputs, made) | {
+    arguments = _shared(inputs, new_streams) | {
         "coefficients": coefficients,
         "products": products,
         "dx": rows(dx, torch.Size((*streams.shape[:-2], width))).contiguous(),

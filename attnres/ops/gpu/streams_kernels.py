@@ -320,15 +320,15 @@ def connect_tokens(
             tl.store(place + M, inverse, mask=live)
             statics = tl.load(table + g * M + at, mask=at < M, other=0.0)
             if KIND == TANH:
-                made = statics[None, :] + scales[None, :] * (2.0 * tl.sigmoid(2.0 * u) - 1.0)
+                connections = statics[None, :] + scales[None, :] * (2.0 * tl.sigmoid(2.0 * u) - 1.0)
                 to = tl.where(at == 0, g, tl.where(at == N + 1, N + g, 2 * N + g * N + at - 1))
             else:
-                made = statics[None, :] + scales[None, :] * u
-                share = tl.sigmoid(made)
+                connections = statics[None, :] + scales[None, :] * u
+                share = tl.sigmoid(connections)
                 share = tl.where((at < N)[None, :], share + read_eps, 2.0 * share)
-                made = tl.where((at < 2 * N)[None, :], share, made)
+                connections = tl.where((at < 2 * N)[None, :], share, connections)
                 to = at
-            tl.store(coefficients + t[:, None] * C + to[None, :], made, mask=live[:, None] & (at < M)[None, :])
+            tl.store(coefficients + t[:, None] * C + to[None, :], connections, mask=live[:, None] & (at < M)[None, :])
         tl.debug_barrier()
         if KIND == SINKHORN:
             _carry(coefficients, sums, sinkhorn_eps, t, live, N, NP, C, STEPS, FIRST, EPS)
@@ -428,8 +428,8 @@ def connect_tokens_backward(
             dp += tl.where((i == j)[None, :], one[:, None], 0.0)
     of_streams = live[:, None] & (i < N)[None, :]
     if earlier is not None:
-        own = dp if LATE else tl.zeros_like(dp)
-        tl.store(dearlier + t[:, None] * E + i[None, :], own, mask=of_streams)
+        gradient = dp if LATE else tl.zeros_like(dp)
+        tl.store(dearlier + t[:, None] * E + i[None, :], gradient, mask=of_streams)
         if output is None:
             for start in tl.static_range(N, E, NP):
                 nothing = live[:, None] & (start + i < E)[None, :]
@@ -443,9 +443,9 @@ def connect_tokens_backward(
             tl.store(work + t[:, None] * C + first + at[None, :], above, mask=here)
         tl.debug_barrier()
         if not LATE:
-            own = tl.load(work + t[:, None] * C + i[None, :], mask=of_streams, other=0.0)
+            gradient = tl.load(work + t[:, None] * C + i[None, :], mask=of_streams, other=0.0)
             tl.debug_barrier()
-            tl.store(work + t[:, None] * C + i[None, :], own + dp, mask=of_streams)
+            tl.store(work + t[:, None] * C + i[None, :], gradient + dp, mask=of_streams)
             tl.debug_barrier()
         if KIND == SINKHORN:
             _carry_backward(table, products, work, sums, sinkhorn_eps, t, live, N, NP, M, C, STEPS, FIRST, EPS)

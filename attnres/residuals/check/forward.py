@@ -135,12 +135,12 @@ def states(subject: Subject) -> str:
     """Check that a state is a tree of tensors that nothing changes in place, and that a pass has no other memory, so
     that passes may be interleaved."""
     for residual, network in subject.networks():
-        other = tokens(2, 3, seed=5)
+        second_embedding = tokens(2, 3, seed=5)
         for grad in (False, True):
             with torch.set_grad_enabled(grad):
                 expected = network.run(residual, tokens(2, 3))
                 _unchanged(residual, network, tokens(2, 3))
-                disturbed = network.run(residual, tokens(2, 3), _disturbed(residual, network, other))
+                disturbed = network.run(residual, tokens(2, 3), _disturbed(residual, network, second_embedding))
             close(disturbed, expected, "another pass in the middle of one changes it")
     return "no tensor changed in place, passes do not touch one another"
 

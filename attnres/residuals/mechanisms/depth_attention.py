@@ -458,8 +458,8 @@ class DepthAttention(Queried):
         sum: a mean of size s gives s / sqrt(s^2 + eps), the sum s / sqrt(s^2 + eps / n^2)."""
         eps, total = getattr(norm, "eps", None), self.hidden_state(state)
         by_input = self.weighting.query_weight
-        own = [self.query, *([] if by_input is None else [by_input]), *self.gates.parameters()]
-        if not eps or not self.traits.starts_standard or total.is_meta or any(bool(p.any()) for p in own):
+        zero_at_start = [self.query, *([] if by_input is None else [by_input]), *self.gates.parameters()]
+        if not eps or not self.traits.starts_standard or total.is_meta or any(bool(p.any()) for p in zero_at_start):
             return
         count = len(self.sources(self.num_sublayers))
         square = float(total.double().square().mean()) / count**2
