@@ -26,6 +26,17 @@ NARROW: dict[str, Any] = {
     "intermediate_size": 32,
     "tie_word_embeddings": True,
 }
+MOE: dict[str, Any] = {
+    "family": "qwen3_moe",
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 KIMI = {
     "family": "kimi_linear",
     "hidden_size": 32,

@@ -132,9 +132,9 @@ def run(arguments: list[str]) -> None:
         print(json.dumps(record | {"assumptions": ASSUMPTIONS}, indent=2))
         return
 
-    title = (
-        f"{parameters / 1e9:,.3g} billion parameters on {options.gpus} {options.gpu}, residual {model.config.residual}"
-    )
+    billions = parameters / 1e9
+    size = f"{billions:,.0f}" if billions >= 100 else f"{billions:.3g}"
+    title = f"{size} billion parameters on {options.gpus} {options.gpu}, residual {model.config.residual}"
     _print_table(shown, model.config.residual, standard, title)
     if costs is not None:
         layers, head = costs

@@ -88,8 +88,9 @@ class _Dispatch:
     @torch.compiler.disable(reason="messages are of sizes that only the host knows")
     def __call__(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         group, ranks, here = self.mesh.get_group(), self.mesh.size(), self.inner.num_experts
-        order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=ranks * here)
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = flat.new_zeros(ranks * here).index_add_(0, flat, torch.ones_like(flat))
         received = collectives.all_to_all_single(counts, None, None, group).view(ranks, here)
         # The one moment at which the host waits for the device: it has to know the sizes of the messages.
         out, into = torch.stack([counts.view(ranks, here).sum(1), received.sum(1)]).tolist()

@@ -14,6 +14,8 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDelta
 from attnres.models import build, convert
 from attnres.models import kda as module
 from attnres.models.kda import use_tiles
+from attnres.models.kimi import KimiK3Config
+from attnres.models.kimi.model import KimiK3DeltaAttention
 
 VOCAB = 61
 IDS = torch.randint(0, VOCAB, (2, 37), generator=torch.Generator().manual_seed(3))
@@ -34,9 +36,10 @@ def calls(monkeypatch):
         (KimiLinearDeltaAttention, KimiLinearConfig),
         (BailingHybridDeltaAttention, BailingHybridConfig),
         (Glm5NextTextLinearAttention, Glm5NextTextConfig),
+        (KimiK3DeltaAttention, KimiK3Config),
     ],
 )
-def test_every_file_of_transformers_with_kda_has_tiles(layer_class, config, calls):
+def test_every_layer_with_kda_has_tiles(layer_class, config, calls):
     torch.manual_seed(0)
     names = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes = config(**names, head_dim=8)

@@ -28,14 +28,16 @@ from typing import Any
 
 from launch import torchrun
 from lines import lines
+from tiny import MOE
 
 from attnres.files import write_json
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "whole": {"dp": 2},
-    "shares": {"shard": 2, "async_save": True},
-    "stages": {"pp": 2},
+    "whole": {"parallel": {"dp": 2}},
+    "shares": {"parallel": {"shard": 2, "async_save": True}},
+    "stages": {"parallel": {"pp": 2}},
+    "experts": {"parallel": {"shard": 2, "ep": 2}, "model": {"size": MOE}},
 }
 STEPS = 60
 LOST = "another process of the run was lost"
@@ -243,9 +245,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     corpus = prepare("task:composition:400", "bpe:280", out=folder / "corpus", progress=False).path
     soaks = {}
-    for place, (name, parallel) in enumerate(LAYOUTS.items()):
+    for place, (name, layout) in enumerate(LAYOUTS.items()):
         share = options.kills // len(LAYOUTS) + (place < options.kills % len(LAYOUTS))
-        values, seed = configuration(corpus, folder, parallel=parallel), f"{options.seed} {name}"
+        values, seed = configuration(corpus, folder, **layout), f"{options.seed} {name}"
         soaks[name] = Soak(folder / name, values, share, seed, past.get("layouts", {}).get(name))
     began, before = time.monotonic(), past.get("minutes", 0.0)
     first = sum(soak.done for soak in soaks.values())

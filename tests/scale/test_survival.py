@@ -16,7 +16,7 @@ KILLS = 4
 def test_killed_processes_take_the_others_along_and_the_run_goes_on_bit_for_bit(corpus, tmp_path, layout):
     if not Path("/proc/self/task").exists():
         pytest.skip("children are found in /proc")
-    values = configuration(corpus, tmp_path, parallel=LAYOUTS[layout])
+    values = configuration(corpus, tmp_path, **LAYOUTS[layout])
     soak = Soak(tmp_path / "soak", values, KILLS, seed=layout)
     while soak.done < KILLS:
         soak.kill()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lines import lines
 from safetensors.torch import load_file
-from tiny import K3, NARROW
+from tiny import K3, MOE, NARROW
 from two_ranks import train_run
 
 from attnres import UserError
@@ -62,9 +62,6 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "implementation": "grouped_mm",
     },
 }
-MOE: dict[str, Any] = {"family": "qwen3_moe", "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
-MOE |= {"num_key_value_heads": 2, "intermediate_size": 24, "moe_intermediate_size": 8}
-MOE |= {"num_experts": 6, "num_experts_per_tok": 2}
 
 
 def configuration(corpus: Path, out: Path, **values: Any) -> dict[str, Any]:
@@ -276,23 +273,25 @@ def test_steps_in_any_layout_are_those_of_one_process(both, alone, layout):
 @pytest.mark.long
 def test_compiled_parts_are_those_of_one_process(launched, corpus, tmp_path):
     """One graph of attention and one of the MLP on each process, whatever the steps, the losses of held-out windows and
-    the recorded passes in between."""
+    the recorded passes in between. Distributed experts are called between two graphs."""
     layouts: dict[str, dict[str, Any]] = {
         "shares": {"parallel": SHARD, "depth_every": 4},
         "stages": {"parallel": STAGES, **CHUNKED},
         "interleaved": {"parallel": {**STAGES, "pp_schedule": "interleaved"}},
+        "experts": MIXED,
     }
     runs = {name: configuration(corpus, tmp_path / name, compile=True, **layout) for name, layout in layouts.items()}
     graphs = launched(tmp_path / "jobs", {"compiled": list(runs.items())})["compiled"]
-    train_run({**runs["shares"], "parallel": {}, "compile": False, "out": str(tmp_path / "one")})
+    for name, out in (("shares", "one"), ("experts", "one mixture")):
+        train_run({**runs[name], "parallel": {}, "compile": False, "out": str(tmp_path / out)})
 
     def curve(name: str) -> list[Any]:
         lines = (line for line in read_metrics(tmp_path / name / "metrics.jsonl") if line["kind"] in ("train", "val"))
         return [(line["step"], line["loss"], line.get("grad_norm", 0.0)) for line in lines]
 
     for name in runs:
-        assert graphs[name] == 2 and len(curve(name)) == 10
-        for ours, theirs in zip(curve(name), curve("one"), strict=True):
+        assert graphs[name] == (3 if name == "experts" else 2) and len(curve(name)) == 10
+        for ours, theirs in zip(curve(name), curve("one mixture" if name == "experts" else "one"), strict=True):
             assert ours == pytest.approx(theirs, abs=1e-9)
 
 
@@ -304,18 +303,21 @@ def test_sharded_experts_are_orthogonalised_and_balanced_as_on_one_process(launc
     size = {**kda, "num_key_value_heads": 2, "intermediate_size": 32, "linear_head_dim": 8, "linear_num_heads": 2}
     model = {"size": {**size, **mla, **moe}, "residual": "block", "num_blocks": 2}
     options = {"model": model, "optim": {"optimizer": "muon", "balance": "quantile"}}
-    runs = {name: configuration(corpus, tmp_path / name, **options) for name in ("one", "shares")}
-    runs["shares"]["parallel"] = SHARD
+    layouts: dict[str, dict[str, Any]] = {"one": {}, "shares": SHARD, "experts": {**SHARD, "ep": 2}}
+    runs = {
+        name: configuration(corpus, tmp_path / name, parallel=parallel, **options) for name, parallel in layouts.items()
+    }
     assert isinstance(train_run(runs["one"], None, torch.float32), float)
-    launched(tmp_path / "jobs", {"single": [["shares", runs["shares"], None]]})
-    ours, theirs = (
+    launched(tmp_path / "jobs", {"single": [[name, runs[name], None] for name in ("shares", "experts")]})
+    one, *others = (
         [line for line in read_metrics(tmp_path / name / "metrics.jsonl") if line["kind"] == "train"] for name in runs
     )
-    assert len(ours) == 8
-    for a, b in zip(ours, theirs, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=1e-3)
-        assert a["expert_load"] == pytest.approx(b["expert_load"], abs=0.05)
-    assert ours[0]["expert_load"] == theirs[0]["expert_load"]
+    assert len(one) == 8
+    for other in others:
+        for a, b in zip(one, other, strict=True):
+            assert a["loss"] == pytest.approx(b["loss"], abs=1e-3)
+            assert a["expert_load"] == pytest.approx(b["expert_load"], abs=0.05)
+        assert one[0]["expert_load"] == other[0]["expert_load"]
 
 
 def test_muon_of_distributed_experts_is_muon(both, alone):

@@ -151,8 +151,8 @@ def digest(run: Run) -> dict[str, int] | None:
 
 def resume(values: dict[str, Any]) -> dict[str, int] | None:
     """The digest of the run that a folder holds, with the layout of a configuration. No step is made."""
-    config = start.prepare_run(from_dict(values)).config
-    run = Run(config, join_processes("cpu"), progress=False)
+    who = join_processes("cpu")
+    run = Run(prepare_run(from_dict(values), who.world_size), who, progress=False)
     try:
         return digest(run)
     finally:

@@ -6,22 +6,17 @@ from transformers import KimiLinearConfig
 
 from attnres.errors import UserError
 
-_SERVED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("situ", "silu"),
-    "n_group": (1, None),
-    "topk_method": ("noaux_tc",),
-    "moe_router_activation_func": ("sigmoid",),
-    "moe_layer_freq": (1,),
-    "num_nextn_predict_layers": (0, None),
-    "vision_config": (None,),
+_SERVED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("situ", "silu"), "situ or silu"),
+    "num_expert_group": ((1, None), "1, as no router here chooses groups of experts first"),
+    "topk_method": (("noaux_tc",), "noaux_tc"),
+    "moe_router_activation_func": (("sigmoid",), "sigmoid"),
+    "moe_layer_freq": ((1,), "1"),
+    "num_nextn_predict_layers": ((0, None), "0, as multi-token prediction (MTP) is not built here"),
+    "vision_config": ((None,), "the config of the text model alone, which is text_config"),
 }
-"""Fields of published K3 configs that choose between layers, and the values for which there are layers here."""
-
-_REASONS = {
-    "n_group": ": a router that chooses groups of experts first is not built here",
-    "num_nextn_predict_layers": ": multi-token prediction (MTP) is not built here",
-    "vision_config": ": only the text model is built here, whose config is text_config",
-}
+"""Fields of published configs that choose between layers, the values for which there are layers here, and these in
+words."""
 
 
 class KimiK3Config(KimiLinearConfig):
@@ -63,13 +58,16 @@ class KimiK3Config(KimiLinearConfig):
         self.use_full_rank_gate = nested.get("use_full_rank_gate", self.use_full_rank_gate)
         self.gate_lower_bound = nested.get("gate_lower_bound", self.gate_lower_bound)
         super().__post_init__(**kwargs)
-        for name, values in _SERVED.items():
+        for name, (values, expected) in _SERVED.items():
             if (value := getattr(self, name, values[0])) not in values:
-                given = value if isinstance(value, int | float | str) else "given"
-                served = " or ".join(str(one) for one in values)
-                raise UserError(f"{name} is {given}, and kimi_k3 has {served}{_REASONS.get(name, '')}")
-        if self.gate_lower_bound is not None and self.gate_lower_bound >= 0:
-            raise UserError(f"gate_lower_bound is {self.gate_lower_bound}: expected a log decay below 0, or none")
-        for name in ("activation_situ_beta", "activation_situ_linear_beta"):
-            if (bound := getattr(self, name)) is not None and bound <= 0:
-                raise UserError(f"{name} is {bound}: expected a bound above 0")
+                raise UserError(f"{name} is {value}: expected {expected}")
+        pairs = self.mla_use_nope or self.qk_rope_head_dim % 2 == 0
+        for name, fits, expected in (
+            ("gate_lower_bound", lambda value: value < 0, "a log decay below 0, or none"),
+            ("activation_situ_beta", lambda value: value > 0, "a bound above 0"),
+            ("activation_situ_linear_beta", lambda value: value > 0, "a bound above 0, or none"),
+            ("routed_expert_hidden_size", lambda value: value > 0, "a width of at least 1, or none"),
+            ("qk_rope_head_dim", lambda _: pairs, "an even number, as channels are rotated in pairs"),
+        ):
+            if (value := getattr(self, name)) is not None and not fits(value):
+                raise UserError(f"{name} is {value}: expected {expected}")

@@ -192,23 +192,16 @@ class KimiK3MoE(KimiLinearMoE):
         self.experts, self.gate = KimiK3Experts(config), KimiK3Router(config)
         self.shared_experts = KimiK3MLP(config, config.moe_intermediate_size * config.n_shared_experts)
         width, latent = config.hidden_size, config.routed_expert_hidden_size
-        self.latent = latent is not None
-        if latent is not None:
-            self.routed_expert_down_proj = nn.Linear(width, latent, bias=False)
-            self.routed_expert_norm = nn.Identity()
-            if config.latent_moe_use_norm:
-                self.routed_expert_norm = KimiLinearRMSNorm(latent, config.rms_norm_eps)
-            self.routed_expert_up_proj = nn.Linear(latent, width, bias=False)
+        self.routed_expert_down_proj = nn.Linear(width, latent, bias=False) if latent else nn.Identity()
+        normed = latent and config.latent_moe_use_norm
+        self.routed_expert_norm = KimiLinearRMSNorm(latent, config.rms_norm_eps) if normed else nn.Identity()
+        self.routed_expert_up_proj = nn.Linear(latent, width, bias=False) if latent else nn.Identity()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         _, weights, experts = self.gate(hidden_states)
-        x = hidden_states.flatten(0, -2)
-        if self.latent:
-            routed = self.experts(self.routed_expert_down_proj(x), experts, weights)
-            routed = self.routed_expert_up_proj(self.routed_expert_norm(routed))
-        else:
-            routed = self.experts(x, experts, weights)
-        return routed.view_as(hidden_states) + self.shared_experts(hidden_states)
+        routed = self.experts(self.routed_expert_down_proj(hidden_states).flatten(0, -2), experts, weights)
+        routed = self.routed_expert_up_proj(self.routed_expert_norm(routed)).view_as(hidden_states)
+        return routed + self.shared_experts(hidden_states)
 
 
 class KimiK3DecoderLayer(KimiLinearDecoderLayer):
