@@ -123,7 +123,7 @@ def test_micro_batches_in_flight():
     assert in_flight("interleaved", 2, 2, 10**9) == in_flight("interleaved", 2, 2, 64), "what recurs is counted once"
 
 
-@pytest.mark.long  # a minute
+@pytest.mark.long  # three minutes on a busy machine
 def test_kimi_k3_is_planned(capsys):
     flags = ["--gpus", "4096", "--gpu", "b200", "--settings", "block_size=24", "--microbatches", "1", "--json"]
     main(["plan", "k3-2.8t", "--vocab-size", "163840", *flags, "--gradient-checkpointing", "layer"])
