@@ -504,7 +504,7 @@ INT4 = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"for
         ({"hidden_act": "powlu"}, "hidden_act is powlu"),
         ({"activation_situ_beta": None}, "no 'activation_situ_beta'"),
         ({"mla_use_nope": False}, "mla_use_nope=False"),
-        ({"num_expert_group": 2}, "n_group is 2"),
+        ({"num_expert_group": 2}, "num_expert_group is 2"),
         ({"topk_method": "greedy"}, "topk_method='greedy'"),
         ({"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ({"linear_attn_config": {**TEXT["linear_attn_config"], "kda_layers": [1, 3]}}, "each of 1 to 5"),

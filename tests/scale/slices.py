@@ -14,6 +14,7 @@ from transformers.distributed import DistributedConfig
 from attnres.head import token_losses
 from attnres.models import build
 from attnres.residuals.mechanisms.depth_attention import DepthState
+from attnres.residuals.mechanisms.streams import Streams
 from attnres.scale.context import share_out_tokens
 from attnres.scale.tensor import share_out_layers
 from attnres.streams.stream import Stream
@@ -43,6 +44,8 @@ def vectors_at_the_head(model: Any, ids: torch.Tensor) -> float:
             state = args[0].state
             if isinstance(state, DepthState):  # queries are parameters', and the same on every rank
                 state = state._replace(groups=(), queries=())
+            if isinstance(state, Streams):  # and so are the tables
+                state = state._replace(tables=())
             count.append(sum(tensor.numel() for tensor in tree_leaves([state, args[0].output])))
 
     handle = model.model.norm.register_forward_pre_hook(look)
