@@ -129,11 +129,13 @@ class _Place(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (key := _storage(leaf)) not in inputs and key not in self._made:
-                storage = leaf.untyped_storage()
-                self._made[key] = StorageWeakRef(storage), self.now, storage.nbytes()
+        outputs = {_storage(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        new = outputs.keys() - self._made.keys()
+        if new:  # the rest, over half of the operations of a large model, is not looked at
+            new -= {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for key in new:
+            storage = outputs[key].untyped_storage()
+            self._made[key] = StorageWeakRef(storage), self.now, storage.nbytes()
         return result
 
 

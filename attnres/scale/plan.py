@@ -6,6 +6,7 @@ are counts and a model, with its assumptions in `ASSUMPTIONS`.
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -172,7 +173,8 @@ def plan(
     if layouts:
         kept = Activations(model, load.batch, load.context, itemsize=load.itemsize, checkpointing=load.checkpointing)
         flops = step_flops(model, load.context)
-        planned = (_planned(model, load, layout, costs, counted, kept, flops) for layout in layouts)
+        cut = functools.cache(functools.partial(plan_cut, model, costs=costs))  # layouts share few
+        planned = (_planned(model, load, layout, cut, counted, kept, flops) for layout in layouts)
         rows = [row for row in planned if row is not None]
     if not rows:
         held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "ep": ep, "schedule": schedule}
@@ -261,12 +263,12 @@ def _planned(
     model: DepthMixin,
     load: Load,
     layout: _Layout,
-    costs: tuple[list[float], float] | None,
+    cut_of: Callable[[int, str, int], PipelineCut],
     counted: _Counted,
     kept: Activations,
     flops: float,
 ) -> Planned | None:
-    """Return the memory, traffic and time of a layout; None if the layout cannot be."""
+    """Return the memory, traffic and time of a layout; None if it cannot be. `cut_of`: `plan_cut` of a model."""
     try:
         if layout.pp > 1:
             check_schedule(layout.schedule, layout.pp, layout.virtual, load.microbatches)
@@ -274,7 +276,7 @@ def _planned(
             check_slices(model, layout.tp)
     except UserError:
         return None
-    cut = plan_cut(model, layout.pp, layout.schedule, layout.virtual, costs=costs)
+    cut = cut_of(layout.pp, layout.schedule, layout.virtual)
     laid = _LaidOut(model, counted, load, layout, cut)
     memory, traffic = laid.memory(kept), laid.traffic()
     fields: dict[str, Any] = {
