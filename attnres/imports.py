@@ -155,11 +155,10 @@ def find_our_types(configuration_auto: Any) -> None:
     classes, or in a config.json, which for a probed family says where its layers are read."""
     table, config = configuration_auto.CONFIG_MAPPING, configuration_auto.PreTrainedConfig
     # Why not with Transformers' own means: AutoConfig.register takes a finished class, and making ours would import
-    # torch
-    # and the modelling code of every family at each `import attnres`. Transformers reads no entry points. Its own lazy
-    # table names modules inside `transformers.models` alone, and a probed family's key is in a config.json that nobody
-    # has read yet. The subclass of the table's class adds to it and takes nothing away; what another library registers
-    # or patches there stays in force.
+    # torch and the modelling code of every family at each `import attnres`. Transformers reads no entry points. Its own
+    # lazy table names modules inside `transformers.models` alone, and a probed family's key is in a config.json that
+    # nobody has read yet. The subclass of the table's class adds to it and takes nothing away; what another library
+    # registers or patches there stays in force.
 
     class Types(type(table)):
         def __contains__(self, key: object) -> bool:

@@ -13,6 +13,7 @@ import attnres
 from attnres.cli import COMMANDS, OWN_FILE, main
 from attnres.commands.short import CALLS
 from attnres.flags import parse
+from attnres.models.build import SIZES
 
 PACKAGE = Path(attnres.__file__).parent
 ANYWHERE = (
@@ -38,13 +39,23 @@ def found(words: tuple[str, ...], text: str) -> list[str]:
     return [word for word in words if re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text, re.IGNORECASE)]
 
 
-@pytest.mark.parametrize("command", list(COMMANDS))
-def test_help_speaks_the_fields_language(command):
+def help_of(command: str) -> str:
     printed = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(printed):
         main([command, "--help"])
     assert "usage" in printed.getvalue()
-    assert found(IN_HELP, printed.getvalue().replace("│", " ")) == []
+    return printed.getvalue().replace("│", " ")
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help_speaks_the_fields_language(command):
+    assert found(IN_HELP, help_of(command)) == []
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_help_names_every_size(command):
+    named = re.split(r"[\s,]+", help_of(command))
+    assert [size for size in SIZES if size not in named] == []
 
 
 def test_docstrings_comments_and_strings_do_too():

@@ -26,8 +26,8 @@ class PlanOptions:
     """
 
     model: Annotated[tyro.conf.Positional[Size], tyro.conf.arg(metavar="MODEL")] = "nano"
-    """pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, a mapping {family: qwen3, hidden_size: 64, ...}, or the
-    folder, run or hub name of a model, of which config.json is read."""
+    """pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, kimi-nano, kimi-48b, k3-nano, k3-2.8t, a mapping {family:
+    qwen3, hidden_size: 64, ...}, or the folder, run or hub name of a model, of which config.json is read."""
     gpus: int = 8
     """Number of GPUs."""
     residual: str | None = None

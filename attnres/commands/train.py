@@ -15,8 +15,8 @@ class Model(ModelConfig):
     """Which model is trained."""
 
     size: Size = None
-    """pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, or a mapping {family: qwen3, hidden_size: 64, ...}; none
-    is nano, or with init_from the size of that model."""
+    """pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, kimi-nano, kimi-48b, k3-nano, k3-2.8t, or a mapping
+    {family: qwen3, hidden_size: 64, ...}; none is nano, or with init_from the size of that model."""
     residual: str | None = None  # ty: ignore[incompatible-attribute-override]
     """How sublayers read earlier outputs: a mechanism's name, or FILE.py:CLASS for one of your own file; none is block,
     or with init_from that of a model which has depth reads."""

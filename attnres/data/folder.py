@@ -164,8 +164,7 @@ def _leave_descriptions(choice: Choice, folder: Path, column: str) -> None:
     choice.leave("about other files", [*about, *described], folder)
 
     # A few files without the column may belong to a program or describe others. Many are a data set with another
-    # column:
-    # reading them raises the error for that.
+    # column: reading them raises the error for that.
     code = [path for path in others if suffix_of(path) in CODE]
     code_folders = {path.parent for path in code}
     objects, fixtures = [], []

@@ -80,8 +80,7 @@ def _kimi(
 
 SIZES: dict[str, dict[str, Any]] = {
     # The models of the studies' presets of these names (lab/presets.py): twelve layers, enough to show effects of
-    # depth,
-    # and narrow, for a CPU.
+    # depth, and narrow, for a CPU.
     "pico": _qwen3(32, 12, 1, 1, 32),
     "micro": _qwen3(64, 12, 2, 1, 32),
     "nano": _qwen3(128, 12, 4, 2, 32),

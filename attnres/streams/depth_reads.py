@@ -81,8 +81,7 @@ class HiddenState(Stream):
         if norm is None or isinstance(norm, Norm):
             return as_it_is if norm is None else norm
         # a subclass or a module with hooks (adapters, FSDP) may compute something else, so it is called; so is a norm
-        # when
-        # fusing saves nothing: the standard residual is then x + f(norm(x)) to the bit
+        # when fusing saves nothing: the standard residual is then x + f(norm(x)) to the bit
         is_known = type(norm) in FUSED_NORMS and not has_hooks(cast(nn.Module, norm))
         is_known = is_known and not isinstance(self.residual("itself"), OneStream)
         return describe_norm(cast(nn.Module, norm), self.like) if is_known else norm

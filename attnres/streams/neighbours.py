@@ -38,8 +38,7 @@ def _fit_fsdp1(fsdp: Any) -> None:
     def __init__(self: Any, module: nn.Module, *args: Any, **options: Any) -> None:
         if isinstance(module, Residual):
             # A residual is called for every read and write. If FSDP changed a dtype between two calls, autograd would
-            # make another
-            # accumulator, on which FSDP has no hook: the gradient would be lost silently.
+            # make another accumulator, on which FSDP has no hook: the gradient would be lost silently.
             options["mixed_precision"] = None
         try:
             plain(self, module, *args, **options)

@@ -92,8 +92,7 @@ class Steps:
         sums, norm = update.gradients(x, y, record=record)
 
         # One message carries everything on which processes have to agree, and one copy brings it to the host. `read`
-        # takes it
-        # apart: loss, divergence, interrupts, terminations, folder away, norm.
+        # takes it apart: loss, divergence, interrupts, terminations, folder away, norm.
         counts = to_device([signals.interrupts, signals.terminations, int(self.folder_is_away())], sums)
         shared = who.sum(torch.cat([sums / self.placed.shares, counts]))
         self.arriving.add_numbers(step, torch.cat([shared, norm.to(shared)[None]]))

@@ -253,8 +253,7 @@ def plan_backward(
     tiles = cdiv(tokens, sizes["TOKENS"])
 
     # The sum over tokens. Either a program adds the sum of each of its tiles to one in the cache, or a second kernel
-    # reads
-    # the sources again: whichever moves fewer bytes.
+    # reads the sources again: whichever moves fewer bytes.
     together = 8 * reads < bunch.tensors[-1].element_size() * n * sizes["TOKENS"]
     slices = cdiv(width, sizes["BLOCK"])
     splits = min(tiles, 2 * processors if together else cdiv(4 * processors, slices))
