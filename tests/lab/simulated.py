@@ -63,6 +63,20 @@ def simulated(
         measured = dataclasses.replace(measured, rows=rows, planned=planned, finished=done, recipe=recipe)
 
 
+FLOPS: dict[tuple[str, ...], float] = {}
+"""By the arm, its model and the variant: thousands of runs that are simulated differ in their seed alone."""
+
+
+def flops_a_token(arm: Arm, label: str, name: str) -> float:
+    assert arm.compare is not None
+    run = arm.compare.base
+    key = (arm.name, repr(run.model), repr(run.data), " ".join(arm.compare.variants), label)
+    if key not in FLOPS:
+        (cost,) = costs_of(arm, run, [name])
+        FLOPS[key] = cost.flops / cost.tokens
+    return FLOPS[key]
+
+
 def _rows(arm: Arm, name: str, loss: Callable[[Arm, str, int], float]) -> list[MeasuredRow]:
     label, seed = label_and_seed(name) or ("", 0)
     noise = draw(arm.name, name)
@@ -77,7 +91,7 @@ def _rows(arm: Arm, name: str, loss: Callable[[Arm, str, int], float]) -> list[M
     if not math.isfinite(end):
         return [MeasuredRow(arm.name, label, seed, run.steps, 0, 0.0, "loss", math.inf)]
     size = run.model.size
-    each = next(cost.flops / cost.tokens for cost in costs_of(arm, run, [name])) if size is not None else 1e6
+    each = flops_a_token(arm, label, name) if size is not None else 1e6
     half, tokens = max(1, run.steps // 2), run.batch_size * run.data.seq_len
     points = {half: end + 1, run.steps: end}
     rows = [
