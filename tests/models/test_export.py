@@ -57,7 +57,7 @@ def test_what_a_format_cannot_say_is_not_written(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["theirs", "out", "--num-blocks", "2"], "has the depth reads of another project, is written with"),
+        (["theirs", "out", "--num-blocks", "2"], "leave out --num-blocks"),
         (["ours", "out", "--to", "fla", "--residual", "full", "--dtype", "bf16"], "leave out --residual, --dtype"),
         (["ours", "out", "--to", "flaa"], "unknown format to write 'flaa': did you mean 'fla'?"),
         (["plain", "out", "--to", "fla"], "is a plain model, which has no depth reads to write"),

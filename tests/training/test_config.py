@@ -258,5 +258,5 @@ def test_an_option_that_is_gone_may_hold_its_default_alone() -> None:
     assert differences(now, earlier) == ["optim.residual_hold"]
     with pytest.raises(UserError, match=r"optim\.residual_hold is 0\.05"):
         from_dict({"optim": {"residual_hold": 0.05}})
-    with pytest.raises(UserError, match=r"loss is liger, .*gone"):
+    with pytest.raises(UserError, match=r"loss is liger, .*chunked"):
         from_dict({"loss": "liger"})
