@@ -48,7 +48,7 @@ def test_importing_the_package_alone_registers_it_with_transformers(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
     before, *classes, said = done.stdout.splitlines()
     assert before == "False" and classes == ["AttnResLlamaForCausalLM", "AttnResArceeForCausalLM"]
-    assert said.startswith("a model with depth reads is loaded into the plain LlamaConfig: its residual is left out")
+    assert "depth reads" in said and "LlamaConfig: its residual is left out" in said
 
 
 ATTACHED = """

@@ -928,7 +928,7 @@ def test_one_study_is_of_one_text_whatever_its_name_says(setting, tmp_path):
     for name in first.folder("exchange").glob("x*"):
         if name.name != arm:
             shutil.rmtree(name)
-    with pytest.raises(UserError, match=r"was trained on another text than .*two/text has now: give the same --source"):
+    with pytest.raises(UserError, match=r"was trained on another text than .*two/text now has: give the same --source"):
         conduct(
             STUDIES["exchange"],
             dataclasses.replace(first, source=str(texts[1])),
