@@ -109,14 +109,14 @@ def test_a_streamed_run_goes_on_bit_for_bit(spec: str, tmp_path: Path, own_cache
     values = {
         "model": {"size": NARROW, "num_blocks": 2},
         "data": {**data, "seq_len": SEQ_LEN, "val_windows": 4},
-        "steps": 24,
+        "steps": 60,
         "batch_size": 4,
         "dtype": "fp32",
         "device": "cpu",
-        "val_every": 24,
+        "val_every": 60,
         "depth_every": 0,
-        "save_every": 12,
-        "keep_at": (12,),
+        "save_every": 30,
+        "keep_at": (30,),
     }
     expected = train(from_dict({**values, "out": str(tmp_path / "one")}), progress=False)
     assert list((own_cache / "streams").glob("*/position.json"))
@@ -124,10 +124,10 @@ def test_a_streamed_run_goes_on_bit_for_bit(spec: str, tmp_path: Path, own_cache
     for name in ("summary.json", "checkpoint", "model"):
         path = tmp_path / "two" / name
         path.unlink() if path.is_file() else shutil.rmtree(path)
-    shutil.copytree(tmp_path / "two" / "kept" / "000012", tmp_path / "two" / "checkpoint")
+    shutil.copytree(tmp_path / "two" / "kept" / "000030", tmp_path / "two" / "checkpoint")
     shutil.rmtree(own_cache / "streams")  # as on another machine
     again = train(from_dict({**values, "out": str(tmp_path / "two"), "resume": True}), progress=False)
-    assert again["val_loss"] == expected["val_loss"] and again["step"] == 24
+    assert again["val_loss"] == expected["val_loss"] and again["step"] == 60
     weights = [(tmp_path / run / "model" / "model.safetensors").read_bytes() for run in ("one", "two")]
     assert weights[0] == weights[1]
 
