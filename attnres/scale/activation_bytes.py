@@ -172,7 +172,7 @@ class _Place(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         outputs = {_storage(leaf): leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
-        new = outputs.keys() - self._made.keys()
+        new = {key for key in outputs if key not in self._made}  # a difference of keys walks over all that was made
         if new:  # the rest, over half of the operations of a large model, is not looked at
             new -= {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for key in new:
