@@ -4,7 +4,6 @@ import logging
 import re
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -12,6 +11,7 @@ from attnres.errors import UserError
 from attnres.models.classes import CLASSES
 from attnres.models.config import field_names
 from attnres.models.families import FAMILIES
+from attnres.models.foreign import mxfp4
 from attnres.models.foreign.format import (
     Config,
     Stack,
@@ -42,12 +42,14 @@ _WITHOUT_EFFECT = (
     *("first_k_dense_replace", "use_grouped_topk", "auto_map", "torch_dtype", "head_dim", "rope_theta", "rope_scaling"),
 )
 """Fields of published configs that a class has under other names, or that change nothing here."""
+_TRANSFORMERS_ALONE = (
+    *("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
+    *("head_dim", "qk_head_dim", "rope_parameters"),
+)
+"""Fields that Transformers' config has, and the release's says otherwise or not at all."""
 _AHEAD = "num_nextn_predict_layers"
 _PADDED = 128
 """K3's release pads vectors with one number a head to a multiple of this."""
-_MXFP4 = "mxfp4-pack-quantized"
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of four bits by the lower three; the highest is the sign."""
 
 
 class Kimi(WrittenFormat):
@@ -93,11 +95,15 @@ class Kimi(WrittenFormat):
         text = config.get("text_config")
         return text if isinstance(text, dict) else config
 
+    def _is_quantised(self, config: Config) -> bool:
+        """Return whether there are weights in MXFP4. Raises UserError for those of another method."""
+        return mxfp4.is_format_of(config.get("quantization_config") or self.text(config).get("quantization_config"))
+
     # ------------------------------------------------------------------ the config
 
     def read(self, config: Config) -> Target:
         text = self.text(config)
-        _quantisation(config)
+        self._is_quantised(config)
         serve("this checkpoint", text, self.served)
         if (groups := text.get("num_expert_group")) not in (None, 1):
             serve(f"this checkpoint has num_expert_group={groups} and", text, {"use_grouped_topk": (True,)})
@@ -135,8 +141,7 @@ class Kimi(WrittenFormat):
                     f"full_attn_layers, in which each of 1 to {layers} is once"
                 )
             known = {*field_names(config_class), *named, *named.values(), *self.served, *_WITHOUT_EFFECT}
-            given = {**fields, **nested}
-            if unread := sorted(name for name, value in given.items() if value and name not in known):
+            if unread := sorted(name for name, value in {**fields, **nested}.items() if value and name not in known):
                 _log.warning("config.json has %s, which no class here reads", first_of(unread, "other field"))
         return Target(family, fields, "block", {"block_size": 2 * min(size, layers), "key_norm_eps": eps})
 
@@ -177,11 +182,9 @@ class Kimi(WrittenFormat):
             raise cannot(self, "a layer with a dense MLP follows one with experts")
         old = self.text(stored)
         blocks = old.get("attn_res_block_size", size // 2)
-        own = plain_config(config)
-        for name in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
-            own.pop(name, None)
-        for name in ("head_dim", "qk_head_dim", "rope_parameters"):  # which only Transformers has
-            own.pop(name, None)
+        fields = plain_config(config)
+        for name in _TRANSFORMERS_ALONE:
+            fields.pop(name, None)
         full = [i for i, kind in enumerate(config.layer_types, 1) if kind == "full_attention"]  # one-based there
         nested = {
             **(old.get("linear_attn_config") or {}),
@@ -191,10 +194,10 @@ class Kimi(WrittenFormat):
             "head_dim": config.linear_head_dim,
             "short_conv_kernel_size": config.linear_conv_kernel_dim,
         }
-        nested |= {name: own.pop(name) for name in self.plain_kda if name in own}
+        nested |= {name: fields.pop(name) for name in self.plain_kda if name in fields}
         text = {
             **old,
-            **own,
+            **fields,
             "model_type": "kimi_linear",
             "architectures": ["KimiLinearForCausalLM"],
             "linear_attn_config": nested,
@@ -230,8 +233,8 @@ class Kimi(WrittenFormat):
                 first_of(sorted(after), "other tensor"),
             )
             tensors = {name: tensor for name, tensor in tensors.items() if name not in after}
-        if _quantisation(fields):
-            tensors = _dequantised(tensors, source)
+        if self._is_quantised(fields):
+            tensors = mxfp4.dequantised(tensors, source)
         if _is_own(config):
             for name in [name for name in tensors if name.endswith(".A_log")]:
                 tensors[name] = _unpadded(tensors[name], config.linear_num_heads, f"'{name}' of {source}")
@@ -289,64 +292,6 @@ def _is_nested(config: Any) -> bool:
     """Return whether the decoder's config is `text_config` there: as it was loaded, else K3's."""
     stored = getattr(config, "foreign_config", None)
     return "text_config" in stored if stored else _family(config) == "kimi_k3"
-
-
-def _quantisation(config: Config) -> bool:
-    """Return whether there are weights in MXFP4. Raises UserError for those of another method."""
-    given = config.get("quantization_config") or Kimi.text(config).get("quantization_config")
-    if not given:
-        return False
-    groups = (given.get("config_groups") or {}).values()
-    formats = {part["format"] for part in (given, *groups) if part.get("format")}
-    if formats != {_MXFP4}:
-        method = ", ".join(str(part) for part in (given.get("quant_method"), *sorted(formats)) if part)
-        raise UserError(
-            f"the weights are quantised by '{method}': expected '{_MXFP4}' of compressed-tensors or none; save a "
-            "dequantised copy first"
-        )
-    return True
-
-
-def _dequantised(tensors: dict[str, Stored], source: str) -> dict[str, Stored]:
-    """Return the tensors with one of fp32 for each matrix in MXFP4, `weight_packed` and `weight_scale`."""
-    numbers = dict(tensors)
-    for name, packed in tensors.items():
-        if not name.endswith(".weight_packed"):
-            continue
-        matrix = name.removesuffix("_packed")
-        scale = numbers.pop(f"{matrix}_scale", None)
-        if scale is None:
-            raise UserError(f"{source} lacks '{matrix}_scale': copy it again")
-        rows, size = packed.shape if len(packed.shape) == 2 else (0, 0)
-        if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or scale.shape != (rows, size / 16):
-            raise UserError(
-                f"'{name}' of {source} has shape {packed.shape}, and its scale {scale.shape}: expected bytes, a scale "
-                "for 32 values of four bits"
-            )
-        if matrix in tensors:
-            raise UserError(f"{source} has '{matrix}' twice, quantised and not: keep one")
-        del numbers[name]
-        numbers[matrix] = _unpacked(packed, scale)
-    if len(numbers) < len(tensors):
-        _log.warning("%s has weights in MXFP4, which are dequantised, and are written so", source)
-    return numbers
-
-
-def _unpacked(packed: Stored, scale: Stored) -> Stored:
-    return Stored(lambda: mxfp4(packed[...], scale[...]), (packed.shape[0], 2 * packed.shape[1]), torch.float32)
-
-
-def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Return a matrix (rows, columns) in fp32 of one in MXFP4 (OCP Microscaling Formats 1.0).
-
-    Args:
-        packed: bytes (rows, columns / 2) of two values in E2M1, the first in the lower half.
-        scale: bytes (rows, columns / 32), for 32 values a power of two in E8M0.
-    """
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)  # of each byte
-    powers = scale.view(torch.float8_e8m0fnu).float()
-    return (pairs[packed.int()].view(*scale.shape, 32) * powers.unsqueeze(2)).flatten(1)
 
 
 def _unpadded(stored: Stored, heads: int, what: str) -> Stored:
