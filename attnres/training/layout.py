@@ -8,6 +8,7 @@ losses, and gives the named tensors of a checkpoint and the complete model at th
 import contextlib
 import copy
 import functools
+import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -185,11 +186,6 @@ class ShardedModel(PlacedModel):
         super().__init__(objective, layout)
         self.rank = self.mesh["dp"].get_local_rank() * parallel.shard + self.mesh["shard"].get_local_rank()
 
-    @property
-    def _products(self) -> torch.dtype | None:
-        """Return the dtype of matrix products; None is the dtype of the parameters."""
-        return torch.bfloat16 if self.layout.dtype == "bf16" else None
-
     def _shard(self, model: Any, root: nn.Module, *, reshard: bool = True) -> None:
         """Shard a model or a stage, with replicas of the shards where there are more processes (HSDP)."""
         from attnres.scale.experts import distribute_experts
@@ -201,7 +197,8 @@ class ShardedModel(PlacedModel):
             distribute_experts(model, self.expert_mesh["ep"])
         if parallel.shard > 1:
             experts = self.expert_mesh[axes] if parallel.ep > 1 else None
-            shard(model, root, self.mesh[axes], experts=experts, reshard=reshard, dtype=self._products)
+            dtype = torch.bfloat16 if self.layout.dtype == "bf16" else None  # None is the dtype of the parameters
+            shard(model, root, self.mesh[axes], experts=experts, reshard=reshard, dtype=dtype)
 
     def place(self) -> None:
         self.objective = self.plain
@@ -391,12 +388,14 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
     """
     names = who.gather(list(tensors))
     owners = {name: rank for rank in reversed(range(who.world_size)) for name in names[rank]}
-    shapes = {name: value for part in who.gather(_forms(tensors)) for name, value in part.items()}
+    forms = {name: (list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()}
+    shapes = {name: form for part in who.gather(forms) for name, form in part.items()}
     gathered: dict[str, Tensor] = {}
     for name, owner in owners.items():
         tensor = tensors.get(name)
         if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+            with _one_warning_less():
+                tensor = tensor.full_tensor()
         if owner and who.rank == owner:
             assert tensor is not None
             torch.distributed.send(tensor.detach().contiguous(), 0)
@@ -410,5 +409,13 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
     return gathered if who.first else None
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:
-    return {name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+@contextlib.contextmanager
+def _one_warning_less() -> Generator[None]:
+    """Let torch not warn, tensor by tensor, that experts sharded along two axes take two messages to gather."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
