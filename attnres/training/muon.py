@@ -47,8 +47,8 @@ class StackedMuon(torch.optim.Muon):
         """Construct torch's Muon, which refuses stacked experts and so gets a matrix in their place."""
         torch.optim.Muon.__init__(self, [nn.Parameter(torch.zeros(1, 1))], **options)
         self.param_groups.clear()
-        given = list(params)
-        for group in given if isinstance(given[0], dict) else [{"params": given}]:
+        params = list(params)
+        for group in params if isinstance(params[0], dict) else [{"params": params}]:
             self.add_param_group(dict(group))
 
     @torch.no_grad()

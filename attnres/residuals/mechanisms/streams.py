@@ -61,7 +61,7 @@ class ParallelStreams(Residual):
     def __init__(self, num_sublayers: int, width: int, num_streams: int) -> None:
         super().__init__(num_sublayers, width)
         self.num_streams = whole("num_streams", num_streams)
-        self._made_of: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
 
     def connection_tables(self) -> tuple[Tensor, ...]:
         """Return the table of each sublayer, (G + 1 + K, M) as in `ops.streams`; empty if a subclass computes its reads
@@ -76,11 +76,11 @@ class ParallelStreams(Residual):
         return self.hidden_state(state) / self.num_streams
 
     def forget(self) -> None:
-        self._made_of = {}
+        self._weights = {}
 
     def start(self, embedding: Tensor) -> Streams:
         shape = (*embedding.shape[:-1], self.num_streams)
-        self._made_of = {0: embedding.new_ones(*shape, 1)} if self.watched else {}
+        self._weights = {0: embedding.new_ones(*shape, 1)} if self.watched else {}
         return Streams(embedding.unsqueeze(-2).expand(*shape, self.width), tables=self.connection_tables())
 
     def read(self, state: Streams, index: int, norm: NormLike) -> tuple[Tensor, Streams]:
@@ -95,33 +95,33 @@ class ParallelStreams(Residual):
         earlier = state.coefficients[0] if state.coefficients else None
         output = state.output[0] if state.output else None
         fused = norm if isinstance(norm, Norm) and self.editor is None else None
-        streams, x, made = connect(state.streams, table, form, earlier=earlier, output=output, norm=fused)
-        weights = self._follow(index, form, earlier, made) if self.watched else None
+        streams, x, coefficients = connect(state.streams, table, form, earlier=earlier, output=output, norm=fused)
+        weights = self._follow(index, form, earlier, coefficients) if self.watched else None
         if fused is None:
-            return streams, self.normed(x, index, norm, weights), made
+            return streams, self.normed(x, index, norm, weights), coefficients
         if self.watched:
             with looking(self):  # read and norm are one operation, so the read itself is recomputed to be shown
                 read = connect(state.streams, table, form, earlier=earlier, output=output)[1]
                 watched(self, read, index, weights)
-        return streams, x, made
+        return streams, x, coefficients
 
-    def _follow(self, index: int, form: Connection, earlier: Tensor | None, made: Tensor | None) -> Tensor | None:
+    def _follow(self, index: int, form: Connection, earlier: Tensor | None, newest: Tensor | None) -> Tensor | None:
         """Return the weights of read `index` over outputs, (tokens, index + 1), and store the streams (..., n, outputs)
         as weights over outputs after its write. They are stored by index outside the state, so that watching changes no
         state, and a layer that runs again finds them."""
         n = self.num_streams
         with looking(self):
-            outputs = self._made_of[index]
-            shares = earlier if form.late else made
+            outputs = self._weights[index]
+            shares = earlier if form.late else newest
             if shares is None:
                 dtype = compute_dtype(outputs.dtype)
                 shares = outputs.new_ones(n, dtype=dtype)
                 shares = torch.eye(1, n).to(shares)[0] if form.late else shares
             outputs = outputs.to(shares)
-            if made is not None and form.kind != "gate":
-                _, b, carry = split(made.to(shares), n)
+            if newest is not None and form.kind != "gate":
+                _, b, carry = split(newest.to(shares), n)
                 after = outputs if carry is None else carry.transpose(-1, -2) @ outputs
-                self._made_of[index + 1] = torch.cat([after, b.unsqueeze(-1)], -1)
+                self._weights[index + 1] = torch.cat([after, b.unsqueeze(-1)], -1)
             return (shares[..., None, :n] @ outputs).reshape(-1, index + 1) if self.traits.linear else None
 
     def write(self, state: Streams, index: int, output: Tensor) -> Streams:
