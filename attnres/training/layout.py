@@ -9,7 +9,6 @@ import contextlib
 import copy
 import functools
 import logging
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
-from attnres.head import called_losses, evaluating
+from attnres.head import called_losses
 from attnres.training import validate
 from attnres.training.checkpoint import saved_buffers
 from attnres.training.config import ParallelConfig
@@ -140,13 +139,11 @@ class PlacedModel:
         """Return the part of (B, T) whose losses a pass of this process computes."""
         return targets
 
-    @contextlib.contextmanager
-    def syncing(self, last: bool) -> Generator[None]:
+    def syncing(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Average gradients over the processes in the backward of a micro-batch inside the block if it is the last."""
-        with contextlib.ExitStack() as stack:
-            if not last and isinstance(self.objective, nn.parallel.DistributedDataParallel):
-                stack.enter_context(self.objective.no_sync())
-            yield
+        if not last and isinstance(self.objective, nn.parallel.DistributedDataParallel):
+            return self.objective.no_sync()
+        return contextlib.nullcontext()
 
     def clip(self, limit: float) -> Tensor:
         """Clip the gradients to a norm of `limit` and return their norm before."""
@@ -217,11 +214,10 @@ class ShardedModel(PlacedModel):
             compile_parts(self.model)
         self._shard(self.model, self.plain)
 
-    @contextlib.contextmanager
-    def syncing(self, last: bool) -> Generator[None]:
+    def syncing(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self.layout.parallel.shard > 1:
             self.plain.set_requires_gradient_sync(last)  # ty: ignore[not-callable]
-        yield
+        return contextlib.nullcontext()
 
     def tokens_here(self, targets: Tensor) -> Tensor:
         return self.slices.of(targets) if self.summed > 1 else targets
@@ -323,30 +319,18 @@ class PipelinedModel(ShardedModel):
 
         return clip_gradients((p for _, p in self.named_parameters()), limit, copies)
 
-    @torch.no_grad()
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
         from attnres.scale.shard import let_go
 
-        losses = torch.zeros(len(windows), 2, dtype=torch.float64, device=self.who.device)
-        weights = validate.token_weights(windows.shape[1] - 1).to(self.who.device)
-        share = torch.arange(len(windows))[self.rank :: self.shares]
-        size = rows * self.layout.accumulation
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for stage in self.pipeline.stages:
-                stack.enter_context(evaluating(stage))
-            for start in range(0, math.ceil(len(windows) / self.shares), size):
-                part = share[start : start + size]
-                # a pipeline takes complete batches, so window 0 fills the last one
-                filled = torch.zeros(size, dtype=torch.long)
-                filled[: len(part)] = part
-                tokens = windows[filled].to(self.who.device)
-                values = self.pipeline.evaluate(tokens[:, :-1], tokens[:, 1:]).double()
-                values = (values[:, None] * weights).sum(-1)
-                losses[part.to(self.who.device)] = values[: len(part)]
-        for stage in self.pipeline.stages:
+        stages = nn.ModuleList(self.pipeline.stages)
+        size, place = rows * self.layout.accumulation, (self.rank, self.shares)
+        with torch.compiler.set_stance("force_eager"):
+            losses = validate.shared_out(
+                self.pipeline.evaluate, lambda weights: weights, stages, windows, self.who, size, place, filled=True
+            )
+        for stage in stages:
             let_go(stage)
-        return self.who.sum(losses).cpu().numpy()
+        return losses
 
 
 def _axes(parameter: Tensor) -> tuple[str, ...]:

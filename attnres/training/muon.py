@@ -137,9 +137,6 @@ def rate_of(shape: torch.Size, group: dict[str, Any]) -> float | Tensor:
 # ------------------------------------------------------------------ sharded parameters
 
 
-_OPTIONS = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-
-
 class OwnedMuon(StackedMuon):
     """`StackedMuon`, with each DTensor orthogonalised by one rank.
 
@@ -252,6 +249,6 @@ def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
         return orthogonal([update], group)[0].to(update.dtype) * -rate_of(update.shape, group)
     parameter = nn.Parameter(torch.zeros_like(update))
     parameter.grad = update
-    options = {name: group[name] for name in _OPTIONS}
+    options = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
     torch.optim.Muon([parameter], **options, weight_decay=0.0, momentum=0.0, nesterov=False).step()
     return parameter.detach()
