@@ -274,8 +274,8 @@ class KimiK3MoE(KimiLinearMoE):
 
 class KimiK3DecoderLayer(KimiLinearDecoderLayer):
     def __init__(self, config: KimiK3Config, layer_idx: int) -> None:
-        GradientCheckpointingLayer.__init__(self)  # kimi_linear's own would make its layers
-        mixers: Any = config.layer_types  # lists, once the config is made
+        GradientCheckpointingLayer.__init__(self)  # kimi_linear's constructor would build its layers
+        mixers: Any = config.layer_types  # a list once the config is built
         mlps: Any = config.mlp_layer_types
         self.hidden_size, self.block_type = config.hidden_size, mixers[layer_idx]
         full, sparse = self.block_type == "full_attention", mlps[layer_idx] == "sparse"
@@ -309,7 +309,7 @@ class KimiK3Model(KimiK3PreTrainedModel, KimiLinearModel):
     """The decoder without a head."""
 
     def __init__(self, config: KimiK3Config) -> None:
-        KimiK3PreTrainedModel.__init__(self, config)  # kimi_linear's own would make its layers
+        KimiK3PreTrainedModel.__init__(self, config)  # kimi_linear's constructor would build its layers
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(KimiK3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = KimiLinearRMSNorm(config.hidden_size, eps=config.rms_norm_eps)

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 
 from attnres.errors import UserError
 from attnres.models import DepthMixin
-from attnres.scale.tensor import Given, TokenSlices
+from attnres.scale.tensor import InputHook, TokenSlices
 
 _numbers = count()
 
@@ -51,7 +51,7 @@ def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> TokenSlices:
     if config._attn_implementation != name:
         raise UserError(f"{type(model).__name__} keeps an attention of its own: train it with dp, shard or pp")
     layers = model.depth_layers
-    layers[0].register_forward_pre_hook(Given(slices.begin), prepend=True, with_kwargs=True)
+    layers[0].register_forward_pre_hook(InputHook(slices.begin), prepend=True, with_kwargs=True)
     layers[0].register_forward_pre_hook(attention.begin)
     for layer in layers:
         layer.register_forward_pre_hook(partial(_positions, slices), with_kwargs=True)

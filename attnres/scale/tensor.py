@@ -89,10 +89,10 @@ def share_out_layers(model: DepthMixin, mesh: DeviceMesh, *, whole_output: bool 
         plan |= dict.fromkeys(rows, RowwiseParallel(output_layouts=Partial(), use_local_output=False))
         parallelize_module(layer, mesh, plan)
         for name in dict.fromkeys(name.rpartition(".")[0] for name in columns):
-            layer.get_submodule(name).register_forward_pre_hook(Given(slices.gathered), with_kwargs=True)
+            layer.get_submodule(name).register_forward_pre_hook(InputHook(slices.gathered), with_kwargs=True)
         for name in rows:
             layer.get_submodule(name).register_forward_hook(partial(_scattered, slices))
-    layers[0].register_forward_pre_hook(Given(slices.begin), prepend=True, with_kwargs=True)
+    layers[0].register_forward_pre_hook(InputHook(slices.begin), prepend=True, with_kwargs=True)
     if whole_output:
         norm = model.depth_base.get_submodule(model.family.final_norm)
         norm.register_forward_hook(partial(_whole, slices))
@@ -150,9 +150,9 @@ def sliced_weights(model: DepthMixin) -> Iterator[tuple[str, str, Tensor]]:
                 yield path, style, layer.get_parameter(f"{path}.weight")
 
 
-class Given:
-    """A pre-hook that changes a module's input by a function: `TokenSlices.begin` before the first layer takes a rank's
-    own tokens of the embedding, `TokenSlices.gathered` before an attention or MLP gathers all tokens."""
+class InputHook:
+    """A pre-hook that applies a function to a module's input: `TokenSlices.begin` before the first layer takes this
+    rank's tokens of the embedding, `TokenSlices.gathered` before an attention or MLP gathers all tokens."""
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self.change = change

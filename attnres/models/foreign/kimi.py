@@ -20,18 +20,18 @@ from attnres.models.foreign.format import (
     WeightRule,
     WrittenFormat,
     cannot,
+    check_supported,
     one_block_size,
     plain_config,
     plain_reads,
     query_and_gain,
     same_eps,
-    serve,
 )
 from attnres.text import first_of
 
 _log = logging.getLogger("attnres")
 
-_OWN = ("kimi_linear", "kimi_k3")
+_KIMI_FAMILIES = ("kimi_linear", "kimi_k3")
 """Families whose layers have Kimi's names; with any other family those of the depth reads alone are Kimi's."""
 _EXPERT = re.compile(r"\.block_sparse_moe\.experts\.\d+\.(w[123])\.weight$")
 _EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
@@ -69,7 +69,7 @@ class Kimi(WrittenFormat):
         *((f".self_attn.{part}", f".self_attn.forget_gate.{part}") for part in ("f_a_proj", "f_b_proj", "dt_bias")),
         (".self_attn.A_log", ".self_attn.forget_gate.A_log"),
     )
-    served: ClassVar[dict[str, tuple[Any, ...]]] = {
+    supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "mla_use_nope": (True,),
         "moe_layer_freq": (1,),
         "moe_router_activation_func": ("sigmoid",),
@@ -86,7 +86,7 @@ class Kimi(WrittenFormat):
     """Fields of K3's layers with the values that other families have; where one is missing, the release has these."""
     plain_kda: ClassVar[Config] = {"use_full_rank_gate": False, "gate_lower_bound": None}
 
-    def says(self, config: Config) -> bool:
+    def matches(self, config: Config) -> bool:
         return self.text(config).get("attn_res_block_size") is not None
 
     @staticmethod
@@ -104,9 +104,9 @@ class Kimi(WrittenFormat):
     def read(self, config: Config) -> Target:
         text = self.text(config)
         self._is_quantised(config)
-        serve("this checkpoint", text, self.served)
+        check_supported("this checkpoint", text, self.supported)
         if (groups := text.get("num_expert_group")) not in (None, 1):
-            serve(f"this checkpoint has num_expert_group={groups} and", text, {"use_grouped_topk": (True,)})
+            check_supported(f"this checkpoint has num_expert_group={groups} and", text, {"use_grouped_topk": (True,)})
         nested = text.get("linear_attn_config") or {}
         family = self._family(str(text.get("model_type")))
         if family == "kimi_linear" and (
@@ -125,7 +125,9 @@ class Kimi(WrittenFormat):
                     raise UserError("config.json has hidden_act 'situ' and no 'activation_situ_beta': copy it again")
                 del fields["activation_situ_beta"]
         else:
-            serve("this checkpoint", text, {name: () if off is None else (off,) for name, off in self.plain.items()})
+            check_supported(
+                "this checkpoint", text, {name: () if off is None else (off,) for name, off in self.plain.items()}
+            )
         config_class: Any = CLASSES[family][0]
         named = config_class.attribute_map
         layers = text.get("num_hidden_layers") or text.get(named.get("num_hidden_layers", ""))
@@ -134,13 +136,13 @@ class Kimi(WrittenFormat):
             raise UserError(f"attn_res_block_size is {size!r}: expected a whole number of layers, at least 1")
         if not layers:
             raise UserError("config.json has no 'num_hidden_layers': copy it again")
-        if family in _OWN:
+        if family in _KIMI_FAMILIES:
             if sorted([*nested.get("kda_layers", ()), *nested.get("full_attn_layers", ())]) != [*range(1, layers + 1)]:
                 raise UserError(
                     "linear_attn_config of config.json does not say which layers are KDA: expected kda_layers and "
                     f"full_attn_layers, in which each of 1 to {layers} is once"
                 )
-            known = {*field_names(config_class), *named, *named.values(), *self.served, *_WITHOUT_EFFECT}
+            known = {*field_names(config_class), *named, *named.values(), *self.supported, *_WITHOUT_EFFECT}
             if unread := sorted(name for name, value in {**fields, **nested}.items() if value and name not in known):
                 _log.warning("config.json has %s, which no class here reads", first_of(unread, "other field"))
         return Target(family, fields, "block", {"block_size": 2 * min(size, layers), "key_norm_eps": eps})
@@ -148,13 +150,13 @@ class Kimi(WrittenFormat):
     @staticmethod
     def _family(model_type: str) -> str:
         """Return the family of that name, else the one with the longest name that it goes on from. Raises UserError."""
-        served = [key for key in CLASSES if FAMILIES.get(key) is not None and FAMILIES[key].layers == "layers"]
-        if model_type in served:
+        supported = [key for key in CLASSES if FAMILIES.get(key) is not None and FAMILIES[key].layers == "layers"]
+        if model_type in supported:
             return model_type
-        begun = [key for key in served if model_type.startswith(f"{key}_")]
+        begun = [key for key in supported if model_type.startswith(f"{key}_")]
         if not begun:
             raise UserError(
-                f"a '{model_type}' with Kimi's names is no family here: expected one of {', '.join(served)}"
+                f"a '{model_type}' with Kimi's names is no family here: expected one of {', '.join(supported)}"
             )
         family = max(begun, key=len)
         _log.warning("model type '%s' with Kimi's names is read as a %s with depth reads", model_type, family)
@@ -170,8 +172,8 @@ class Kimi(WrittenFormat):
     def write(self, config: Any, residual: Any, stored: Config) -> Config:
         plain_reads(self, residual)
         same_eps(self, residual, config.rms_norm_eps)
-        if not _is_own(config):
-            raise cannot(self, f"its family is {_family(config)}, expected {' or '.join(_OWN)}")
+        if not _has_kimi_layers(config):
+            raise cannot(self, f"its family is {_family(config)}, expected {' or '.join(_KIMI_FAMILIES)}")
         if not getattr(config, "mla_use_nope", True):
             raise cannot(self, "its latent attention has positions (mla_use_nope is off)")
         layers, size = config.num_hidden_layers, one_block_size(self, residual)
@@ -235,7 +237,7 @@ class Kimi(WrittenFormat):
             tensors = {name: tensor for name, tensor in tensors.items() if name not in after}
         if self._is_quantised(fields):
             tensors = mxfp4.dequantised(tensors, source)
-        if _is_own(config):
+        if _has_kimi_layers(config):
             for name in [name for name in tensors if name.endswith(".A_log")]:
                 tensors[name] = _unpadded(tensors[name], config.linear_num_heads, f"'{name}' of {source}")
         return tensors
@@ -249,7 +251,7 @@ class Kimi(WrittenFormat):
         return {start + name: tensor for name, tensor in tensors.items()}
 
     def ours(self, name: str, config: Any) -> str:
-        if not _is_own(config):
+        if not _has_kimi_layers(config):
             return name
         if expert := _EXPERT.search(name):
             return f"{name[: expert.start()]}.mlp.experts.{'down' if expert[1] == 'w2' else 'gate_up'}_proj"
@@ -259,7 +261,7 @@ class Kimi(WrittenFormat):
         return super().ours(_CONV.sub(".self_attn.conv1d.", name), config)
 
     def theirs(self, name: str, config: Any) -> str:
-        if not _is_own(config):
+        if not _has_kimi_layers(config):
             return name
         if stack := self.stack(name, config):
             return stack.names[0]
@@ -268,7 +270,7 @@ class Kimi(WrittenFormat):
         return super().theirs(name, config)
 
     def stack(self, name: str, config: Any) -> Stack | None:
-        if not _is_own(config):
+        if not _has_kimi_layers(config):
             return None
         if experts := _EXPERTS.search(name):
             start, count = f"{name[: experts.start()]}.block_sparse_moe.experts", config.num_local_experts
@@ -283,9 +285,9 @@ def _family(config: Any) -> str:
     return config.model_type.removeprefix("attnres_")
 
 
-def _is_own(config: Any) -> bool:
+def _has_kimi_layers(config: Any) -> bool:
     """Return whether the names of the layers are Kimi's too, and not those of the depth reads alone."""
-    return _family(config) in _OWN
+    return _family(config) in _KIMI_FAMILIES
 
 
 def _is_nested(config: Any) -> bool:
