@@ -307,7 +307,7 @@ def checkpoint_activations(model: Any, how: str) -> None:
 
     Args:
         how: "none"; "layer" stores the input of each layer, the stream; "sublayer" stores the normed input of each
-            attention and MLP, and what the stream itself saves; "reads" recomputes only the reads.
+            attention and MLP, and what the stream itself saves; "reads" recomputes only reads and parallel streams.
 
     Raises:
         UserError: its layers do not support checkpointing, or have no attention and no MLP.

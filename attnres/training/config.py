@@ -197,7 +197,7 @@ class TrainConfig:
     few calls; if that is impossible, steps are eager, and environment.json says why."""
     gradient_checkpointing: Literal["none", "layer", "sublayer", "reads"] = "none"
     """What is recomputed in the backward pass instead of stored: each layer, each attention and MLP (sublayer), or
-    depth reads alone, which saves the least memory and costs little time."""
+    depth reads and parallel streams alone (reads), which saves the least memory and costs little time."""
     loss: Literal["auto", "whole", "chunked"] = "auto"
     """Compute the loss from all logits of a micro-batch (whole) or from few rows of them at a time (chunked); auto is
     whole up to 33 million logits (268 million on a GPU), else chunked."""

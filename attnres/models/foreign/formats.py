@@ -1,4 +1,4 @@
-"""The formats of three projects (a fourth: `kimi.py`): their configs, names and layouts as ours, and two of them back."""
+"""The formats of three projects (a fourth: `kimi.py`): their configs, names and layouts as ours, of two also back."""
 
 import math
 from typing import Any, ClassVar
