@@ -19,6 +19,7 @@ PACKAGE = Path(attnres.__file__).parent
 ANYWHERE = (
     *("foretold", "foretell", "made again in backward", "heaviest sources", "made anew", "what is made", "who watch"),
     *("by the clock", "cannot be had", "to be had", "the whole rate", "seeds luck", "share of every batch"),
+    "checkpoint in shares",
 )
 """Whole words that stand in no docstring, comment or string of the package. Add a word once it is gone."""
 IN_HELP = (

@@ -206,10 +206,10 @@ def _build(
         encoder = DocumentEncoder(model, eos, threshold)
         writers = {split: SplitWriter(folder, split, dtype) for split in ("train", "val")}
         try:
-            for several in map(encoder.encode, encoder.batches(source.read(), _BATCH_CHARACTERS)):
-                for ids, held in zip(several.ids, several.held, strict=True):
+            for texts in encoder.batches(source.read(), _BATCH_CHARACTERS):
+                for ids, held in encoder.encode(texts):
                     writers["val" if held else "train"].add(ids)
-                bar.advance(several.size)
+                bar.advance(sum(len(text.encode()) for text in texts))
             splits = {split: writer.close() for split, writer in writers.items()}
             bar.finish()
         finally:

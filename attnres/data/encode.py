@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -24,20 +24,6 @@ from attnres.reading import read_json
 from attnres.typed import Count, checked
 
 
-class EncodedDocuments(NamedTuple):
-    """The ids of some documents.
-
-    Attributes:
-        ids: uint32 ids of each document, with its end-of-text id.
-        held: whether each document is held out.
-        size: bytes of text of all of them.
-    """
-
-    ids: list[np.ndarray]
-    held: list[bool]
-    size: int
-
-
 class DocumentEncoder:
     """Encodes documents and decides which are held out: those whose hash is below `threshold`."""
 
@@ -45,15 +31,16 @@ class DocumentEncoder:
         tokenizer.encode_special_tokens = True  # "<|endoftext|>" inside a text is ordinary text, and ends no document
         self.tokenizer, self.eos, self.threshold = tokenizer, eos, threshold
 
-    def encode(self, texts: list[str]) -> EncodedDocuments:
-        """Encode some texts as documents. Raises UserError."""
-        data = [text.encode() for text in texts]
+    def encode(self, texts: list[str]) -> list[tuple[np.ndarray, bool]]:
+        """Return the uint32 ids of each text, with the end-of-text id, and whether it is held out. Raises UserError."""
         with foreign(
             "the tokenizer cannot read the text", "give one that encodes every character, or has an unknown token"
         ):
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids = [np.array([*encoding.ids, self.eos], dtype=np.uint32) for encoding in encodings]
-        return EncodedDocuments(ids, [hash_of(raw) < self.threshold for raw in data], sum(map(len, data)))
+        return [
+            (np.array([*encoding.ids, self.eos], dtype=np.uint32), hash_of(text.encode()) < self.threshold)
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
 
     @staticmethod
     def batches(documents: Iterable[str], size: int) -> Iterator[list[str]]:
