@@ -389,7 +389,12 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
             if step not in whole:
                 named[model].append(Learned(model, step, path))
         named[model].sort(key=lambda one: one.step or 0)
-    for (model, steps), title in zip(named.items(), _titles([model.checkpoint for model in named]), strict=True):
+    # The shortest titles that tell the models apart; where one is given twice, the shortest of all.
+    checkpoints = [model.checkpoint for model in named]
+    longest = max((len(one.folder.absolute().parts) for one in checkpoints), default=1)
+    rows = [[one.title(parts) for one in checkpoints] for parts in range(1, longest + 1)]
+    titles = next((row for row in rows if len(set(row)) == len(row)), rows[0])
+    for (model, steps), title in zip(named.items(), titles, strict=True):
         for one in (*steps, model):
             one.name, one.whole = title, model
     return [one for model, steps in named.items() for one in (*steps, model)]
@@ -399,13 +404,6 @@ def find_demo(folder: Path) -> list[Path]:
     """Find the finished runs of `make demo` with depth reads, Block's and Full's, or else the package's own model."""
     runs = [run for label in ("block", "full") for run in sorted(folder.glob(f"{label}-seed*"))[:1]]
     return [run for run in runs if (run / "summary.json").is_file()] or [EXAMPLE]
-
-
-def _titles(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Return the shortest titles that tell the checkpoints apart; where one is given twice, the shortest of all."""
-    longest = max((len(one.folder.absolute().parts) for one in checkpoints), default=1)
-    titles = [[one.title(parts) for one in checkpoints] for parts in range(1, longest + 1)]
-    return next((row for row in titles if len(set(row)) == len(row)), titles[0])
 
 
 TRIAL = 128

@@ -1,9 +1,10 @@
-"""Generate text token by token with Transformers' `generate` and KV cache."""
+"""Generate text token by token with Transformers' `generate` and KV cache, and compare the speeds of two models."""
 
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -14,16 +15,65 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
+from attnres.device import in_turn, spread
 from attnres.errors import UserError, foreign
-from attnres.evals.config import GenerateConfig
-from attnres.evals.speaker import Speaker, beside, fitting, open_speaker, why_not_captured
+from attnres.evals.config import Dtype, GenerateConfig
+from attnres.evals.decoding import Replays, decode_rate, why_not_captured
 from attnres.head import evaluating
 from attnres.inspect.contribution import Contributions
 from attnres.inspect.recording import find_residual
-from attnres.models.encoding import context_of, piece
-from attnres.ops.devices import forked_generators
+from attnres.models.encoding import context_of, encode_prompt, piece, rows_of
+from attnres.models.open import open_checkpoint
+from attnres.ops.devices import forked_generators, pick_device
 from attnres.residuals import Observer, Source, depths, watched_by
 from attnres.text import number, visible
+from attnres.training.environment import name_of
+
+# ------------------------------------------------------------------ a model that speaks
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A loaded model with its tokenizer, and its passes as CUDA graphs."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+    replays: Replays = field(default_factory=Replays, compare=False, repr=False)
+
+    def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
+        """Return the token ids (1, T) of a prompt, or of a user's turn in the model's chat template.
+
+        Raises:
+            UserError: as `encode_prompt`; or the context has no room for a further token.
+        """
+        ids, _ = encode_prompt(
+            self.tokenizer,
+            prompt,
+            rows=rows_of(self.model),
+            context=self.context,
+            room=1,
+            chat=chat,
+            name=self.name,
+            what="the prompt",
+        )
+        return torch.tensor([ids], device=self.model.device)
+
+
+def open_speaker(
+    name: str | Path, *, dtype: Dtype = "auto", device: str = "auto", trust_remote_code: bool = False
+) -> Speaker:
+    """Load a run folder, a model folder or a hub model with its tokenizer. Raises UserError."""
+    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
+    model = checkpoint.load(dtype, str(pick_device(device)))
+    if not model.can_generate():
+        raise UserError(f"{name} is a {type(model).__name__}, which generates no text: give a causal language model")
+    return Speaker(checkpoint.name, model, checkpoint.tokenizer, checkpoint.context)
+
+
+# ------------------------------------------------------------------ what each token read
+
 
 TOP = 3
 """Sources of the output read that are printed: those of the largest absolute contributions."""
@@ -137,6 +187,9 @@ class DepthReader(Observer):
 def _last(values: Tensor) -> Tensor:
     """Return the last position of the pass, which predicts the next token: (1, ...)."""
     return values.flatten(0, -2)[-1:]
+
+
+# ------------------------------------------------------------------ sampling
 
 
 LOWEST = 1e-6
@@ -255,7 +308,51 @@ def speak(config: GenerateConfig) -> None:
         finally:
             print(flush=True)
     if second is not None:
-        print(beside((first, second), config.prompt, config.max_new_tokens).line())
+        print(beside((first, second), config.prompt, config.max_new_tokens))
+
+
+# ------------------------------------------------------------------ the speeds of two models
+
+
+ROUNDS = 7
+"""Timed rounds, after one untimed round; an odd number, for the median and quartiles of ratios."""
+
+
+def fitting(speakers: Sequence[Speaker], prompt: str, tokens: int) -> tuple[list[Tensor], int]:
+    """Return a prompt's ids (1, T) for each model's tokenizer, and how many of `tokens` new tokens fit into all
+    contexts.
+
+    Raises:
+        UserError: see `Speaker.encode`; fewer than two fit.
+    """
+    prompts = [speaker.encode(prompt) for speaker in speakers]
+    tokens = min(tokens, *(speaker.context - ids.shape[1] for speaker, ids in zip(speakers, prompts)))
+    if tokens < 2:
+        raise UserError("timing needs two tokens or more: raise --max-new-tokens, or shorten the prompt")
+    return prompts, tokens
+
+
+def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = ROUNDS) -> str:
+    """Time two models greedily decoding `tokens` tokens after `prompt`, interleaved, without the prompt's own pass;
+    return their tokens per second and the ratio of these, round by round, in one sentence.
+
+    Raises:
+        UserError: see `fitting`.
+    """
+    first, second = speakers
+    prompts, tokens = fitting(speakers, prompt, tokens)
+    measures = [partial(decode_rate, speaker.model, ids, tokens) for speaker, ids in zip(speakers, prompts)]
+    rates = in_turn(dict(zip("ab", measures, strict=True)), rounds=rounds, warm_up=1)
+    ratio = spread(rates["a"], rates["b"])
+    low, high = ratio.ratio_quartiles
+    return (
+        f"{first.name} {ratio.median:,.1f} tokens/s, {second.name} {spread(rates['b']).median:,.1f}: ratio "
+        f"{ratio.ratio:.3f} (quartiles {low:.3f} to {high:.3f}, {rounds} rounds of {tokens} tokens in turn, "
+        f"{name_of(first.model.device)})"
+    )
+
+
+# ------------------------------------------------------------------ one pass of Transformers' generate
 
 
 def _check_length(max_new_tokens: int) -> None:

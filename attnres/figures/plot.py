@@ -53,14 +53,19 @@ class NotShown(Exception):
     """Raised if a figure does not apply; the message gives the reason."""
 
 
-def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, np.ndarray]:
-    """Return a figure and its (rows, columns) axes with text sizes for a paper; larger text makes the figure higher."""
+def canvas(
+    width: float, height: float, rows: int = 1, columns: int = 1, *, used: int | None = None, **options: Any
+) -> tuple[Figure, np.ndarray]:
+    """Return a figure and its (rows, columns) axes with text sizes for a paper; larger text makes the figure higher.
+    Axes after the first `used` are removed."""
     figure = Figure(figsize=(width, height * max(1.0, sheet().scale)), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for ax in axes.flat:
         ax.tick_params(labelsize=sheet().font, length=2.5, pad=2)
         ax.xaxis.label.set_size(sheet().font + 0.5)
         ax.yaxis.label.set_size(sheet().font + 0.5)
+    for ax in axes.flat[used:] if used is not None else ():
+        ax.remove()
     return figure, axes
 
 
@@ -69,9 +74,7 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
     more rows on a narrow sheet."""
     rows = max(2 if count > 3 else 1, math.ceil(count / side_by_side()))
     width, height = (sheet().column, 2.15) if count == 1 else (sheet().page, 1.9)
-    figure, axes = canvas(width, height * rows + 0.25, rows, math.ceil(count / rows))
-    for ax in axes.flat[count:]:
-        ax.remove()
+    figure, axes = canvas(width, height * rows + 0.25, rows, math.ceil(count / rows), used=count)
     return figure, list(axes.flat[:count])
 
 

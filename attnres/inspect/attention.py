@@ -123,10 +123,6 @@ def _summary(weights: Tensor) -> Tensor:
     return torch.stack([weights.mean(1, dtype=torch.float32), weights.amax(1).float()], 1).cpu()
 
 
-def _is_among(one: Tensor, others: list[Tensor]) -> bool:
-    return any(one is other for other in others)
-
-
 @contextmanager
 def _summed_up(model: Any, position: int | None) -> Generator[tuple[list[Tensor], list[Tensor]]]:
     """Attentions give a summary in the place of their heads' weights, which of all layers would fill the memory; yields
@@ -136,7 +132,7 @@ def _summed_up(model: Any, position: int | None) -> Generator[tuple[list[Tensor]
 
     def sum_up(module: Any, args: Any, output: Any) -> Any:
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-        if not isinstance(weights, Tensor) or weights.ndim != 4 or _is_among(weights, summaries):
+        if not isinstance(weights, Tensor) or weights.ndim != 4 or any(weights is one for one in summaries):
             return None
         summaries.append(_summary(weights))
         if position is not None:

@@ -292,11 +292,8 @@ def circuit(
             here = torch.arange(ids.shape[1]) == token
             vector = -parts.part(index, output)[token]
             changes.append(Change(index, here, partial(Steer, vector, None, index)))
-        for numbers, after in each_alone(model, ids, edits, changes, batch_size):
-            for i, one in zip(numbers, margin(after, known, rival).tolist(), strict=True):
-                measured[i] = one - value
-            if progress is not None:
-                progress(len(numbers))
+        for numbers, values in each_alone(model, ids, edits, changes, (known, rival), batch_size, progress):
+            measured |= {i: one - value for i, one in zip(numbers, values, strict=True)}
     links = [
         Link((token, output), (token, written[index] + 1), estimate, measured.get(i))
         for i, (index, token, output, estimate) in enumerate(found)

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,9 +25,6 @@ from attnres.models.encoding import check_ids, pieces, token_in_front
 from attnres.progress import counting
 from attnres.residuals import depths
 from attnres.stats import or_none
-
-if TYPE_CHECKING:
-    pass
 
 Kind = Literal["auto", "code", "prose"]
 
@@ -136,6 +133,16 @@ def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str
     mixing = trace.mixing
     nats = [or_none(value) for value in trace.entropy]
     settings = getattr(getattr(model, "config", None), "residual_settings", None)
+    routing: Weights | None = None
+    if trace.weighs:
+        routing = {
+            "reads": trace.reads,
+            "sources": trace.sources,
+            "layout": [read.to_json() for read in trace.layout],
+            "weights": trace.weights,
+            "contribution": trace.contribution,
+            "size": trace.size,
+        }
     return Inspection(
         model={
             "name": name or type(model).__name__,
@@ -148,7 +155,7 @@ def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str
         },
         data={"source": source, "tokens": trace.tokens},
         reads=trace.reads,
-        routing=_routing(trace),
+        routing=routing,
         entropy={
             "nats": nats,
             "effective": [None if value is None else math.exp(value) for value in nats],
@@ -230,19 +237,6 @@ class _Reader:
                 yield encoded
             if left == 0:
                 return
-
-
-def _routing(trace: Trace) -> Weights | None:
-    if not trace.weighs:
-        return None
-    return {
-        "reads": trace.reads,
-        "sources": trace.sources,
-        "layout": [read.to_json() for read in trace.layout],
-        "weights": trace.weights,
-        "contribution": trace.contribution,
-        "size": trace.size,
-    }
 
 
 def _by_label(measured: Survey, names: Sequence[str]) -> ByLabel | None:

@@ -22,7 +22,7 @@ from attnres.inspect.inspector import inspect_model
 from attnres.inspect.lens import logit_lens
 from attnres.inspect.patching import patch
 from attnres.inspect.prune import check_prunable, prune_report
-from attnres.inspect.steps import StepChange, change_since
+from attnres.inspect.steps import StepChange, between
 from attnres.inspect.survey import Encoded, Survey, encode, survey
 from attnres.inspect.tables import (
     attribution_table,
@@ -142,7 +142,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     context = context_of(config, checkpoint)
     edges = [(request, *source_and_read(request)) for request in config.knock_out]
     _check_options(config, text, residual)
-    change = None if config.since is None else change_since(checkpoint, config.since)
+    change = None if config.since is None else between(checkpoint, config.since, checkpoint.step)
     out = _Out(None if config.out is None else refuse_other(config.out, "inspection"))
 
     model = _load(config, checkpoint)

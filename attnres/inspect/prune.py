@@ -145,7 +145,12 @@ def prune_report(inspection: Inspection, threshold: float = 0.01) -> PruneReport
             edge = Edge(read.name, source.name, *values)
             edges.append(edge)
             uses.setdefault(source.name, []).append(edge)
-    return PruneReport(threshold, edges, [_use(source, reads, threshold) for source, reads in uses.items()])
+    sources = []
+    for source, those in uses.items():
+        below = {f"below_{which}": sum(getattr(edge, which) < threshold for edge in those) for which in get_args(Which)}
+        mean, part = (sum(getattr(edge, name) for edge in those) / len(those) for name in ("mean", "part"))
+        sources.append(SourceUse(source, len(those), mean, part, **below))
+    return PruneReport(threshold, edges, sources)
 
 
 def check_prunable(residual: str, traits: Traits, threshold: float) -> None:
@@ -159,10 +164,3 @@ def check_prunable(residual: str, traits: Traits, threshold: float) -> None:
 def _shares(values: Sequence[float]) -> list[float]:
     total = sum(map(abs, values))
     return [abs(value) / total if total else 0.0 for value in values]
-
-
-def _use(source: str, edges: list[Edge], threshold: float) -> SourceUse:
-    names = get_args(Which)
-    below = {f"below_{name}": sum(getattr(edge, name) < threshold for edge in edges) for name in names}
-    mean, part = (sum(getattr(edge, name) for edge in edges) / len(edges) for name in ("mean", "part"))
-    return SourceUse(source, len(edges), mean, part, **below)

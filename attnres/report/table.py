@@ -268,20 +268,21 @@ def _notes(study: Study, rows: list[VariantRow], baseline: str | None, interleav
     started = [f"{row.label} {number(row.start_loss)}" for row in rows if not math.isnan(row.start_loss)]
     if started:
         notes.append(f"Held-out loss before the first step: {listed(started)}.")
-    unfinished = [_how_far(row) for row in rows if not row.complete]
+    unfinished = []
+    for row in rows:
+        steps = f" of {row.runs[0].steps:,}" if row.runs[0].steps else ""
+        if row.finished and not row.complete:
+            unfinished.append(
+                f"{row.label} ({row.finished} of {len(row.runs)} seeds finished, whose numbers these are)"
+            )
+        elif not row.finished:
+            unfinished.append(f"{row.label} at step {row.step:,}{steps}")
     if unfinished:
         notes.append(f"Unfinished, so preliminary: {', '.join(unfinished)}.")
     notes += [f"{run.unread}; what it would show is left out." for run in study.runs if run.unread]
     if study.missing:
         notes.append(f"Planned but not started: {listed(study.missing)}.")
     return notes
-
-
-def _how_far(row: VariantRow) -> str:
-    if row.finished:
-        return f"{row.label} ({row.finished} of {len(row.runs)} seeds finished, whose numbers these are)"
-    steps = row.runs[0].steps
-    return f"{row.label} at step {row.step:,}" + (f" of {steps:,}" if steps else "")
 
 
 def _last(study: Study, baseline: str | None) -> int:
