@@ -118,7 +118,11 @@ def conduct(
         record = stack.enter_context(recorded(folder, asked(design, setting)))
         arms, measured = survey(design, setting)
         options.check(design, arms)
-        while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder, options)]:
+        while left := [
+            arm
+            for arm in arms
+            if not measured.complete(arm.name) or (options.times(arm) and not (folder / arm.name / TIMES).is_file())
+        ]:
             before = measured.finished
             try:
                 runs = sum(map(len, measured.planned.values()))
@@ -135,11 +139,6 @@ def conduct(
         if outcome.not_used:
             options.say.print(f"Not used: {outcome.not_used}.", highlight=False)
         return outcome
-
-
-def _is_untimed(arm: Arm, folder: Path, options: ExecutionOptions) -> bool:
-    """Return whether the steps of an arm's variants are still to be timed."""
-    return options.times(arm) and not (folder / arm.name / TIMES).is_file()
 
 
 @dataclass
@@ -183,17 +182,14 @@ class _Pass:
                 else:
                     self._train(arm, stored, own_runs, stack)
             wanted = {(arm.name, name) for arm in arms if not arm.started_from for name in names_of(arm)}
-            self._refuse_losses([f"{arm}/{name}" for arm, name in self.archived if (arm, name) in wanted])
+            archived = [f"{arm}/{name}" for arm, name in self.archived if (arm, name) in wanted]
+            if lost := [name for name in archived if not has_ended(self.folder / name)]:
+                raise UserError(
+                    f"{self.folder / ARCHIVE} would lose runs that this command does not reuse ({len(lost)}, "
+                    f"{lost[0]} for one: of other data or another configuration): choose another --out"
+                )
             self.record.write()
             self._run({self.folder / arm.name / name: arm.measure for arm in arms for name in names_of(arm)})
-
-    def _refuse_losses(self, names: Sequence[str]) -> None:
-        """Refuse to train runs (ARM/RUN) again that are finished and only in runs.jsonl. Raises UserError."""
-        if lost := [name for name in names if not has_ended(self.folder / name)]:
-            raise UserError(
-                f"{self.folder / ARCHIVE} would lose runs that this command does not reuse ({len(lost)}, {lost[0]} for "
-                "one: of other data or another configuration): choose another --out"
-            )
 
     def _run(self, measures: dict[Path, str]) -> None:
         """Time, run and measure; `measures`: the function that measures each run, by its folder, "" for none."""
@@ -202,8 +198,10 @@ class _Pass:
         for work, seconds in self.timed:
             if time.monotonic() < self.options.until:
                 time_steps(work, seconds, self.options.say)
+        # Seed by seed, so that a complete study of one seed is available first.
+        children = sorted(self.children, key=lambda child: (label_and_seed(child.folder.name) or ("", 0))[1])
         train_all(
-            sorted(self.children, key=_seed),  # seed by seed, so that a complete study of one seed is available first
+            children,
             self.done,
             jobs=self.options.jobs or min(self.jobs, default=cores()),
             say=self.options.say,
@@ -231,7 +229,10 @@ class _Pass:
             run = work.plan.runs[child.name]
             request = _request(run)
             if self.options.wants(arm, child.name) and not ended(child.folder) and request not in self.asked_for:
-                self.children.append(self._of_study(arm, child, run))
+                first = branch_step(run) if arm.trunk and child.folder.exists() else 0
+                size = _size(arm, self.setting, child.name)
+                name = f"{arm.name}/{child.name}"
+                self.children.append(dataclasses.replace(child, name=name, is_alone=True, size=size, first=first))
                 self.asked_for.add(request)
         self.done += [
             Ended(f"{arm.name}/{name}", _size(arm, self.setting, name), wall) for name, wall in work.walls.items()
@@ -239,12 +240,6 @@ class _Pass:
         self.jobs.append(work.jobs)
         if self.options.times(arm):
             self.timed.append((work, arm.compare.timing_s))
-
-    def _of_study(self, arm: Arm, child: Child, run: TrainConfig) -> Child:
-        """Return the child of an arm as a child of the whole study."""
-        first = branch_step(run) if arm.trunk and child.folder.exists() else 0
-        size = _size(arm, self.setting, child.name)
-        return dataclasses.replace(child, name=f"{arm.name}/{child.name}", is_alone=True, size=size, first=first)
 
     def _compute(self, arm: Arm, stored: Sequence[StoredRun]) -> None:
         """Request an arm's missing computed runs; results that are stored somewhere else are copied."""
@@ -279,11 +274,6 @@ def _request(run: TrainConfig) -> tuple[str, tuple[int, ...]]:
 def _size(arm: Arm, setting: Setting, run: str) -> float:
     """Return the amount of computation of a run of an arm: hours at the preset's speed."""
     return hours(costs_of(arm, setting.config(), [run]), setting.preset.flops_per_s)
-
-
-def _seed(child: Child) -> int:
-    taken = label_and_seed(child.folder.name)
-    return taken[1] if taken else 0
 
 
 def _branch(plan: ComparisonPlan, trunk: Path) -> None:

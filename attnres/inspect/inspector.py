@@ -20,7 +20,7 @@ from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights, de
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of
 from attnres.inspect.recording import Trace, find_residual, record
 from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, vocab_size
-from attnres.inspect.survey import Encoded, Survey, check_documents, encode, survey
+from attnres.inspect.survey import Encoded, Survey, check_documents, encode, read_documents, survey
 from attnres.models.encoding import check_ids, pieces, token_in_front
 from attnres.progress import counting
 from attnres.residuals import depths
@@ -73,23 +73,32 @@ def inspect_model(
     before = () if tokenizer is None else token_in_front(tokenizer)
     if context < len(before) + 2:
         raise UserError(f"context is {context} tokens: expected at least {len(before) + 2}, one to predict another")
-    reader = _Reader(tokenizer, documents, kind, limit)
+    rest = iter(documents)
+    first = list(islice(rest, FIRST))
+    language = guess_language("\n".join(one for one in first if isinstance(one, str))) if kind == "auto" else kind
+    names = KINDS[language] if tokenizer is not None and tokenizer.is_fast else ()
+
+    def labelled() -> Iterator[Encoded]:
+        for text, encoded in read_documents(tokenizer, chain(first, rest), limit):
+            if names and isinstance(text, str):
+                kinds = kinds_of(text, encoded.offsets, language)[: len(encoded.ids)]
+                encoded = encoded._replace(labels=np.asarray(kinds))
+            yield encoded
+
     options: dict[str, Any] = {"context": context, "batch_size": batch_size, "before": before}
     with counting("reading", limit, "tokens", shown=progress) as on_tokens:
-        measured = survey(model, reader, labels=len(reader.names), on_tokens=on_tokens, **options)
+        measured = survey(model, labelled(), labels=len(names), on_tokens=on_tokens, **options)
     if measured.loss.total == 0:
         raise UserError(
             "the text is empty: expected at least two tokens, one to predict another"
             if measured.trace.tokens - measured.windows * len(before) == 0
             else "the text is a single token: expected at least two, one to predict another"
         )
-    inspection = from_survey(
-        model, measured, name=name, source=source, context=context, kind=reader.kind, kinds=reader.names
-    )
-    return dataclasses.replace(
-        inspection,
-        example=None if example is None else show_example(model, tokenizer, example, context=context, kind=reader.kind),
-    )
+    inspection = from_survey(model, measured, name=name, source=source, context=context, kind=language, kinds=names)
+    if example is None:
+        return inspection
+    shown = show_example(model, tokenizer, example, context=context, kind=language)
+    return dataclasses.replace(inspection, example=shown)
 
 
 def from_survey(
@@ -211,32 +220,6 @@ def show_example(model: Model, tokenizer: Any, text: Text, *, context: int, kind
         "weights": [row[0, len(before) :].tolist() for row in trace.token_weights],
         "contribution": [row[0, len(before) :].tolist() for row in trace.token_contributions],
     }
-
-
-class _Reader:
-    """Documents as labelled tokens, up to `limit` of them."""
-
-    def __init__(self, tokenizer: Any, documents: Iterable[Text], kind: Kind, limit: int | None) -> None:
-        rest = iter(documents)
-        first = list(islice(rest, FIRST))
-        self.kind = guess_language("\n".join(one for one in first if isinstance(one, str))) if kind == "auto" else kind
-        self.names: Sequence[str] = KINDS[self.kind] if tokenizer is not None and tokenizer.is_fast else []
-        self.tokenizer, self.limit = tokenizer, limit
-        self.documents = chain(first, rest)
-
-    def __iter__(self) -> Iterator[Encoded]:
-        left = self.limit
-        for text in self.documents:
-            encoded = encode(self.tokenizer, text)
-            if self.names and isinstance(text, str):
-                encoded = encoded._replace(labels=np.asarray(kinds_of(text, encoded.offsets, self.kind)))
-            if left is not None:
-                encoded = encoded._replace(ids=encoded.ids[:left], labels=encoded.labels[:left])
-                left -= len(encoded.ids)
-            if len(encoded.ids):
-                yield encoded
-            if left == 0:
-                return
 
 
 def _by_label(measured: Survey, names: Sequence[str]) -> ByLabel | None:

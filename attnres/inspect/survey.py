@@ -112,6 +112,18 @@ def encode(tokenizer: Any, text: Text) -> Encoded:
     return Encoded(np.asarray(ids, dtype=np.int64), offsets, np.full(len(ids), -1))
 
 
+def read_documents(
+    tokenizer: Any, documents: Iterable[Text], limit: int | None = None
+) -> Iterator[tuple[Text, Encoded]]:
+    """Yield documents and their tokens, until `limit` tokens are read. Raises UserError as `encode`."""
+    left = limit
+    for text in documents:
+        encoded = encode(tokenizer, text)
+        yield text, encoded._replace(ids=encoded.ids[:left], labels=encoded.labels[:left])
+        if left is not None and (left := left - len(encoded.ids)) <= 0:
+            return
+
+
 def survey(
     model: Model,
     documents: Iterable[Encoded],
