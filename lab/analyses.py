@@ -206,8 +206,7 @@ def fitted(
         sigma = widened(math.sqrt(left / free), free) if free > 0 else math.nan
     if not math.isfinite(sigma):
         return Fitted(first, ())
-    draw = np.random.default_rng(seed)
-    redrawn = curve + sigma * draw.standard_normal((REFITS, len(curve)))
+    redrawn = curve + sigma * np.random.default_rng(seed).standard_normal((REFITS, len(curve)))
     return Fitted(first, tuple(fits(compute, redrawn, floor, unit)))
 
 

@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarForm
 from attnres.figures import style
 from attnres.figures.style import sheet
 from attnres.residuals import Read, Source
-from attnres.text import number, tick
+from attnres.text import tick
 
 LINE = 1.12
 """Room along an axis that a tick's name needs, as a multiple of its font size."""
@@ -295,9 +295,3 @@ def legend(figure: Figure, *axes: Axes) -> None:
     figure.set_figheight(figure.get_figheight() + 0.16 * (rows - 1))
     look: dict[str, Any] = {"fontsize": sheet().font + 0.5, "handlelength": 1.4, "columnspacing": 1.0}
     figure.legend(list(entries.values()), names, loc="outside upper left", ncols=columns, **look)
-
-
-def in_cell(value: float) -> str:
-    """Return a number with two digits and without the leading zero, for a table's cell: .07, 1, -.3."""
-    text = number(value, 2).replace("0.", ".", 1)
-    return {"1.00": "1", ".00": "0"}.get(text, text)
