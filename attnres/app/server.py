@@ -115,10 +115,10 @@ def is_loopback(address: str) -> bool:
     return known is not None and known.is_loopback
 
 
-def own_names(*given: str) -> set[str]:
-    """Return names of this machine: those given, its host name, and its name on the local network."""
-    own = socket.gethostname()
-    names = (*given, own, socket.getfqdn(), f"{own.partition('.')[0]}.local")
+def own_names(*others: str) -> set[str]:
+    """Return names of this machine: `others`, its host name, and its name on the local network."""
+    host_name = socket.gethostname()
+    names = (*others, host_name, socket.getfqdn(), f"{host_name.partition('.')[0]}.local")
     return {name.lower().rstrip(".") for name in names}
 
 

@@ -99,8 +99,8 @@ class App(CorpusConfig):
 def _app(options: App) -> None:
     from attnres.app import serve
 
-    given = fields_of(options)
-    serve(given.pop("models"), browser=given.pop("open"), **given)
+    values = fields_of(options)
+    serve(values.pop("models"), browser=values.pop("open"), **values)
 
 
 @dataclass

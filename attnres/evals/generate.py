@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from attnres.device import in_turn, spread
 from attnres.errors import UserError, foreign
-from attnres.evals.config import Dtype, GenerateConfig
+from attnres.evals.config import Dtype, GenerateConfig, Sampling
 from attnres.evals.decoding import Replays, decode_rate, why_not_captured
 from attnres.head import evaluating
 from attnres.inspect.contribution import Contributions
@@ -189,45 +189,7 @@ def _last(values: Tensor) -> Tensor:
     return values.flatten(0, -2)[-1:]
 
 
-# ------------------------------------------------------------------ sampling
-
-
-LOWEST = 1e-6
-"""Lowest temperature: dividing logits by it gives no infinity."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. None takes the model's setting (generation_config.json).
-
-    Attributes:
-        greedy: always the likeliest token, after the model's own penalties (a repetition penalty).
-        temperature: divides the logits; at least `LOWEST`.
-        top_k: sample from the k likeliest tokens.
-        top_p: sample from the likeliest tokens whose probabilities sum to p.
-        seed: seed of the sampling; the global random state does not change.
-    """
-
-    greedy: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise UserError for impossible values."""
-        if self.greedy and any(value is not None for value in (self.temperature, self.top_k, self.top_p)):
-            raise UserError("greedy takes the likeliest token: leave out temperature, top_k and top_p, or greedy")
-        if self.temperature is not None and not LOWEST <= self.temperature < float("inf"):
-            raise UserError(
-                f"temperature is {self.temperature}: expected {LOWEST} or more, or greedy for the likeliest token"
-            )
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed is {self.seed}: expected a whole number from 0 to {2**63 - 1}")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}: expected a whole number, at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}: expected a number above 0, at most 1")
+# ------------------------------------------------------------------ one text
 
 
 def generate(
@@ -261,7 +223,7 @@ def generate(
     Raises:
         UserError: see `Speaker.encode`, `Sampling.check`, `open_checkpoint`.
     """
-    sampling = Sampling(greedy, temperature, top_k, top_p, seed)
+    sampling = Sampling(greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     sampling.check()
     _check_length(max_new_tokens)
     if isinstance(model, Speaker):
@@ -289,9 +251,9 @@ def speak(config: GenerateConfig) -> None:
         "device": config.device,
         "trust_remote_code": config.trust_remote_code,
     }
-    Sampling(config.greedy, config.temperature, config.top_k, config.top_p, config.seed).check()
+    config.check()
     _check_length(config.max_new_tokens)
-    names = ("max_new_tokens", "greedy", "temperature", "top_k", "top_p", "seed", "chat")
+    names = ("max_new_tokens", "chat", *(one.name for one in fields(Sampling)))
     how: dict[str, Any] = {name: getattr(config, name) for name in names}
     first = open_speaker(config.model, **options)
     second = open_speaker(config.beside, **options) if config.beside is not None else None

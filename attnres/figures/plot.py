@@ -129,9 +129,8 @@ def plain(text: str) -> str:
 def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches: float) -> None:
     """Set ticks at `places` with their names. If not all names fit, even in the sheet's `smallest` font, only every
     third, fifth, ... place has a tick, so that attention and MLPs are both named; the last place always has one.
-    `inches`: room along the axis. A name needs the height of its letters along the axis.
 
-    `inches`: room along the axis. A name beside an axis needs the height of its letters, whichever way it is turned.
+    `inches`: room along the axis. A name needs the height of its letters there, whichever way it is turned.
     """
     room = inches / max(1, len(places))
     size = min(sheet().font, max(sheet().smallest, 72 * room / LINE))
@@ -277,11 +276,8 @@ def from_zero(ax: Axes) -> None:
 
 
 def legend(figure: Figure, *axes: Axes) -> None:
-    """Draw one legend above the whole figure, if there are several lines; the figure grows by the legend's rows. Lines
-    are collected from all axes.
-
-    A line that some axes lack is taken from others.
-    """
+    """Draw one legend above the whole figure, if there are several lines, of the lines of all axes; the figure grows by
+    the legend's rows."""
     entries: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):

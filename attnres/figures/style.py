@@ -143,7 +143,7 @@ def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, An
     free one; a new dash for each further label of a colour, and then darker and lighter shades of it.
 
     Residuals without a colour of their own share a few colours that are hard to tell from the others, so each also has
-        a dash.
+    a dash.
     """
     result: dict[str, dict[str, Any]] = {}
     free: dict[str, str] = {}

@@ -97,12 +97,12 @@ def token_attention(model: Any, text: Text, *, position: int | None = None) -> T
     at = None if position is None else position_of(position, ids.shape[1])
     with evaluating(model), torch.no_grad(), weights_shown(model), _summed_up(model, at) as (summaries, heads):
         out = model(input_ids=ids, use_cache=False, output_attentions=True)
-    given = out.attentions or ()
-    if all(one is None for one in given):
+    attentions = out.attentions or ()
+    if all(one is None for one in attentions):
         raise UserError(f"{type(model).__name__} shows no weights of its attention over tokens")
-    layers = attending_layers(model.config, len(given))
+    layers = attending_layers(model.config, len(attentions))
     shown, apart = {}, []
-    for layer, one in zip(layers, given, strict=True):
+    for layer, one in zip(layers, attentions, strict=True):
         if one is None:
             continue
         place = next((i for i, summary in enumerate(summaries) if one is summary), None)

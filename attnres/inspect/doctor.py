@@ -133,10 +133,10 @@ def examine(
     """
     residual = find_residual(model)
     optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    found = [*_parameters(model, residual), *_optimizers(model, residual, list(optimizers)), *_queries(residual)]
+    findings = [*_parameters(model, residual), *_optimizers(model, residual, list(optimizers)), *_queries(residual)]
     if example is not None:
-        found += _passes(model, residual, example)
-    return found
+        findings += _passes(model, residual, example)
+    return findings
 
 
 def _names(residual: Residual, chosen: Callable[[nn.Parameter], bool]) -> list[str]:
@@ -241,11 +241,11 @@ def _passes(model: nn.Module, residual: Residual, example: Any) -> list[Finding]
         parameter.grad = None
     try:
         model.train()
-        found = list(_trained(model, residual, lambda: model(*args, **kwargs)))  # first: recording breaks graphs too
+        findings = list(_trained(model, residual, lambda: model(*args, **kwargs)))  # first: recording breaks graphs too
         model.eval()
         with torch.no_grad(), record(model) as trace:
             model(*args, **kwargs)
-        return [*found, *_read(residual, trace)]
+        return [*findings, *_read(residual, trace)]
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad

@@ -86,12 +86,12 @@ def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: 
 
 def _linked(sections: list[str]) -> list[str]:
     """Return the sections, preceded by a list of links to their headings if there are several."""
-    names = [unescape(found[1]) for text in sections if (found := re.search(r"<h2>(.*?)</h2>", text))]
+    names = [unescape(h2[1]) for text in sections if (h2 := re.search(r"<h2>(.*?)</h2>", text))]
     if len(names) < 3:
         return sections
     links = "".join(f'<li><a href="#{anchor(name)}">{escape(name)}</a></li>' for name in names)
     parts = [
-        re.sub(r"<h2>(.*?)</h2>", lambda found: f'<h2 id="{anchor(unescape(found[1]))}">{found[1]}</h2>', text, count=1)
+        re.sub(r"<h2>(.*?)</h2>", lambda h2: f'<h2 id="{anchor(unescape(h2[1]))}">{h2[1]}</h2>', text, count=1)
         for text in sections
     ]
     return [f'<nav aria-label="Contents"><ol>{links}</ol></nav>', *parts]
