@@ -1,11 +1,13 @@
 """`attnres plan`: estimate what layouts of GPUs cost, before anything is started."""
 
+import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from attnres.errors import UserError
+from attnres.errors import UserError, unknown
+from attnres.files import user_path
 from attnres.flags import NAMED_SIZES, Settings, Size, parse
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ def _model(options: PlanOptions, device: str) -> Any:
 
     size = options.model or "nano"
     if isinstance(size, str) and size not in SIZES:
+        if not user_path(size).exists() and difflib.get_close_matches(size.lower(), SIZES, cutoff=0.8):
+            raise unknown("size", size, SIZES)  # a name on the hub is looked up otherwise
         if options.vocab_size is not None:
             raise UserError(f"vocab_size is given and {size} is a model, which has a vocabulary already: leave it out")
         return build_shapes(size, options.residual, options.settings, device)

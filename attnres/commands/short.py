@@ -140,8 +140,7 @@ class Prepare:
     source: str = "stdlib"
     """stdlib (Python's own sources), a file or folder (.txt, .md, .jsonl, .json, .csv, .parquet, .arrow, .py and other
     code; text also as .gz or .zst; what datasets.save_to_disk wrote), a pattern ('data/**/*.txt'),
-    hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several: mix:SOURCE,SOURCE is all of each, mix:SOURCE=3,SOURCE=1 mixes
-    them by these weights until one is used up. Of a folder the split train is read; a line says what is left out."""
+    hub:NAME[:CONFIG[:SPLIT]] or task:NAME. Of a folder the split train is read; a line says what is left out."""
     tokenizer: str = "bpe:4096"
     """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name."""
     column: str = "text"
@@ -151,10 +150,8 @@ class Prepare:
     limit: int | None = None
     """Read at most this many characters of the source; none reads all."""
     out: str | None = None
-    """Folder for the shards; none is one in the cache."""
-    workers: int = 1
-    """Processes that tokenise; the data do not depend on their number. With several, an interrupted command continues
-    when it is given again. What was read of the hub under a limit is not read again."""
+    """Folder for the shards; none is one in the cache. What was read of the hub under a limit is stored beside it, and
+    not read again by an interrupted command that is given again."""
 
 
 def _prepare(options: Prepare) -> None:
