@@ -8,7 +8,7 @@ import tyro
 
 from attnres.errors import UserError, unknown
 from attnres.files import user_path
-from attnres.flags import Settings, Size, parse
+from attnres.flags import NAMED_SIZES, Settings, Size, parse
 
 if TYPE_CHECKING:
     from attnres.scale.plan import Planned
@@ -27,9 +27,13 @@ class PlanOptions:
     sends, from the same table.
     """
 
-    model: Annotated[tyro.conf.Positional[Size], tyro.conf.arg(metavar="MODEL")] = "nano"
-    """pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, kimi-nano, kimi-48b, k3-nano, k3-2.8t, a mapping {family:
-    qwen3, hidden_size: 64, ...}, or the folder, run or hub name of a model, of which config.json is read."""
+    model: Annotated[
+        tyro.conf.Positional[Size],
+        tyro.conf.arg(
+            metavar="MODEL",
+            help=f"{NAMED_SIZES}; or the folder, run or hub name of a model, of which config.json is read.",
+        ),
+    ] = "nano"
     gpus: int = 8
     """Number of GPUs."""
     residual: str | None = None

@@ -16,6 +16,7 @@ from attnres.errors import UserError, unknown
 from attnres.evals.config import EvalConfig, GenerateConfig
 from attnres.files import user_path
 from attnres.flags import Settings, fields_of, parse
+from attnres.folders import refuse_other
 from attnres.inspect.config import CorpusConfig, InspectConfig, LookConfig, SearchConfig
 
 
@@ -88,7 +89,7 @@ class App(CorpusConfig):
     host: str = "127.0.0.1"
     """Address to serve on; 127.0.0.1 is this machine alone. Anyone who can reach another address can use the models."""
     port: int = 7860
-    """Port to serve on."""
+    """Port to serve on; 0 is any that is free."""
     names: tuple[str, ...] = ()
     """With --host: other host names that requests may have, such as a proxy's or a container's."""
     open: bool = False
@@ -98,8 +99,8 @@ class App(CorpusConfig):
 def _app(options: App) -> None:
     from attnres.app import serve
 
-    given = fields_of(options)
-    serve(given.pop("models"), browser=given.pop("open"), **given)
+    values = fields_of(options)
+    serve(values.pop("models"), browser=values.pop("open"), **values)
 
 
 @dataclass
@@ -123,8 +124,12 @@ def _report(options: Report) -> None:
     out = user_path(options.out) if options.out else folders[0] if len(folders) == 1 else Path("report")
 
     from attnres.report.page import show
+    from attnres.report.runs import load_study
 
-    show(*folders, out=out, images=options.images)
+    study = load_study(*folders)
+    if not any(folder.resolve() == out.resolve() for folder in folders):
+        refuse_other(out, "report")
+    show(study, out, options.images)
 
 
 @dataclass

@@ -19,9 +19,8 @@ class ModelConfig:
     """Which model is trained."""
 
     size: str | dict[str, Any] | None = None
-    """Named size (pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, kimi-nano, kimi-48b, k3-nano, k3-2.8t); in a
-    file also a mapping {family: qwen3, hidden_size: 64, ...}; none is nano, or with finetune.init_from the size of that
-    model."""
+    """Named size (a key of `attnres.models.build.SIZES`), or a mapping {family: qwen3, hidden_size: 64, ...}; none is
+    nano, or with finetune.init_from the size of that model."""
     residual: str = "block"
     """How sublayers read earlier outputs: a mechanism's name, or FILE.py:CLASS for one of your own file."""
     residual_file: str | None = None
