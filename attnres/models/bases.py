@@ -307,7 +307,7 @@ def checkpoint_activations(model: Any, how: str) -> None:
 
     Args:
         how: "none"; "layer" stores the input of each layer, the stream; "sublayer" stores the normed input of each
-            attention and MLP, and what the stream itself saves; "reads" recomputes only the reads.
+            attention and MLP, and what the stream itself saves; "reads" recomputes only reads and parallel streams.
 
     Raises:
         UserError: its layers do not support checkpointing, or have no attention and no MLP.
@@ -326,7 +326,7 @@ def checkpoint_activations(model: Any, how: str) -> None:
             if not found:
                 raise UserError(f"no attention and no MLP is found in {type(layer).__name__}: choose layer or reads")
             for mixer in found:
-                mixer.forward = functools.partial(_made_again, mixer, mixer.forward)
+                mixer.forward = functools.partial(_recomputed, mixer, mixer.forward)
     elif how == "reads":
         model.residual.recompute_reads = True
 
@@ -346,7 +346,7 @@ def mixers(part: nn.Module, reads: Sequence[str]) -> Iterator[nn.Module]:
             yield child
 
 
-def _made_again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a module's own forward; in training, recompute its inside in the backward pass (activation
     checkpointing)."""
     if not (module.training and torch.is_grad_enabled()):

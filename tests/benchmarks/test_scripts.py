@@ -11,7 +11,6 @@ import generate
 import harness
 import loss
 import muon
-import prepare
 import pytest
 import reads
 import stack
@@ -213,16 +212,3 @@ def test_losses_of_a_large_vocabulary_are_timed_beside_those_of_all_logits(monke
     rows = loss.measure(options, ["whole", "chunked"])
     assert (rows["whole"]["ratio"], rows["whole"]["rounds"]) == (1, 3) and rows["chunked"]["median_s"] > 0
     assert rows["chunked"]["peak_ratio"] == pytest.approx(2 / 3) and rows["chunked"]["taken_ratio"] == 0.5
-
-
-def test_prepare_times_workers_that_make_the_same_tokens(tmp_path, monkeypatch, capsys):
-    (tmp_path / "text").mkdir()
-    for number in range(4):
-        (tmp_path / "text" / f"{number}.txt").write_text(f"{number} words of a text. " * 500)
-    out = tmp_path / "prepare.json"
-    words = ["prepare.py", "--source", str(tmp_path / "text"), "--workers", "1", "2", "--rounds", "1"]
-    monkeypatch.setattr("sys.argv", [*words, "--out", str(out)])
-    prepare.main()
-    rows = json.loads(out.read_text())["workers"]
-    assert list(rows) == ["1", "2"] and rows["1"]["speedup"] == 1.0 < rows["1"]["tokens_per_s"]
-    assert "2 workers" in capsys.readouterr().out
