@@ -24,11 +24,11 @@ from attnres.ops.backend import (
 )
 from attnres.ops.gpu.launch import (
     DTYPES,
-    REGISTERS,
     Launch,
     laid_out,
     multiprocessors,
     power_of_two,
+    registers_for,
     rows,
     shared_memory,
     warps_for,
@@ -226,7 +226,7 @@ def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[La
         "SEALED": joined,
         "ROUNDED": doutput is not None and doutput.dtype != torch.float32,
     }
-    options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
+    options = {"num_warps": warps, "num_stages": 1, "maxnreg": registers_for(warps, resident)}
     return [Launch(merge_rows_backward, programs, arguments, constants, options)], (grads, shares)
 
 
