@@ -146,15 +146,16 @@ def program_of(reads: BankReads) -> Program | str:
                 if before is None:
                     return f"read {index} has a sum that no earlier read began"
             over, ends = before in sums and last_use.get(former, -1) < index, key in ended[index]
-            if over and not ends:
+            if before is not None and over and not ends:
                 target = before
-            elif before is not None and not ends and free:
+            elif before is not None and free and not ends:
                 target = free.pop()
             else:
                 target, count = count, count + 1
-                sums += [] if before is None else [target]
-                sealed |= {target} if ends and before is not None else set()
-            free += [before] if over and ends else []
+                if before is not None:
+                    sums.append(target)
+                    sealed |= {target} if ends else set()
+                    free += [before] if over and ends else []
             row_of[key] = target
         if any(after == index for after, *_ in last_use):
             keeps, count = count, count + 1

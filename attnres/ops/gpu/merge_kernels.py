@@ -112,13 +112,12 @@ def merge_row(
     DTYPE: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """Compute x of one token, and the values that the backward needs (`MergeSaved`). SLOTS: the power of two that holds
-    K. Absent tensors are None."""
+    K. TOGETHER: open sources whose sums are exchanged between warps at once. Absent tensors are None."""
     t = tl.program_id(0).to(tl.int64)
     tokens = tl.num_programs(0).to(tl.int64)
-    # Rows whose sums are exchanged together. One warp exchanges nothing; a wide row leaves no registers.
-    TOGETHER: tl.constexpr = 2 if (BLOCK >= 1024 and BLOCK <= WIDE) else 1
     if K > 0:
         following = _rows(opens, open_strides, t, 0, K, TOGETHER, D, BLOCK)
     if added is not None:
@@ -238,18 +237,17 @@ def merge_rows_backward(
     DTYPE: tl.constexpr,
     SEALED: tl.constexpr,
     ROUNDED: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """Compute the gradients of this program's tokens, and its rows of `shares`: one for each gradient of query, weight
     and bias that exists, programs * D elements apart. Absent tensors are None; an absent h is recomputed, rounded to
     DTYPE before a norm. SEALED: there are sealed sources beside open ones. BIASED: there is a bias. ROUNDED: doutput is
-    narrower than fp32.
+    narrower than fp32. TOGETHER: as in `merge_row`.
 
     ds_j = p_j (<dh, v_j> - delta),  dv_j = p_j dh + ds_j r_j (q - s_j r_j v_j / d),  delta = <dh, h>
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    # Rows whose sums are exchanged together: those in shared memory, or in registers anyway.
-    TOGETHER: tl.constexpr = 4 if (BLOCK >= 512 and BLOCK <= WIDE and (STAGES > 1 or h is None)) else 1
     if K > 0:
         span = tl.cast(tokens, tl.int64) * K  # elements of each of weights, scores and inv_rms
         if STAGES > 1:
