@@ -207,6 +207,7 @@ def of_several_warps(monkeypatch):
     replay._REPLAYS.clear()
 
 
+@pytest.mark.quick("5-*")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k,sealed", [(2, True), (5, True), (9, False)])
 def test_sources_summed_in_one_exchange(k, sealed, dtype, of_several_warps):
