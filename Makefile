@@ -3,7 +3,8 @@
 # make study   a study of the laboratory, e.g. ARGS="noise --preset micro"; without ARGS the studies there are
 # make test    set up the rest, then the tests, with lint and types beside them
 # make test-all    the tests that make test leaves out because they take long: those with the marker long, the other cases of
-#              those with the marker quick, and of make integrations what takes seconds
+#              those with the marker quick, and of make integrations what takes seconds; SECONDS=2400 begins no long test
+#              after so many, in an order of files that each commit shuffles anew
 # make bench   the speed of a training step, beside the plain model, the standard residual and the naive read
 # make docs    the documentation site, into build/site
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
@@ -84,8 +85,9 @@ test: .venv/ready
 	$(PYTEST); tests=$$?; wait $$beside; lint=$$?; \
 	[ $$lint = 0 ] || cat build/lint.txt; exit $$((tests ? tests : lint))
 
+SEED ?= $(shell git log -1 --format=%h)
 test-all: .venv/ready build/integrations/ready
-	$(PYTEST) -m long
+	$(PYTEST) -m long $(if $(SECONDS),--seconds $(SECONDS) --seed $(SEED))
 	$(PYTEST) -m "integrations and not long" integrations
 
 docs: .venv/docs

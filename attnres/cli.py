@@ -52,9 +52,6 @@ COMMANDS = {
 }
 """Name and purpose of each subcommand."""
 
-OWN_FILE = ("train", "compare", "convert", "plan", "mechanisms", "doctor", "env")
-"""Subcommands with a module of their own in `attnres.commands`; the others are in `short`."""
-
 _HELP = """\
 usage: attnres [-h] [--version] COMMAND [OPTIONS]
 
@@ -153,10 +150,12 @@ def _dispatch(arguments: list[str]) -> None:
 
         print(f"attnres {__version__}")
     elif name in COMMANDS:
-        if name in OWN_FILE:
-            importlib.import_module(f"attnres.commands.{name}").run(rest)
+        from attnres.commands import short
+
+        if name in short.CALLS:
+            short.run(name, rest)
         else:
-            importlib.import_module("attnres.commands.short").run(name, rest)
+            importlib.import_module(f"attnres.commands.{name}").run(rest)
     elif name == "study":
         raise UserError("studies are in lab/ of the repository, not in the package: run python -m lab in a clone")
     elif name.startswith("-"):

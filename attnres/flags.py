@@ -47,6 +47,12 @@ def _settings_from(words: list[str]) -> dict[str, Setting]:
     return {name: setting_value(value) for name, _, value in (word.partition("=") for word in words)}
 
 
+NAMED_SIZES = (
+    "pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, kimi-nano, kimi-48b, k3-nano, k3-2.8t, or a mapping "
+    "{family: qwen3, hidden_size: 64, ...}"
+)
+"""For the help of options that take a size; `attnres.models.build.SIZES` would import torch."""
+
 # Both hold a mapping, for which tyro would otherwise make a flag for each key.
 Size = Annotated[
     str | dict[str, Any] | None,

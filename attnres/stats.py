@@ -6,7 +6,6 @@ exclude 0 or a published effect. Unknown values are NaN."""
 import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -382,20 +381,3 @@ def judged(effects: Sequence[Effect], planned: Sequence[bool], comparisons: int 
     for index, level in zip(unplanned, holm([*(leveled[index].p for index in unplanned), *[math.nan] * missing])):
         leveled[index] = leveled[index]._replace(level=level)
     return leveled
-
-
-def pooled(estimates: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Pool estimates (sigma, degrees of freedom) of one standard deviation; NaN and 0 if none is known.
-
-    >>> pooled([(1.0, 3), (3.0, 1), (math.nan, 0)])
-    (1.7320508075688772, 4)
-    """
-    known = [(sigma, degrees) for sigma, degrees in estimates if degrees]
-    total = sum(degrees for _, degrees in known)
-    squares = sum(sigma**2 * degrees for sigma, degrees in known)
-    return (math.sqrt(squares / total), total) if total else (math.nan, 0)
-
-
-def widened(sigma: float, degrees: float) -> float:
-    """Return the standard deviation of a normal distribution whose 95 % interval equals that of Student's t."""
-    return sigma * t_quantile(0.975, degrees) / NormalDist().inv_cdf(0.975) if degrees > 0 else math.nan

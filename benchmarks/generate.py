@@ -19,7 +19,7 @@ from harness import DTYPES
 
 from attnres import UserError, convert
 from attnres.device import Spread, in_turn, spread
-from attnres.evals.speaker import decode_rate
+from attnres.evals.decoding import decode_rate
 from attnres.models import SIZES, build_plain
 from attnres.models.open import open_checkpoint
 from attnres.training.environment import tune

@@ -14,6 +14,9 @@ memory and threads.
 """
 
 import argparse
+import ast
+import functools
+import hashlib
 import io
 import os
 import re
@@ -31,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnres import ops
 from attnres.ops.backend import MergeGradInputs, MergeInputs, ReadGradInputs, ReadInputs
 from attnres.ops.norms import Norm
 
@@ -45,6 +49,7 @@ PARTITIONS, REGISTER_UNIT = 4, 256  # a warp lives in one partition; registers c
 DIVISIBLE = [["tt.divisibility", 16]]
 
 
+RECORD = Path(__file__).parent / "results" / "sm90.json"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -84,6 +89,7 @@ class Built:
         dots: tensor-core instructions. barriers: at which the warps of a program wait for each other.
         ctas, occupancy: CTAs on a multiprocessor, and resident warps as a share of the most possible.
         seconds: to compile, ptxas included.
+        digest: of what it was compiled from.
     """
 
     name: str
@@ -103,6 +109,7 @@ class Built:
     ctas: int
     occupancy: float
     seconds: float
+    digest: str
 
 
 def occupancy(registers: int, shared: int, warps: int) -> int:
@@ -138,6 +145,27 @@ def source_of(specimen: Specimen) -> Any:
     for i, (name, kind) in enumerate(signature.items()):
         place((i,), kind, name, specimen.constants.get(name))
     return ASTSource(specimen.kernel, signature, constants, attributes)
+
+
+@functools.cache
+def code() -> str:
+    """The code of all kernels, without comments and docstrings."""
+    modules = []
+    for path in sorted((Path(ops.__file__).parent / "gpu").glob("*kernels.py")):
+        module = ast.parse(path.read_text("utf-8"))
+        for node in ast.walk(module):
+            if isinstance(node, ast.FunctionDef | ast.Module) and ast.get_docstring(node) is not None:
+                del node.body[0]
+        modules.append(ast.dump(module))
+    return "".join(modules)
+
+
+def digest(specimen: Specimen) -> str:
+    """A hash of a specimen and of what it is compiled from: the kernels' code and the version of Triton."""
+    import triton
+
+    of = (specimen._replace(kernel=specimen.kernel.fn.__name__), triton.__version__)
+    return hashlib.sha256(f"{code()}{of}".encode()).hexdigest()[:16]
 
 
 def tool(name: str) -> str:
@@ -204,6 +232,7 @@ def build(specimen: Specimen, sass: Path | None = None) -> Built:
         ctas=ctas,
         occupancy=ctas * warps / MAX_WARPS,
         seconds=round(time.perf_counter() - started, 2),
+        digest=digest(specimen),
     )
 
 

@@ -27,7 +27,6 @@ def commands(material: Material, out: Path) -> dict[str, list[str]]:
     return {
         "train": material.train(out, "--resume"),
         "prepare": prepare,
-        "prepare in parts": [*prepare, "--workers", "2"],
         "convert": ["convert", str(material.plain), str(out), "--residual", "full"],
         "inspect": ["inspect", str(material.run), "--text", "stream read", "--out", str(out), "--no-progress"],
         "figures": ["figures", str(material.run / "inspection.json"), str(out), "--formats", "png"],

@@ -58,9 +58,6 @@ class StudyOptions:
     adopt: tuple[str, ...] = ()
     """Folders, and files runs.jsonl, whose runs are reused, finished or with a checkpoint, if one of the study has
     their configuration and data. Finished runs of the other studies in OUT/PRESET are reused without being named."""
-    runs: tuple[str, ...] = ()
-    """Of one study, the runs to start, as ARM/RUN with * for any letters, e.g. 'own/block*'; none is all of them.
-    --dry-run lists the arms known so far."""
     allow_different: bool = False
     """Continue runs that were begun with other arithmetic (another torch, CPU or build of the C kernels); their results
     then differ in the last bits."""
@@ -141,8 +138,6 @@ def _setting(options: StudyOptions, out: Path) -> "Setting":
         raise UserError(f"jobs is {options.jobs}: expected 1 or more runs at a time")
     if options.budget is not None and not 0 < options.budget < math.inf:
         raise UserError(f"budget is {options.budget}: expected hours, a number above 0")
-    if options.runs and (len(options.name) > 1 or "all" in options.name):
-        raise UserError("--runs applies to one study: name one")
     images = None if options.images is None else str(user_path(options.images).resolve())
     if images is not None and not Path(images).exists():
         raise UserError(f"images '{options.images}' does not exist: give a folder or an archive with train/CLASS/*.jpg")
@@ -191,7 +186,6 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: StudyOption
         until=until,
         run=executor,
         here=options.executor == "local",
-        only=options.runs,
     )
     with unpacked(user_path(path) for path in options.adopt) as adopted:
         if options.dry_run:

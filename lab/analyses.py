@@ -1,17 +1,38 @@
 """Arithmetic of studies: selection of candidates, trends of a gap, the minimum of a curve, and saved compute."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
 from attnres.savings import PowerLaw, fit, fits
-from attnres.stats import Effect, widened
+from attnres.stats import Effect, t_quantile
 
 VALLEYS, REFITS = 400, 2000
 """Number of redrawn losses whose percentiles give intervals."""
 PERCENT = (2.5, 97.5)
+
+# ------------------------------------------------------------------ noise
+
+
+def pooled(estimates: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Pool estimates (sigma, degrees of freedom) of one standard deviation; NaN and 0 if none is known.
+
+    >>> pooled([(1.0, 3), (3.0, 1), (math.nan, 0)])
+    (1.7320508075688772, 4)
+    """
+    known = [(sigma, degrees) for sigma, degrees in estimates if degrees]
+    total = sum(degrees for _, degrees in known)
+    squares = sum(sigma**2 * degrees for sigma, degrees in known)
+    return (math.sqrt(squares / total), total) if total else (math.nan, 0)
+
+
+def widened(sigma: float, degrees: float) -> float:
+    """Return the standard deviation of a normal distribution whose 95 % interval equals that of Student's t."""
+    return sigma * t_quantile(0.975, degrees) / NormalDist().inv_cdf(0.975) if degrees > 0 else math.nan
+
 
 # ------------------------------------------------------------------ candidates
 
@@ -185,8 +206,7 @@ def fitted(
         sigma = widened(math.sqrt(left / free), free) if free > 0 else math.nan
     if not math.isfinite(sigma):
         return Fitted(first, ())
-    draw = np.random.default_rng(seed)
-    redrawn = curve + sigma * draw.standard_normal((REFITS, len(curve)))
+    redrawn = curve + sigma * np.random.default_rng(seed).standard_normal((REFITS, len(curve)))
     return Fitted(first, tuple(fits(compute, redrawn, floor, unit)))
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.progress import Bars, grid, say, wide
-from attnres.text import label_and_seed, listed
+from attnres.text import label_and_seed
 from attnres.training.checkpoint import kept
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.records import TIMES
@@ -58,14 +57,13 @@ from lab.store import (
 
 @dataclass(frozen=True)
 class ExecutionOptions:
-    """Options of a study: executor, number of jobs, which runs.
+    """Options of a study: executor, number of jobs, time.
 
     Attributes:
         say: console for progress.
         jobs: parallel runs; None is one a core or GPU. until: no run begins after this moment (`time.monotonic`).
         run: the executor; None is processes on this machine. here: whether runs are on this machine; otherwise nothing
             is timed, and devices are not checked.
-        only: patterns of ARM/RUN with * and ?; other runs are not started.
     """
 
     say: Console
@@ -73,26 +71,10 @@ class ExecutionOptions:
     until: float = math.inf
     run: Runner | None = None
     here: bool = True
-    only: Sequence[str] = ()
-
-    def wants(self, arm: Arm, name: str) -> bool:
-        """Return whether a run of an arm matches the patterns."""
-        return not self.only or any(fnmatchcase(f"{arm.name}/{name}", pattern) for pattern in self.only)
-
-    def check(self, design: Design, arms: Sequence[Arm]) -> None:
-        """Raise UserError for a pattern that matches no run of a study's arms."""
-        names = [f"{arm.name}/{name}" for arm in arms for name in names_of(arm)]
-        for pattern in self.only:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise UserError(
-                    f"no run of the study {design.name} is called '{pattern}' by now: expected ARM/RUN, * for any "
-                    f"letters, such as {names[0]}, of the arms {listed([arm.name for arm in arms])}"
-                )
 
     def times(self, arm: Arm) -> bool:
         """Return whether the steps of an arm's variants are to be timed."""
-        timed = self.here and arm.compare is not None and arm.compare.timing_s > 0
-        return timed and any(self.wants(arm, name) for name in names_of(arm))
+        return self.here and arm.compare is not None and arm.compare.timing_s > 0
 
 
 def conduct(
@@ -105,8 +87,7 @@ def conduct(
             data. Finished runs of other studies in the same folder are reused without being named.
 
     Raises:
-        UserError: something cannot run, the folder holds something else, or no run matches a pattern (so far: some arms
-            depend on finished runs); finished runs stay.
+        UserError: something cannot run, or the folder holds something else; finished runs stay.
         Interrupted: Ctrl-C or SIGTERM; the same command continues.
     """
     folder = refuse_other(setting.folder(design.name), "study")
@@ -117,8 +98,11 @@ def conduct(
         refuse_other_material(folder, design, setting)
         record = stack.enter_context(recorded(folder, asked(design, setting)))
         arms, measured = survey(design, setting)
-        options.check(design, arms)
-        while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder, options)]:
+        while left := [
+            arm
+            for arm in arms
+            if not measured.complete(arm.name) or (options.times(arm) and not (folder / arm.name / TIMES).is_file())
+        ]:
             before = measured.finished
             try:
                 runs = sum(map(len, measured.planned.values()))
@@ -135,11 +119,6 @@ def conduct(
         if outcome.not_used:
             options.say.print(f"Not used: {outcome.not_used}.", highlight=False)
         return outcome
-
-
-def _is_untimed(arm: Arm, folder: Path, options: ExecutionOptions) -> bool:
-    """Return whether the steps of an arm's variants are still to be timed."""
-    return options.times(arm) and not (folder / arm.name / TIMES).is_file()
 
 
 @dataclass
@@ -183,17 +162,14 @@ class _Pass:
                 else:
                     self._train(arm, stored, own_runs, stack)
             wanted = {(arm.name, name) for arm in arms if not arm.started_from for name in names_of(arm)}
-            self._refuse_losses([f"{arm}/{name}" for arm, name in self.archived if (arm, name) in wanted])
+            archived = [f"{arm}/{name}" for arm, name in self.archived if (arm, name) in wanted]
+            if lost := [name for name in archived if not has_ended(self.folder / name)]:
+                raise UserError(
+                    f"{self.folder / ARCHIVE} would lose runs that this command does not reuse ({len(lost)}, "
+                    f"{lost[0]} for one: of other data or another configuration): choose another --out"
+                )
             self.record.write()
             self._run({self.folder / arm.name / name: arm.measure for arm in arms for name in names_of(arm)})
-
-    def _refuse_losses(self, names: Sequence[str]) -> None:
-        """Refuse to train runs (ARM/RUN) again that are finished and only in runs.jsonl. Raises UserError."""
-        if lost := [name for name in names if not has_ended(self.folder / name)]:
-            raise UserError(
-                f"{self.folder / ARCHIVE} would lose runs that this command does not reuse ({len(lost)}, {lost[0]} for "
-                "one: of other data or another configuration): choose another --out"
-            )
 
     def _run(self, measures: dict[Path, str]) -> None:
         """Time, run and measure; `measures`: the function that measures each run, by its folder, "" for none."""
@@ -202,8 +178,10 @@ class _Pass:
         for work, seconds in self.timed:
             if time.monotonic() < self.options.until:
                 time_steps(work, seconds, self.options.say)
+        # Seed by seed, so that a complete study of one seed is available first.
+        children = sorted(self.children, key=lambda child: (label_and_seed(child.folder.name) or ("", 0))[1])
         train_all(
-            sorted(self.children, key=_seed),  # seed by seed, so that a complete study of one seed is available first
+            children,
             self.done,
             jobs=self.options.jobs or min(self.jobs, default=cores()),
             say=self.options.say,
@@ -230,8 +208,11 @@ class _Pass:
         for child in work.children:
             run = work.plan.runs[child.name]
             request = _request(run)
-            if self.options.wants(arm, child.name) and not ended(child.folder) and request not in self.asked_for:
-                self.children.append(self._of_study(arm, child, run))
+            if not ended(child.folder) and request not in self.asked_for:
+                first = branch_step(run) if arm.trunk and child.folder.exists() else 0
+                size = _size(arm, self.setting, child.name)
+                name = f"{arm.name}/{child.name}"
+                self.children.append(dataclasses.replace(child, name=name, is_alone=True, size=size, first=first))
                 self.asked_for.add(request)
         self.done += [
             Ended(f"{arm.name}/{name}", _size(arm, self.setting, name), wall) for name, wall in work.walls.items()
@@ -239,12 +220,6 @@ class _Pass:
         self.jobs.append(work.jobs)
         if self.options.times(arm):
             self.timed.append((work, arm.compare.timing_s))
-
-    def _of_study(self, arm: Arm, child: Child, run: TrainConfig) -> Child:
-        """Return the child of an arm as a child of the whole study."""
-        first = branch_step(run) if arm.trunk and child.folder.exists() else 0
-        size = _size(arm, self.setting, child.name)
-        return dataclasses.replace(child, name=f"{arm.name}/{child.name}", is_alone=True, size=size, first=first)
 
     def _compute(self, arm: Arm, stored: Sequence[StoredRun]) -> None:
         """Request an arm's missing computed runs; results that are stored somewhere else are copied."""
@@ -257,7 +232,7 @@ class _Pass:
                     raise UserError(f"{folder / name} was computed with other arguments: choose another --out")
             elif key in known:
                 write_json(folder / name / MEASURES, measures_of(known[key]))
-            elif self.options.wants(arm, name):
+            else:
                 config = folder / "configs" / f"{name}.json"
                 run = {"function": arm.computed.function, "arguments": call.arguments, "folder": str(folder / name)}
                 write_json(config, run)
@@ -281,11 +256,6 @@ def _size(arm: Arm, setting: Setting, run: str) -> float:
     return hours(costs_of(arm, setting.config(), [run]), setting.preset.flops_per_s)
 
 
-def _seed(child: Child) -> int:
-    taken = label_and_seed(child.folder.name)
-    return taken[1] if taken else 0
-
-
 def _branch(plan: ComparisonPlan, trunk: Path) -> None:
     """Start the runs of a plan that have no folder yet from the checkpoints of their trunks. Without such a checkpoint
     (the trunk diverged earlier, or came from a runs.jsonl) a run is trained from its start, with the same result."""
@@ -304,14 +274,14 @@ def print_estimate(
         adopted: as for `lab.conduct.conduct`.
 
     Raises:
-        UserError: a study's folder cannot be used, or no run matches a pattern.
+        UserError: a study's folder cannot be used.
     """
     out, recipe = wide(Console()), setting.config()
     costs, usual = list[tuple[Design, Arm, list[Cost]]](), StepKind.of(recipe, recipe)
     with Bars(stays=False, console=options.say) as bars:
         looking = bars.add("looking for the runs that are left", len(designs))
         for design in designs:
-            arms = left_of(design, setting, options, adopted=adopted)
+            arms = left_of(design, setting, adopted=adopted)
             costs += [(design, arm, costs_of(arm, recipe, left)) for arm, left in arms]
             looking.advance(1, design.name)
         looking.remove()
@@ -344,19 +314,16 @@ def print_estimate(
         say(out, f"{total / jobs:.1f} hours with {jobs} runs at once on as many cores or GPUs.")
 
 
-def left_of(
-    design: Design, setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()
-) -> list[tuple[Arm, set[str]]]:
-    """Return the arms that a study requests so far, each with the runs to train: selected, unfinished, and not
-    available in `adopted` or in neighbouring studies. Whether those had the same text is not checked.
+def left_of(design: Design, setting: Setting, *, adopted: Sequence[Path] = ()) -> list[tuple[Arm, set[str]]]:
+    """Return the arms that a study requests so far, each with the runs to train: unfinished, and not available in
+    `adopted` or in neighbouring studies. Whether those had the same text is not checked.
 
     Raises:
-        UserError: the study's folder cannot be used, or no run fits a pattern, as `conduct` would say.
+        UserError: the study's folder cannot be used, as `conduct` would say.
     """
     folder = refuse_other(setting.folder(design.name), "study")
     refuse_other_material(folder, design, setting)
     arms, measured = survey(design, setting)
-    options.check(design, arms)
     lefts, asked_for = [], set[tuple[str, tuple[int, ...]]]()
     own_runs = find_runs([folder] if folder.is_dir() else [])
     with takeable(folder, adopted, archived_alone(folder)) as elsewhere:
@@ -364,7 +331,6 @@ def left_of(
         keys = {one.key for one in stored}
         for arm in arms:
             missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
-            missing = {name for name in missing if options.wants(arm, name)}
             if arm.computed is not None:
                 runs = arm.computed.runs
                 missing = {

@@ -27,11 +27,11 @@ def noise_note(recipe: Recipe | None) -> str:
     )
 
 
-def interval(effect: Effect, digits: int = 4) -> str:
+def interval(effect: Effect) -> str:
     """Format the interval of a difference; empty if the noise is unknown."""
     if not effect.margin >= 0:
         return ""
-    return " to ".join(number(value, digits, signed=True) for value in (effect.low, effect.high))
+    return " to ".join(number(value, 4, signed=True) for value in (effect.low, effect.high))
 
 
 def times_fewer(saved: Saving | None, ratio: float = 1.0) -> str:

@@ -56,16 +56,23 @@ class Measures(TypedDict):
 def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[MeasuredRow]:
     """Read the finished ones of these runs of an arm. A diverged run has one row: an infinite loss at its last step."""
     rows = list[MeasuredRow]()
+
+    def add(
+        label: str, seed: int, quantity: str, value: float, step: int = 0, tokens: int = 0, flops: float = 0.0
+    ) -> None:
+        rows.append(MeasuredRow(arm.name, label, seed, step, tokens, flops, quantity, value))
+
     for name in names:
-        if arm.computed is not None:
-            taken = label_and_seed(name)
-            assert taken is not None, f"{name} is no LABEL-seedK"
-            rows += [_row(arm.name, *taken, one) for one in measures_of(folder / name)["rows"]]
+        run = None if arm.computed is not None else load_run(folder / name)
+        label, seed = (label_and_seed(name) or (name, 0)) if run is None else (run.label, run.seed)
+        for one in measures_of(folder / name)["rows"]:
+            value = math.inf if one["value"] is None else one["value"]
+            add(label, seed, one["quantity"], value, one.get("step", 0))
+        if run is None:
             continue
-        run = load_run(folder / name)
         if run.summary is None:
             if (folder / name / DIVERGED).is_file():
-                rows.append(MeasuredRow(arm.name, run.label, run.seed, run.steps or 0, 0, 0.0, "loss", math.inf))
+                add(label, seed, "loss", math.inf, run.steps or 0)
             continue
         summary = checked(run.summary, Finished, folder / name / "summary.json", ADVICE)
         each = _flops(run.config, int(run.data.get("vocab_size") or 0), summary)
@@ -78,19 +85,12 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[MeasuredRow]:
                 values["last_three"] = statistics.fmean(float(one["loss"]) for one in run.val[-3:])
                 values |= {name: summary[name] for name in ("final_loss", "in_context") if name in summary}
             for quantity, value in values.items():
-                rows.append(
-                    MeasuredRow(arm.name, run.label, run.seed, step, tokens, each * tokens, quantity, float(value))
-                )
+                add(label, seed, quantity, float(value), step, tokens, each * tokens)
         last = run.depth[-1] if run.depth else {}
         for quantity in arm.depth:
             for place, value in enumerate(last.get(quantity, [])):
                 if value is not None:
-                    rows.append(
-                        MeasuredRow(
-                            arm.name, run.label, run.seed, last["step"], 0, 0.0, f"{quantity}/{place}", float(value)
-                        )
-                    )
-        rows += [_row(arm.name, run.label, run.seed, one) for one in measures_of(folder / name)["rows"]]
+                    add(label, seed, f"{quantity}/{place}", float(value), last["step"])
     return rows
 
 
@@ -110,11 +110,6 @@ def measures_of(folder: Path) -> Measures:
     if (name := measures.get("function", "")).startswith(_FORMER_HOME):
         measures["function"] = HOME + name.removeprefix(_FORMER_HOME)
     return measures
-
-
-def _row(arm: str, label: str, seed: int, one: Measure) -> MeasuredRow:
-    value = math.inf if one["value"] is None else one["value"]
-    return MeasuredRow(arm, label, seed, one.get("step", 0), 0, 0.0, one["quantity"], value)
 
 
 def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:

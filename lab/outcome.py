@@ -219,18 +219,16 @@ def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured)
     planned, finished = dict[str, list[str]](), dict[str, list[str]]()
     for arm in arms:
         planned[arm.name] = names_of(arm)
-        finished[arm.name] = [name for name in planned[arm.name] if _is_finished(arm, folder / arm.name / name)]
+        finished[arm.name] = []
+        for name in planned[arm.name]:
+            run = folder / arm.name / name
+            is_measured = not (arm.measure or arm.computed) or (run / MEASURES).is_file()
+            if (run / DIVERGED).is_file() or (is_measured and (arm.computed is not None or ended(run))):
+                finished[arm.name].append(name)
         rows += rows_of(arm, folder / arm.name, finished[arm.name])
         times |= {(arm.name, label): each for label, each in step_times(folder / arm.name).items()}
     recipe = frozenset(arm.name for arm in arms if arm.compare and setting.is_recipe(arm.compare.base))
     return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_times=times, recipe=recipe)
-
-
-def _is_finished(arm: Arm, run: Path) -> bool:
-    """Return whether a run of an arm has ended and, unless it diverged, was measured."""
-    if arm.computed is not None:
-        return (run / MEASURES).is_file()
-    return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
 
 
 def _noises(values: Values, setting: Setting) -> dict[int, KnownNoise]:

@@ -219,20 +219,17 @@ HUNDRED = Preset(
 )
 
 
-def in_fp32(preset: Preset) -> Preset:
-    """Return the preset without bf16, for a CPU that would emulate it: a different recipe with its own noise."""
-    return dataclasses.replace(preset, about=f"{preset.about}; in fp32", train={**preset.train, "dtype": "fp32"})
-
-
 _OF_A_CPU = {"pico": PICO, "micro": MICRO, "demo": DEMO, "nano": NANO}
 """Presets that train in bf16 on a CPU, emulated if it lacks native bf16."""
 
-PRESETS = {
-    "seconds": SECONDS,
-    **_OF_A_CPU,
-    "100m": HUNDRED,
-    **{f"{name}-fp32": in_fp32(preset) for name, preset in _OF_A_CPU.items()},
+# Without bf16, for a CPU that would emulate it: other recipes with noise of their own.
+_IN_FP32 = {
+    f"{name}-fp32": dataclasses.replace(
+        preset, about=f"{preset.about}; in fp32", train={**preset.train, "dtype": "fp32"}
+    )
+    for name, preset in _OF_A_CPU.items()
 }
+PRESETS = {"seconds": SECONDS, **_OF_A_CPU, "100m": HUNDRED, **_IN_FP32}
 """Presets by name: a larger one is a line here."""
 
 

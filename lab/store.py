@@ -68,12 +68,6 @@ def _hashable(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def version_class(version: str) -> int:
-    """Return the number of versions in `CHANGED_AT` up to a version of attnres."""
-    numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
-    return sum(numbers >= first for first in CHANGED_AT)
-
-
 def run_key(config: Mapping[str, Any], version: str | None = None) -> str:
     """Return the key of a trained run.
 
@@ -86,7 +80,9 @@ def run_key(config: Mapping[str, Any], version: str | None = None) -> str:
     if fields["finetune.init_from"]:  # these belong to the start model; an earlier version stored them
         left_out |= {"data.tokenizer", *(name for name in fields if name.split(".")[:2] == ["model", "size"])}
     named = {name: _hashable(value) for name, value in fields.items() if name not in left_out and value is not None}
-    return _digest([named, version_class(version or attnres.__version__)])
+    numbers = tuple(map(int, re.findall(r"\d+", version or attnres.__version__)[:2]))
+    version_class = sum(numbers >= first for first in CHANGED_AT)
+    return _digest([named, version_class])
 
 
 def call_key(function: str, arguments: Mapping[str, Any]) -> str:

@@ -3,6 +3,8 @@ import fnmatch
 import os
 import random
 import shutil
+import time
+from typing import Any
 
 import hypothesis
 import pytest
@@ -124,6 +126,39 @@ def corpus(tmp_path_factory):
     return prepare(str(folder), "bpe:280", out=folder / "tokens", held_out=0.2, progress=False).path
 
 
+ENDS = pytest.StashKey[float]()
+"""When the time of --seconds is over, by the monotonic clock."""
+NOT_RUN = "its turn did not come in --seconds"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", type=float, help="begin no test after so many; --seed shuffles the files")
+    parser.addoption("--seed", default="0", help="a number or a word, for the order of files with --seconds")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[ENDS] = time.monotonic() + (session.config.getoption("seconds", None) or float("inf"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.monotonic() > item.config.stash[ENDS]:
+        pytest.skip(NOT_RUN)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many tests were not run because the time was over."""
+    seconds = config.getoption("seconds", None)
+    if seconds is not None:
+        count = sum(NOT_RUN in str(report.longrepr) for report in terminalreporter.getreports("skipped"))
+        terminalreporter.write_line(
+            f"{count} tests were not run: {seconds:.0f} seconds were over; files in the order of --seed "
+            f"{config.getoption('seed')}"
+            if count
+            else f"every test was run within {seconds:.0f} seconds"
+        )
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what has a target of its own unless it is asked for.
@@ -137,6 +172,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             cases.setdefault(item.nodeid.partition("[")[0], []).append(quick)
             if not quick:
                 item.add_marker("long")
+    if config.getoption("seconds", None) is not None:  # tests of a file stay together, which share fixtures
+        files = sorted({item.path for item in items})
+        random.Random(config.getoption("seed")).shuffle(files)
+        items.sort(key=lambda item: files.index(item.path))
     none = [name for name, quick in cases.items() if len(quick) > 1 and not any(quick)]
     if none:
         raise pytest.UsageError(f"no case of {', '.join(none)} is quick")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import attnres
-from attnres.cli import COMMANDS, OWN_FILE, main
+from attnres.cli import COMMANDS, main
 from attnres.commands.short import CALLS
 from attnres.flags import parse
 from attnres.models.build import SIZES
@@ -19,6 +19,7 @@ PACKAGE = Path(attnres.__file__).parent
 ANYWHERE = (
     *("foretold", "foretell", "made again in backward", "heaviest sources", "made anew", "what is made", "who watch"),
     *("by the clock", "cannot be had", "to be had", "the whole rate", "seeds luck", "share of every batch"),
+    "checkpoint in shares",
 )
 """Whole words that stand in no docstring, comment or string of the package. Add a word once it is gone."""
 IN_HELP = (
@@ -70,8 +71,8 @@ def test_docstrings_comments_and_strings_do_too():
 
 def test_a_long_command_says_at_once_what_it_does(monkeypatch, capsys):
     """Before it imports what takes seconds, and only to somebody who waits at a terminal."""
-    assert {*CALLS, *OWN_FILE} == set(COMMANDS) and all(doing for _, doing, _ in CALLS.values())
-    for command in OWN_FILE:
+    assert set(CALLS) < set(COMMANDS) and all(doing for _, doing, _ in CALLS.values())
+    for command in set(COMMANDS) - set(CALLS):
         tree = ast.parse((PACKAGE / "commands" / f"{command}.py").read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
         (call,) = (call for call in calls if call.func.id == "parse")

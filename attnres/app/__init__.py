@@ -41,8 +41,6 @@ def explore(
         UserError: no Starlette, a model that cannot be shown, more than two, or a port in use.
     """
     _need_server()
-    if port:
-        check_port("127.0.0.1", port)
     from attnres.app.opened import Given, Opened, open_models
     from attnres.app.page import Page
     from attnres.app.server import Explorer
@@ -58,7 +56,7 @@ def explore(
             opened.append(Given(one, tokenizer, name=f"{name} {number}" if len(models) > 1 else name, context=context))
     for one in opened:
         one.sources  # noqa: B018  what cannot be shown is said at once
-    return Explorer(Page(opened, text=opened[-1].text_of(text)), port)
+    return Explorer(Page(opened, text=opened[-1].text_of(text)), listen("127.0.0.1", port))
 
 
 def serve(
@@ -81,18 +79,18 @@ def serve(
         UserError: no Starlette, more than two models, one that cannot be shown, no such corpus, or a port in use.
     """
     _check_count(models or [DEMO])
-    address = check_port(host, port)
-    _need_server()
-    from attnres.app.opened import choose_threads, find_demo, open_models
-    from attnres.app.page import Page
-    from attnres.inspect.texts import corpus_text
+    with listen(host, port) as listener:
+        _need_server()
+        from attnres.app.opened import choose_threads, find_demo, open_models
+        from attnres.app.page import Page
+        from attnres.inspect.texts import corpus_text
 
-    searched = None if corpus is None else corpus_text(corpus, column)
-    page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code), searched)
-    choose_threads([model for model in page.models if model.is_loaded])
-    from attnres.app.server import run
+        searched = None if corpus is None else corpus_text(corpus, column)
+        page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code), searched)
+        choose_threads([model for model in page.models if model.is_loaded])
+        from attnres.app.server import run
 
-    run(page, address, host=host, port=port, names=names, browser=browser)
+        run(page, listener, host=host, names=names, browser=browser)
 
 
 def _check_count(models: Sequence[Any]) -> None:
@@ -105,16 +103,13 @@ def _need_server() -> None:
         raise UserError(f"the explorer needs Starlette and uvicorn: {install('app')}")
 
 
-def check_port(host: str, port: int) -> str:
-    """Return the numeric address that a server on `host` is bound to. Raises UserError where nothing can be served."""
-    if not 1 <= port <= 65535:
-        raise UserError(f"port is {port}: expected 1 to 65535")
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket; port 0 is any that is free. Raises UserError where nothing can be served."""
+    if not 0 <= port <= 65535:
+        raise UserError(f"port is {port}: expected 0 to 65535")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return probe.getsockname()[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
     except (OSError, UnicodeError) as error:  # a name that no host can have
         why = (getattr(error, "strerror", None) or first_line(error)).lower()
         raise UserError(

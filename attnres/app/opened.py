@@ -154,10 +154,10 @@ class Opened(Measured):
     @cached_property
     def model(self) -> Any:
         """The model; one without depth reads as `standard`, which computes the same. Raises UserError."""
-        found, device = self.checkpoint, str(pick_device("auto"))
-        if found.kind != "plain":
-            return found.load("auto", device)
-        return convert(found.name, "standard", trust_remote_code=found.trusted).to(device)
+        checkpoint, device = self.checkpoint, str(pick_device("auto"))
+        if checkpoint.kind != "plain":
+            return checkpoint.load("auto", device)
+        return convert(checkpoint.name, "standard", trust_remote_code=checkpoint.trusted).to(device)
 
     @property
     def is_loaded(self) -> bool:
@@ -233,9 +233,11 @@ class Opened(Measured):
     @property
     def code(self) -> str:
         """The Python expression that opens the model, for the page's 'Show code'."""
-        found = self.checkpoint
+        checkpoint = self.checkpoint
         return (
-            f"attnres.load({found.name!r})" if found.kind != "plain" else f"attnres.convert({found.name!r}, 'standard')"
+            f"attnres.load({checkpoint.name!r})"
+            if checkpoint.kind != "plain"
+            else f"attnres.convert({checkpoint.name!r}, 'standard')"
         )
 
     @cached_property
@@ -288,13 +290,13 @@ class Given(Opened):
         self._share(None, min(one for one in known if one is not None))
         self.name, self.step = name, None
         self._vocab_size = vocab_size(model)
-        own = getattr(model, "tokenizer", None)
-        if tokenizer is None and own is None and not isinstance(model, TextModel):
+        of_model = getattr(model, "tokenizer", None)
+        if tokenizer is None and of_model is None and not isinstance(model, TextModel):
             with contextlib.suppress(UserError):
-                own = tokenizer_of(model)
-        given = own if tokenizer is None else tokenizer
-        self.__dict__["tokenizer"] = id_tokenizer(self._vocab_size) if given is None else as_tokenizer(given)
-        if given is None:
+                of_model = tokenizer_of(model)
+        chosen = of_model if tokenizer is None else tokenizer
+        self.__dict__["tokenizer"] = id_tokenizer(self._vocab_size) if chosen is None else as_tokenizer(chosen)
+        if chosen is None:
             self.opening_text = " ".join(str(number) for number in range(min(self._vocab_size, self.context, 24)))
 
     @property
@@ -389,7 +391,12 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
             if step not in whole:
                 named[model].append(Learned(model, step, path))
         named[model].sort(key=lambda one: one.step or 0)
-    for (model, steps), title in zip(named.items(), _titles([model.checkpoint for model in named]), strict=True):
+    # The shortest titles that tell the models apart; where one is given twice, the shortest of all.
+    checkpoints = [model.checkpoint for model in named]
+    longest = max((len(one.folder.absolute().parts) for one in checkpoints), default=1)
+    rows = [[one.title(parts) for one in checkpoints] for parts in range(1, longest + 1)]
+    titles = next((row for row in rows if len(set(row)) == len(row)), rows[0])
+    for (model, steps), title in zip(named.items(), titles, strict=True):
         for one in (*steps, model):
             one.name, one.whole = title, model
     return [one for model, steps in named.items() for one in (*steps, model)]
@@ -399,13 +406,6 @@ def find_demo(folder: Path) -> list[Path]:
     """Find the finished runs of `make demo` with depth reads, Block's and Full's, or else the package's own model."""
     runs = [run for label in ("block", "full") for run in sorted(folder.glob(f"{label}-seed*"))[:1]]
     return [run for run in runs if (run / "summary.json").is_file()] or [EXAMPLE]
-
-
-def _titles(checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Return the shortest titles that tell the checkpoints apart; where one is given twice, the shortest of all."""
-    longest = max((len(one.folder.absolute().parts) for one in checkpoints), default=1)
-    titles = [[one.title(parts) for one in checkpoints] for parts in range(1, longest + 1)]
-    return next((row for row in titles if len(set(row)) == len(row)), titles[0])
 
 
 TRIAL = 128

@@ -194,10 +194,13 @@ const sentence = (pane) => {
   const at = (one) => escape(pane.reads[one.r].label);
   let text = `${name}The prediction of ${quoted(goal.word)} ${over} `;
   if (!all.length) text += pane.scores && pane.scores.done ? "has no edge that could be cut." : "… its edges are being scored.";
-  else if (down.length) text += `rests most on <b>${source(down[0])}</b>${down[1] && down[1].r === down[0].r ? "" : ` at <b>${at(down[0])}</b>`}`
-    + (down[1] ? ` and <b>${source(down[1])}</b> at <b>${at(down[1])}</b>` : "")
-    + `: without the first, ${pane.against === null ? "p" : "it"} falls to ${sure}<b>${worth(pane, down[0].value).replace(/^p /, "")}</b>.`;
-  else text += "rests on no single edge: cutting any of them raises it.";
+  else if (down.length) {
+    const now = worth(pane, 0), then = worth(pane, down[0].value), it = pane.against === null ? "p" : "it";
+    const change = now === then ? "hardly changes" : `falls to ${sure}<b>${then.replace(/^p /, "")}</b>`;
+    text += `rests most on <b>${source(down[0])}</b>${down[1] && down[1].r === down[0].r ? "" : ` at <b>${at(down[0])}</b>`}`
+      + (down[1] ? ` and <b>${source(down[1])}</b> at <b>${at(down[1])}</b>` : "")
+      + `: without the first, ${it} ${change}.`;
+  } else text += "rests on no single edge: cutting any of them raises it.";
   const loss = pane.loss === null ? "One token: no loss." : `Text loss ${number(pane.loss)} nats per token.`;
   const held = up.length ? `${source(up[0])} at ${at(up[0])} holds it back most (${sure}${worth(pane, up[0].value)} without it). ` : "";
   const cuts = view.edited && pane.loss_cut !== undefined && pane.loss_cut !== null ? "Figures are those with your cuts. " : "";

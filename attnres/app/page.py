@@ -128,7 +128,10 @@ class Page:
         for number in view.models:
             model = self.models[number]
             try:
-                panes.append(pane_of(model, view, number, self.asked(view, number), self._earliest(model)))
+                of_run = [one for one in self.models if one.whole is model.whole and model.step is not None]
+                # The first step that was kept after step 0, where queries are zero.
+                earliest = next((one for one in of_run if 0 < (one.step or 0) < (model.step or 0)), None)
+                panes.append(pane_of(model, view, number, self.asked(view, number), earliest))
             except UserError as error:
                 panes.append({"model": number, "title": model.label, "error": str(error)})
         if len({self.models[number].vocabulary for number in view.models}) > 1:
@@ -273,11 +276,6 @@ class Page:
         are those without cuts."""
         cuts = view.cuts_of(view.models[0]) if view.edited else ()
         return tuple(cut for cut in cuts if cut.token is None)
-
-    def _earliest(self, model: Opened) -> Opened | None:
-        """Return the earliest kept step of a model's run after step 0 (where queries are zero); None without one."""
-        steps = [one for one in self.models if one.whole is model.whole and model.step is not None]
-        return next((one for one in steps if 0 < (one.step or 0) < (model.step or 0)), None)
 
     def _let_go(self, shown: Sequence[int]) -> None:
         """Drop the weights of earlier steps, except for the `STEPS` that were shown last."""

@@ -45,7 +45,10 @@ def pane_of(model: Opened, view: View, number: int, asked: Asked, earliest: Open
     candidates += dict.fromkeys(
         one for one in (follows, asked.target, asked.against) if one is not None and one not in candidates
     )
-    scores = model.scored(asked)
+    scores, divergence = model.scored(asked), None
+    if after is not None:  # sum p ln(p / q) in nats, p without cuts, q with them
+        p, q = (one.log_probs[token].double() for one in (before, after))
+        divergence = float(nn.functional.kl_div(q, p, reduction="sum", log_target=True).clamp_min(0.0))
     return {
         "model": number,
         "title": model.label,
@@ -75,7 +78,7 @@ def pane_of(model: Opened, view: View, number: int, asked: Asked, earliest: Open
         "target": asked.target,
         "against": asked.against,
         "follows": follows,
-        "divergence": None if after is None else _divergence(before, after, token),
+        "divergence": divergence,
         "lens": _lens(model, asked),
         "attends": _attends(model, layout, asked),
         "scores": None if scores is None else score_rows(scores),
@@ -95,12 +98,6 @@ def score_rows(scores: Attribution) -> dict[str, Any]:
     edges = sum(len(row) for row in scores.gradient if len(row) > 1)
     rows = {"gradient": with_choice(scores.gradient), "measured": with_choice(scores.knockout)}
     return plain(rows | {"edges": edges}, DIGITS)
-
-
-def _divergence(before: Reading, after: Reading, token: int) -> float:
-    """Return sum p ln(p/q) in nats at a token, p the distribution without cuts, q the one with them."""
-    p, q = before.log_probs[token].double(), after.log_probs[token].double()
-    return float(nn.functional.kl_div(q, p, reduction="sum", log_target=True).clamp_min(0.0))
 
 
 def _lens(model: Opened, asked: Asked) -> list[dict[str, Any]] | None:

@@ -115,10 +115,10 @@ def is_loopback(address: str) -> bool:
     return known is not None and known.is_loopback
 
 
-def own_names(*given: str) -> set[str]:
-    """Return names of this machine: those given, its host name, and its name on the local network."""
-    own = socket.gethostname()
-    names = (*given, own, socket.getfqdn(), f"{own.partition('.')[0]}.local")
+def own_names(*others: str) -> set[str]:
+    """Return names of this machine: `others`, its host name, and its name on the local network."""
+    host_name = socket.gethostname()
+    names = (*others, host_name, socket.getfqdn(), f"{host_name.partition('.')[0]}.local")
     return {name.lower().rstrip(".") for name in names}
 
 
@@ -140,7 +140,7 @@ MISTAKE = "a mistake of attnres: a report of it is welcome"
 FULL = "there is not enough memory for this: take a shorter text, or one model alone"
 
 
-class Asked(TypedDict, total=False):
+class Question(TypedDict, total=False):
     """The body of a question.
 
     view: what the browser shows; None asks for what `link`, a query string, says.
@@ -160,26 +160,26 @@ class Asked(TypedDict, total=False):
 def application(page: Page, *, local: bool, names: Collection[str] = (), framed: bool = False) -> Starlette:
     """Make the page an ASGI application; `local`, `names` and `framed` as in `Guard`."""
 
-    def show(question: Asked) -> dict[str, Any]:
+    def show(question: Question) -> dict[str, Any]:
         return page.show(*_view(page, question))
 
-    def score(question: Asked, report: Report) -> dict[str, Any]:
+    def score(question: Question, report: Report) -> dict[str, Any]:
         view, place = _view(page, question)[0], question.get("place", 0)
         if place >= len(view.models):
             raise UserError("this model is not shown: load the page again")
         number = view.models[place]
         return page.score(view, number, lambda done, whole: report(done, whole, page.scored(view, number)))
 
-    def search(question: Asked, report: Report) -> dict[str, Any]:
+    def search(question: Question, report: Report) -> dict[str, Any]:
         return page.search(_view(page, question)[0], question.get("least", False), report)
 
-    def patch(question: Asked, report: Report) -> dict[str, Any]:
+    def patch(question: Question, report: Report) -> dict[str, Any]:
         return page.patch(_view(page, question)[0], report)
 
-    def circuit(question: Asked, report: Report) -> dict[str, Any]:
+    def circuit(question: Question, report: Report) -> dict[str, Any]:
         return page.circuit(_view(page, question)[0], report)
 
-    def neuronpedia(question: Asked) -> dict[str, Any]:
+    def neuronpedia(question: Question) -> dict[str, Any]:
         return page.neuronpedia(_view(page, question)[0], question.get("threshold", 0.0))
 
     begin = {
@@ -226,7 +226,7 @@ def _unforeseen(error: Exception) -> str:
     return words
 
 
-def _view(page: Page, question: Asked) -> tuple[View, str]:
+def _view(page: Page, question: Question) -> tuple[View, str]:
     """Return the view of a question, and the error of its link, if any."""
     if question.get("view") is None:
         return page.begin(question.get("link", ""))
@@ -244,34 +244,34 @@ def _text(text: str, kind: str) -> Callable[[Request], Response]:
     return answer
 
 
-async def _asked(request: Request) -> Asked:
+async def _question(request: Request) -> Question:
     """Read the question. Raises UserError."""
     body = await request.body()
     try:
         text = body.decode()
     except UnicodeDecodeError:
         raise UserError("the question is no UTF-8: load the page again") from None
-    return checked(parse_json(text, "the question"), Asked, "the question", "load the page again")
+    return checked(parse_json(text, "the question"), Question, "the question", "load the page again")
 
 
-def _answer(make: Callable[[Asked], dict[str, Any]]) -> Callable[..., Any]:
+def _answer(make: Callable[[Question], dict[str, Any]]) -> Callable[..., Any]:
     """Make the route of a question that is answered in one piece; a mistake is a sentence, and status 400."""
 
     async def answer(request: Request) -> Response:
         try:
-            return JSONResponse(await run_in_threadpool(make, await _asked(request)))
+            return JSONResponse(await run_in_threadpool(make, await _question(request)))
         except UserError as error:
             return JSONResponse({"error": str(error)}, 400)
 
     return answer
 
 
-def _stream(make: Callable[[Asked, Report], dict[str, Any]]) -> Callable[..., Any]:
+def _stream(make: Callable[[Question, Report], dict[str, Any]]) -> Callable[..., Any]:
     """Make the route of a question that takes a while: lines of JSON say how much is done, the last is the answer."""
 
     async def answer(request: Request) -> Response:
         try:
-            question = await _asked(request)
+            question = await _question(request)
         except UserError as error:
             return JSONResponse({"error": str(error)}, 400)
         return StreamingResponse(_lines(lambda report: make(question, report)), media_type="application/x-ndjson")
@@ -318,21 +318,15 @@ class Explorer:
     """The explorer of models in memory, served by a thread of this process until `close`.
 
     Args:
-        port: of 127.0.0.1; 0 is any that is free.
+        listener: a listening socket of 127.0.0.1, which `close` closes.
 
     Attributes:
         url: of the page.
-
-    Raises:
-        UserError: the port is in use.
     """
 
-    def __init__(self, page: Page, port: int) -> None:
-        try:
-            self._listener = socket.create_server(("127.0.0.1", port))
-        except OSError as error:
-            raise UserError(f"cannot serve on 127.0.0.1:{port}: {error}; choose another port") from error
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+    def __init__(self, page: Page, listener: socket.socket) -> None:
+        self._listener = listener
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         config = uvicorn.Config(
             application(page, local=True, framed=True), log_level="critical", lifespan="off", server_header=False
         )
@@ -362,29 +356,20 @@ class Explorer:
         )
 
 
-def run(page: Page, address: str, *, host: str, port: int, names: Sequence[str] = (), browser: bool = False) -> None:
+def run(page: Page, listener: socket.socket, *, host: str, names: Sequence[str] = (), browser: bool = False) -> None:
     """Serve the page until Ctrl-C.
 
     Args:
-        address: the numeric one that `host` stands for (`attnres.app.check_port`).
+        listener: a listening socket of `host` (`attnres.app.listen`).
         names: by which others ask for it besides the machine's own, where `host` lets them.
-
-    Raises:
-        UserError: the port is in use.
     """
+    address, port = listener.getsockname()[:2]
     local = is_loopback(address)
-    known = () if local else own_names(host, *names)
-    served = application(page, local=local, names=known)
+    served = application(page, local=local, names=() if local else own_names(host, *names))
     config = uvicorn.Config(served, log_level="critical", lifespan="off", server_header=False)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        listener = socket.create_server((address, port), family=family)
-    except OSError as error:
-        raise UserError(f"cannot serve on {host}:{port}: {error}; choose another --port") from error
     shown = f"[{host}]" if ":" in host else host
     models = listed([model.label for model in page.models])
     print(f"{models}: open http://{shown}:{port} in a browser; Ctrl-C stops", flush=True)
     if browser:
         webbrowser.open(f"http://{shown}:{port}")
-    with listener:
-        uvicorn.Server(config).run(sockets=[listener])
+    uvicorn.Server(config).run(sockets=[listener])

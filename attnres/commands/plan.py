@@ -1,12 +1,14 @@
 """`attnres plan`: estimate what layouts of GPUs cost, before anything is started."""
 
+import difflib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from attnres.errors import UserError
-from attnres.flags import Settings, Size, parse
+from attnres.errors import UserError, unknown
+from attnres.files import user_path
+from attnres.flags import NAMED_SIZES, Settings, Size, parse
 
 if TYPE_CHECKING:
     from attnres.scale.plan import Planned
@@ -25,9 +27,13 @@ class PlanOptions:
     sends, from the same table.
     """
 
-    model: Annotated[tyro.conf.Positional[Size], tyro.conf.arg(metavar="MODEL")] = "nano"
-    """pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, kimi-nano, kimi-48b, k3-nano, k3-2.8t, a mapping {family:
-    qwen3, hidden_size: 64, ...}, or the folder, run or hub name of a model, of which config.json is read."""
+    model: Annotated[
+        tyro.conf.Positional[Size],
+        tyro.conf.arg(
+            metavar="MODEL",
+            help=f"{NAMED_SIZES}; or the folder, run or hub name of a model, of which config.json is read.",
+        ),
+    ] = "nano"
     gpus: int = 8
     """Number of GPUs."""
     residual: str | None = None
@@ -75,6 +81,8 @@ def _model(options: PlanOptions, device: str) -> Any:
 
     size = options.model or "nano"
     if isinstance(size, str) and size not in SIZES:
+        if not user_path(size).exists() and difflib.get_close_matches(size.lower(), SIZES, cutoff=0.8):
+            raise unknown("size", size, SIZES)  # a name on the hub is looked up otherwise
         if options.vocab_size is not None:
             raise UserError(f"vocab_size is given and {size} is a model, which has a vocabulary already: leave it out")
         return build_shapes(size, options.residual, options.settings, device)

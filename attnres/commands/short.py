@@ -16,6 +16,7 @@ from attnres.errors import UserError, unknown
 from attnres.evals.config import EvalConfig, GenerateConfig
 from attnres.files import user_path
 from attnres.flags import Settings, fields_of, parse
+from attnres.folders import refuse_other
 from attnres.inspect.config import CorpusConfig, InspectConfig, LookConfig, SearchConfig
 
 
@@ -88,7 +89,7 @@ class App(CorpusConfig):
     host: str = "127.0.0.1"
     """Address to serve on; 127.0.0.1 is this machine alone. Anyone who can reach another address can use the models."""
     port: int = 7860
-    """Port to serve on."""
+    """Port to serve on; 0 is any that is free."""
     names: tuple[str, ...] = ()
     """With --host: other host names that requests may have, such as a proxy's or a container's."""
     open: bool = False
@@ -98,8 +99,8 @@ class App(CorpusConfig):
 def _app(options: App) -> None:
     from attnres.app import serve
 
-    given = fields_of(options)
-    serve(given.pop("models"), browser=given.pop("open"), **given)
+    values = fields_of(options)
+    serve(values.pop("models"), browser=values.pop("open"), **values)
 
 
 @dataclass
@@ -123,8 +124,12 @@ def _report(options: Report) -> None:
     out = user_path(options.out) if options.out else folders[0] if len(folders) == 1 else Path("report")
 
     from attnres.report.page import show
+    from attnres.report.runs import load_study
 
-    show(*folders, out=out, images=options.images)
+    study = load_study(*folders)
+    if not any(folder.resolve() == out.resolve() for folder in folders):
+        refuse_other(out, "report")
+    show(study, out, options.images)
 
 
 @dataclass
@@ -135,8 +140,7 @@ class Prepare:
     source: str = "stdlib"
     """stdlib (Python's own sources), a file or folder (.txt, .md, .jsonl, .json, .csv, .parquet, .arrow, .py and other
     code; text also as .gz or .zst; what datasets.save_to_disk wrote), a pattern ('data/**/*.txt'),
-    hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several: mix:SOURCE,SOURCE is all of each, mix:SOURCE=3,SOURCE=1 mixes
-    them by these weights until one is used up. Of a folder the split train is read; a line says what is left out."""
+    hub:NAME[:CONFIG[:SPLIT]] or task:NAME. Of a folder the split train is read; a line says what is left out."""
     tokenizer: str = "bpe:4096"
     """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name."""
     column: str = "text"
@@ -146,10 +150,8 @@ class Prepare:
     limit: int | None = None
     """Read at most this many characters of the source; none reads all."""
     out: str | None = None
-    """Folder for the shards; none is one in the cache."""
-    workers: int = 1
-    """Processes that tokenise; the data do not depend on their number. With several, an interrupted command continues
-    when it is given again. What was read of the hub under a limit is not read again."""
+    """Folder for the shards; none is one in the cache. What was read of the hub under a limit is stored beside it, and
+    not read again by an interrupted command that is given again."""
 
 
 def _prepare(options: Prepare) -> None:

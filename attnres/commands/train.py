@@ -3,9 +3,12 @@
 import os
 import sys
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import tyro
 
 from attnres.errors import left_when_stopped
-from attnres.flags import Hidden, Settings, Size, config_file, fields_of, parse
+from attnres.flags import NAMED_SIZES, Hidden, Settings, Size, config_file, fields_of, parse
 from attnres.training.config import ModelConfig, TrainConfig, from_dict
 from attnres.training.interrupt import end_with_parent
 
@@ -14,9 +17,9 @@ from attnres.training.interrupt import end_with_parent
 class Model(ModelConfig):
     """Which model is trained."""
 
-    size: Size = None
-    """pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, kimi-nano, kimi-48b, k3-nano, k3-2.8t, or a mapping
-    {family: qwen3, hidden_size: 64, ...}; none is nano, or with init_from the size of that model."""
+    size: Annotated[
+        Size, tyro.conf.arg(help=f"{NAMED_SIZES}; none is nano, or with init_from the size of that model.")
+    ] = None
     residual: str | None = None  # ty: ignore[incompatible-attribute-override]
     """How sublayers read earlier outputs: a mechanism's name, or FILE.py:CLASS for one of your own file; none is block,
     or with init_from that of a model which has depth reads."""

@@ -17,7 +17,7 @@ from attnres.errors import ERROR_FILE, Interrupted, UserError
 from attnres.ops.cpu_build import SWITCH
 from attnres.ops.devices import accelerator
 from attnres.residuals.registry import PLUGINS, plugins
-from attnres.training.interrupt import PARENT, Signals, caught_signals
+from attnres.training.interrupt import PARENT, caught_signals
 from attnres.training.records import growing
 from attnres.training.run_folder import DIVERGED
 
@@ -214,8 +214,8 @@ def run_children(children: list[Child], watch: Watch, *, jobs: int, until: float
                         watch.end(child)
                     else:
                         ended = True
-                if not signal_sent and (signal_due := _wanted(signals, ended)):
-                    signal_sent = signal_due
+                if not signal_sent and (signals.terminations or signals.interrupts or ended):
+                    signal_sent = signal.SIGTERM if signals.terminations else signal.SIGINT
                     for child in running:
                         child.tell(signal_sent)
         finally:
@@ -251,13 +251,6 @@ def _gpus() -> list[str]:
         return []
     visible = os.environ.get(row.visible)
     return [str(index) for index in range(count)] if visible is None else visible.split(",")[:count]
-
-
-def _wanted(signals: Signals, ended: bool) -> int:
-    """Return the signal to send to the running children, 0 for none."""
-    if signals.terminations:
-        return signal.SIGTERM
-    return signal.SIGINT if signals.interrupts or ended else 0
 
 
 def _end(running: list[Child]) -> None:

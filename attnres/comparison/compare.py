@@ -179,16 +179,18 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
             say.print("no interleaved timing for a pretrained model: the table has each run's own step time")
         elif config.timing_s > 0:
             time_steps(work, config.timing_s, say)
-        _save_explorer(work.out, say)
-        return show(work.out, out=work.out)
+        study = load_study(work.out)
+        _save_explorer(study, work.out, say)
+        show(study, work.out)
+        return study
 
 
-def _save_explorer(out: Path, say: Console) -> None:
+def _save_explorer(study: Study, out: Path, say: Console) -> None:
     """Write the explorer's page of the finished models, with the held-out text of their inspections; if that is
     impossible, print the reason."""
     from attnres.app.page import save_page
 
-    runs = explored(load_study(out))
+    runs = explored(study)
     if not runs:  # placebo controls alone
         return
     examples = [run.inspection.example for run in runs if run.inspection is not None and run.inspection.example]
@@ -285,23 +287,13 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
     models = {label: (variant.residual, variant.settings) for label, variant in plan.variants.items()}
     # A learning rate changes no time: variants that differ only in it are timed once, under the first label.
     kinds = {label: next(one for one in models if models[one] == models[label]) for label in models}
-    key = {
-        "variants": {label: list(model) for label, model in models.items()},
-        "settings": {
-            "size": run.model.size,
-            "vocab_size": vocabulary,
-            "seq_len": run.data.seq_len,
-            "batch_size": run.batch_size,
-            "accumulation": run.accumulation,
-            "optimizer": run.optim.optimizer,
-            "dtype": run.dtype,
-            "device": run.device,
-            "compile": run.compile,
-            "loss": run.loss,
-            "gradient_checkpointing": run.gradient_checkpointing,
-            **({"cuda_graphs": True} if run.cuda_graphs else {}),  # timings of earlier versions lack this key
-        },
-    }
+    names = ("batch_size", "accumulation", "dtype", "device", "compile", "loss", "gradient_checkpointing")
+    shape: dict[str, Any] = {"vocab_size": vocabulary, "seq_len": run.data.seq_len}
+    shape |= {name: getattr(run, name) for name in names}
+    settings = {"size": run.model.size, "optimizer": run.optim.optimizer, **shape}
+    if run.cuda_graphs:  # timings of earlier versions lack this key
+        settings["cuda_graphs"] = True
+    key = {"variants": {label: list(model) for label, model in models.items()}, "settings": settings}
     path = out / TIMES
     before = read_json(path) if path.is_file() else None
     if isinstance(before, dict) and before.get("key") == key:
@@ -315,20 +307,7 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
         style="bold",
         highlight=False,
     )
-    options = StepOptions(
-        size=size_or_default(run.model),
-        vocab_size=vocabulary,
-        seq_len=run.data.seq_len,
-        batch_size=run.batch_size,
-        accumulation=run.accumulation,
-        optim=run.optim,
-        dtype=run.dtype,
-        device=run.device,
-        compile=run.compile,
-        cuda_graphs=run.cuda_graphs,
-        loss=run.loss,
-        gradient_checkpointing=run.gradient_checkpointing,
-    )
+    options = StepOptions(size_or_default(run.model), optim=run.optim, cuda_graphs=run.cuda_graphs, **shape)
     timed = {PLAIN: (None, {}), **{label: models[label] for label in labels}}
     # A ratio from fewer than ROUNDS rounds is not shown.
     speed = step_times(timed, options, baseline=PLAIN, seconds=seconds, least=ROUNDS)

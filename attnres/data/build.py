@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
-from attnres.data.encode import DocumentEncoder, encoded_in_parts, hash_of, spooled
+from attnres.data.encode import DocumentEncoder, hash_of, spooled
 from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, prepared_folder, read_header
 from attnres.data.sources import Rows, TextSource, open_source
 from attnres.data.tokenizer import (
@@ -30,7 +30,6 @@ from attnres.folders import kind_of, refuse_other
 from attnres.progress import Bars, say
 from attnres.text import memory
 
-MOST_WORKERS = 1024
 _BATCH_CHARACTERS = 1 << 20  # text encoded at a time, which bounds the memory
 _HASHES = 1 << 64
 
@@ -65,7 +64,6 @@ def prepare(
     held_out: float = 0.05,
     limit: int | None = None,
     column: str = "text",
-    workers: int = 1,
     progress: bool = True,
 ) -> Prepared:
     """Tokenise a source, or return the result of an earlier call with the same arguments.
@@ -74,7 +72,8 @@ def prepare(
 
     A document is held out if the hash of its text, as a fraction, is below `held_out`. So a document is in the same
     split in every corpus, and its copies are never in both. If no hash is below, the document with the lowest one is
-    held out. Several processes may call this at once: one works, the others wait.
+    held out. Several processes may call this at once: one works, the others wait. Text
+    downloaded from the hub under a `limit` is stored beside `out`, so that the next call continues an interrupted one.
 
     Args:
         source: as for `open_source`; or a prepared folder, which is returned unchanged (settings other than the
@@ -84,9 +83,6 @@ def prepare(
         held_out: fraction of the documents for the `val` split, in [0, 1).
         limit: at most this many characters of text.
         column: the JSON field or the column with the text.
-        workers: processes that tokenise; the result does not depend on their number. With several, an interrupted call
-            leaves its finished parts beside `out` and the next call continues from them. Text downloaded from the hub
-            under a `limit` is stored there with any number of workers.
         progress: show a bar on stderr, and which files of a folder are read (`TextSource.files`, also in the header).
 
     Raises:
@@ -95,8 +91,6 @@ def prepare(
     """
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is {held_out}, expected a fraction of the documents, at least 0 and below 1")
-    if not 1 <= workers <= MOST_WORKERS:
-        raise UserError(f"workers is {workers}, expected a number of processes from 1 to {MOST_WORKERS}")
     settings = {"tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
     if isinstance(source, str | Path):
         folder = prepared_folder(str(source))
@@ -118,9 +112,9 @@ def prepare(
         with lock(lock_file, wait=True):
             if _existing(target, key) is None:  # another process may have made it in the meantime
                 loaded = load_with_end(tokenizer) if size is None else None
-                parts = target.with_name(f".{target.name}.{key[:16]}.parts")
-                with left_when_stopped(lambda: _left(parts)), replaced_folder(target) as folder:
-                    header = _build(folder, text, loaded or size or 0, held_out, progress, workers, parts)
+                spool = target.with_name(f".{target.name}.{key[:16]}.parts")
+                with left_when_stopped(lambda: _left(spool)), replaced_folder(target) as folder:
+                    header = _build(folder, text, loaded or size or 0, held_out, progress, spool)
                     about = {"version": VERSION, "key": key, "settings": settings, "source": text.name}
                     files = {"files": text.files} if text.files else {}
                     write_json(folder / "header.json", {**about, **files, **header})
@@ -130,9 +124,9 @@ def prepare(
     return Prepared(target, read_header(target))
 
 
-def _left(parts: Path) -> str:
+def _left(spool: Path) -> str:
     """Return the sentence for an interrupted call: what stays on the disk, and how to continue."""
-    left = f"what was read or tokenised so far stays in {parts}" if parts.exists() else "nothing of it is left"
+    left = f"what was read so far stays in {spool}" if spool.exists() else "nothing of it is left"
     return f"stopped while preparing the text, {left}: give the same command again"
 
 
@@ -187,19 +181,18 @@ def _build(
     tokenizer: tuple[Tokenizer, int] | int,
     held_out: float,
     progress: bool,
-    workers: int,
-    parts: Path,
+    spool: Path,
 ) -> dict[str, Any]:
     """Write every file except the header, and return the header.
 
     Args:
         tokenizer: a tokenizer with its end-of-text id, or the vocabulary size of one to be trained.
-        parts: folder for the parts of several workers and for the text of a slow source.
+        spool: folder for the text of a slow source.
     """
     bars = Bars(DownloadColumn(), rate=lambda rate: f"{memory(rate)}/s", shown=progress)
     with bars:
         bar = bars.add("reading", source.size)
-        source = spooled(source, parts, bar.advance)
+        source = spooled(source, spool, bar.advance)
         threshold = held_below(source, held_out)
         if isinstance(tokenizer, int):
             bar.begin("training the tokenizer")
@@ -213,14 +206,10 @@ def _build(
         encoder = DocumentEncoder(model, eos, threshold)
         writers = {split: SplitWriter(folder, split, dtype) for split in ("train", "val")}
         try:
-            if workers > 1:
-                encoded = encoded_in_parts(source.read(), encoder, parts, workers)
-            else:
-                encoded = map(encoder.encode, encoder.batches(source.read(), _BATCH_CHARACTERS))
-            for several in encoded:
-                for ids, held in zip(several.ids, several.held, strict=True):
+            for texts in encoder.batches(source.read(), _BATCH_CHARACTERS):
+                for ids, held in encoder.encode(texts):
                     writers["val" if held else "train"].add(ids)
-                bar.advance(several.size)
+                bar.advance(sum(len(text.encode()) for text in texts))
             splits = {split: writer.close() for split, writer in writers.items()}
             bar.finish()
         finally:

@@ -1,17 +1,16 @@
 """Sources of text: the standard library of the running Python, local files, the Hugging Face hub, two synthetic tasks,
-data sets in memory, and mixtures of these."""
+and data sets in memory."""
 
 import glob
 import hashlib
 import itertools
 import json
-import math
 import os
 import random
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +27,7 @@ from attnres.text import whole_characters
 # Not the library itself, or (the last) its own build: paths and flags of one machine.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "__pycache__"}
 _BUILD = ("_sysconfigdata", "config-")
-NO_PATHS = ("mix:", "hub:", "task:")
+NO_PATHS = ("hub:", "task:")
 """Prefixes of sources that name no file or folder."""
 _SAMPLE = 100
 """Documents of a task that are hashed to tell one version of its generator from another."""
@@ -41,11 +40,9 @@ Pass = tuple[Iterator[str], Callable[[], dict[str, Any]]]
 def title_of(source: str) -> str:
     """Return the name of a source without its folders.
 
-    >>> title_of("books/a.jsonl"), title_of("mix:books/a.jsonl=3,stdlib=1"), title_of("hub:team/corpus")
-    ('a.jsonl', 'mix:a.jsonl=3,stdlib=1', 'hub:team/corpus')
+    >>> title_of("books/a.jsonl"), title_of("hub:team/corpus")
+    ('a.jsonl', 'hub:team/corpus')
     """
-    if source.startswith("mix:"):
-        return "mix:" + ",".join(title_of(part.strip()) for part in source.removeprefix("mix:").split(","))
     return source if source.startswith(NO_PATHS) else Path(source).name
 
 
@@ -58,9 +55,6 @@ class Document(str):
         document = super().__new__(cls, text)
         document.name = name
         return document
-
-    def __reduce__(self) -> tuple[type["Document"], tuple[str, str]]:
-        return Document, (str(self), self.name)  # for processes that tokenise, which receive it pickled
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,7 @@ class TextSource:
         read_from: starts a pass at a place in the source (None is its start), and returns with it a function that gives
             the place after the last document; None for sources that are read from the start.
         spool: a pass is slow (a download) and short enough to be stored on the disk: see `data.encode.spooled`.
-        files: a line for each folder or pattern: which of its files are read, and which are not and why.
+        files: a line for a folder or pattern: which of its files are read, and which are not and why.
     """
 
     name: str
@@ -92,10 +86,8 @@ def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | N
 
     Args:
         spec: `stdlib`; the path of a text file (`readers.SUFFIXES`) or of a folder, whose files `folder.choose`
-            selects; a pattern of paths (`data/**/*.txt`); `hub:NAME[:CONFIG[:SPLIT]]`; `task:NAME[:COUNT]` of `TASKS`;
-            `mix:SOURCE,SOURCE,...`, all of each, one after the other; or `mix:SOURCE=WEIGHT,...`, documents of each so
-            that their lengths of text have the ratio of the weights, until one source is used up. Or a
-            `datasets.Dataset`, or other rows that can be iterated several times; this call iterates them once.
+            selects; a pattern of paths (`data/**/*.txt`); `hub:NAME[:CONFIG[:SPLIT]]`; `task:NAME[:COUNT]` of `TASKS`.
+            Or a `datasets.Dataset`, or other rows that can be iterated several times; this call iterates them once.
         column: the JSON field or the column that holds the text.
         limit: at most this many characters; the last document is truncated.
 
@@ -130,8 +122,6 @@ def _read_from(
 
 def _unlimited(spec: str, column: str) -> TextSource:
     """Return the source named by `spec`, without a limit; `spool` says that a pass is slow."""
-    if spec.startswith("mix:"):
-        return _mixture(spec, column)
     if spec.startswith("hub:"):
         repository, *_ = where = resolve_hub(spec)
         revision = revision_of(repository)
@@ -181,60 +171,6 @@ def _digest(texts: Iterable[str]) -> tuple[str, int]:
     return state.hexdigest(), size
 
 
-def _mixture(spec: str, column: str) -> TextSource:
-    """Return a mixture: several sources one after the other, or by weight."""
-    parts = [_weighted(part.strip()) for part in spec.removeprefix("mix:").split(",")]
-    sources, weights = [], [weight for _, weight in parts if weight is not None]
-    for name, _ in parts:
-        if not name or name.startswith("mix:"):
-            raise UserError(f"source '{spec}' is not mix:SOURCE,SOURCE,... or mix:SOURCE=WEIGHT,SOURCE=WEIGHT,...")
-        sources.append(_unlimited(name, column))
-    if weights and len(weights) < len(sources):
-        raise UserError(
-            f"source '{spec}' has weights for {len(weights)} of {len(sources)}: give all of them one, or none"
-        )
-    sizes = [source.size for source in sources if source.size is not None]
-    size = None if len(sizes) < len(sources) else sum(sizes)
-    if size is not None and weights:
-        size = int(min(one / weight for one, weight in zip(sizes, weights, strict=True)) * sum(weights))
-    fingerprint = json.dumps([[source.fingerprint for source in sources], weights])
-    spool = any(source.spool for source in sources)
-    files = tuple(line for source in sources for line in source.files)
-    return TextSource(spec, fingerprint, size, lambda: _interleaved(sources, weights), spool=spool, files=files)
-
-
-def _weighted(part: str) -> tuple[str, float | None]:
-    """Return a source and its weight: "a.txt=2" is ("a.txt", 2.0), where what follows the last = is a number."""
-    name, _, number = part.rpartition("=")
-    try:
-        weight = float(number)
-    except ValueError:
-        return part, None
-    if not name:
-        return part, None
-    if not 0 < weight < math.inf:
-        raise UserError(f"the weight of source '{name}' is {number}: expected a number above 0")
-    return name, weight
-
-
-def _interleaved(sources: Sequence[TextSource], weights: Sequence[float]) -> Iterator[str]:
-    """Yield all documents of each source, one after the other; with weights, always a document of the source that lags
-    most behind its weight, until that source has no more."""
-    passes = [iter(_Documents(source.read(), None)) for source in sources]
-    if not weights:
-        for texts in passes:
-            yield from texts
-        return
-    taken = [0] * len(passes)
-    while True:
-        turn = min(range(len(passes)), key=lambda place: taken[place] / weights[place])
-        text = next(passes[turn], None)
-        if text is None:
-            return
-        taken[turn] += len(text)
-        yield text
-
-
 def stdlib_files() -> list[Path]:
     """Return the files of the running Python's standard library: every *.py without site-packages, tests and idlelib,
     sorted."""
@@ -256,7 +192,7 @@ def _local(spec: str, column: str) -> TextSource:
     if not path.exists():
         raise UserError(
             f"source '{spec}' does not exist: give stdlib, a file or folder, a pattern such as 'FOLDER/*.txt', "
-            "hub:NAME, task:NAME or mix:SOURCE,SOURCE"
+            "hub:NAME or task:NAME"
         )
     if suffix_of(path) not in SUFFIXES:
         raise UserError(f"{path} ends in '{path.suffix}', expected {KINDS}")

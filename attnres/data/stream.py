@@ -142,9 +142,7 @@ class StreamedTokens:
             if size >= AHEAD:
                 break
         self.read = position["documents"] + len(texts)
-        encoded = self.encoder.encode(texts)
-        kept = [ids.astype(self.dtype) for ids, held in zip(encoded.ids, encoded.held, strict=True) if not held]
-        data = b"".join(ids.tobytes() for ids in kept)
+        data = b"".join(ids.astype(self.dtype).tobytes() for ids, held in self.encoder.encode(texts) if not held)
         self.ids = np.empty(0, self.dtype)  # unmap the file, which is about to change
         with open(self.kept / "train.bin", "ab") as file:
             # written by a killed process after the last update of position.json

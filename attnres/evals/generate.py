@@ -1,9 +1,10 @@
-"""Generate text token by token with Transformers' `generate` and KV cache."""
+"""Generate text token by token with Transformers' `generate` and KV cache, and compare the speeds of two models."""
 
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
@@ -14,16 +15,65 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
+from attnres.device import in_turn, spread
 from attnres.errors import UserError, foreign
-from attnres.evals.config import GenerateConfig
-from attnres.evals.speaker import Speaker, beside, fitting, open_speaker, why_not_captured
+from attnres.evals.config import Dtype, GenerateConfig, Sampling
+from attnres.evals.decoding import Replays, decode_rate, why_not_captured
 from attnres.head import evaluating
 from attnres.inspect.contribution import Contributions
 from attnres.inspect.recording import find_residual
-from attnres.models.encoding import context_of, piece
-from attnres.ops.devices import forked_generators
+from attnres.models.encoding import context_of, encode_prompt, piece, rows_of
+from attnres.models.open import open_checkpoint
+from attnres.ops.devices import forked_generators, pick_device
 from attnres.residuals import Observer, Source, depths, watched_by
 from attnres.text import number, visible
+from attnres.training.environment import name_of
+
+# ------------------------------------------------------------------ a model that speaks
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A loaded model with its tokenizer, and its passes as CUDA graphs."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+    replays: Replays = field(default_factory=Replays, compare=False, repr=False)
+
+    def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
+        """Return the token ids (1, T) of a prompt, or of a user's turn in the model's chat template.
+
+        Raises:
+            UserError: as `encode_prompt`; or the context has no room for a further token.
+        """
+        ids, _ = encode_prompt(
+            self.tokenizer,
+            prompt,
+            rows=rows_of(self.model),
+            context=self.context,
+            room=1,
+            chat=chat,
+            name=self.name,
+            what="the prompt",
+        )
+        return torch.tensor([ids], device=self.model.device)
+
+
+def open_speaker(
+    name: str | Path, *, dtype: Dtype = "auto", device: str = "auto", trust_remote_code: bool = False
+) -> Speaker:
+    """Load a run folder, a model folder or a hub model with its tokenizer. Raises UserError."""
+    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
+    model = checkpoint.load(dtype, str(pick_device(device)))
+    if not model.can_generate():
+        raise UserError(f"{name} is a {type(model).__name__}, which generates no text: give a causal language model")
+    return Speaker(checkpoint.name, model, checkpoint.tokenizer, checkpoint.context)
+
+
+# ------------------------------------------------------------------ what each token read
+
 
 TOP = 3
 """Sources of the output read that are printed: those of the largest absolute contributions."""
@@ -139,42 +189,7 @@ def _last(values: Tensor) -> Tensor:
     return values.flatten(0, -2)[-1:]
 
 
-LOWEST = 1e-6
-"""Lowest temperature: dividing logits by it gives no infinity."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. None takes the model's setting (generation_config.json).
-
-    Attributes:
-        greedy: always the likeliest token, after the model's own penalties (a repetition penalty).
-        temperature: divides the logits; at least `LOWEST`.
-        top_k: sample from the k likeliest tokens.
-        top_p: sample from the likeliest tokens whose probabilities sum to p.
-        seed: seed of the sampling; the global random state does not change.
-    """
-
-    greedy: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int = 0
-
-    def check(self) -> None:
-        """Raise UserError for impossible values."""
-        if self.greedy and any(value is not None for value in (self.temperature, self.top_k, self.top_p)):
-            raise UserError("greedy takes the likeliest token: leave out temperature, top_k and top_p, or greedy")
-        if self.temperature is not None and not LOWEST <= self.temperature < float("inf"):
-            raise UserError(
-                f"temperature is {self.temperature}: expected {LOWEST} or more, or greedy for the likeliest token"
-            )
-        if not 0 <= self.seed < 2**63:
-            raise UserError(f"seed is {self.seed}: expected a whole number from 0 to {2**63 - 1}")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k is {self.top_k}: expected a whole number, at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}: expected a number above 0, at most 1")
+# ------------------------------------------------------------------ one text
 
 
 def generate(
@@ -208,7 +223,7 @@ def generate(
     Raises:
         UserError: see `Speaker.encode`, `Sampling.check`, `open_checkpoint`.
     """
-    sampling = Sampling(greedy, temperature, top_k, top_p, seed)
+    sampling = Sampling(greedy=greedy, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     sampling.check()
     _check_length(max_new_tokens)
     if isinstance(model, Speaker):
@@ -236,9 +251,9 @@ def speak(config: GenerateConfig) -> None:
         "device": config.device,
         "trust_remote_code": config.trust_remote_code,
     }
-    Sampling(config.greedy, config.temperature, config.top_k, config.top_p, config.seed).check()
+    config.check()
     _check_length(config.max_new_tokens)
-    names = ("max_new_tokens", "greedy", "temperature", "top_k", "top_p", "seed", "chat")
+    names = ("max_new_tokens", "chat", *(one.name for one in fields(Sampling)))
     how: dict[str, Any] = {name: getattr(config, name) for name in names}
     first = open_speaker(config.model, **options)
     second = open_speaker(config.beside, **options) if config.beside is not None else None
@@ -255,7 +270,51 @@ def speak(config: GenerateConfig) -> None:
         finally:
             print(flush=True)
     if second is not None:
-        print(beside((first, second), config.prompt, config.max_new_tokens).line())
+        print(beside((first, second), config.prompt, config.max_new_tokens))
+
+
+# ------------------------------------------------------------------ the speeds of two models
+
+
+ROUNDS = 7
+"""Timed rounds, after one untimed round; an odd number, for the median and quartiles of ratios."""
+
+
+def fitting(speakers: Sequence[Speaker], prompt: str, tokens: int) -> tuple[list[Tensor], int]:
+    """Return a prompt's ids (1, T) for each model's tokenizer, and how many of `tokens` new tokens fit into all
+    contexts.
+
+    Raises:
+        UserError: see `Speaker.encode`; fewer than two fit.
+    """
+    prompts = [speaker.encode(prompt) for speaker in speakers]
+    tokens = min(tokens, *(speaker.context - ids.shape[1] for speaker, ids in zip(speakers, prompts)))
+    if tokens < 2:
+        raise UserError("timing needs two tokens or more: raise --max-new-tokens, or shorten the prompt")
+    return prompts, tokens
+
+
+def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = ROUNDS) -> str:
+    """Time two models greedily decoding `tokens` tokens after `prompt`, interleaved, without the prompt's own pass;
+    return their tokens per second and the ratio of these, round by round, in one sentence.
+
+    Raises:
+        UserError: see `fitting`.
+    """
+    first, second = speakers
+    prompts, tokens = fitting(speakers, prompt, tokens)
+    measures = [partial(decode_rate, speaker.model, ids, tokens) for speaker, ids in zip(speakers, prompts)]
+    rates = in_turn(dict(zip("ab", measures, strict=True)), rounds=rounds, warm_up=1)
+    ratio = spread(rates["a"], rates["b"])
+    low, high = ratio.ratio_quartiles
+    return (
+        f"{first.name} {ratio.median:,.1f} tokens/s, {second.name} {spread(rates['b']).median:,.1f}: ratio "
+        f"{ratio.ratio:.3f} (quartiles {low:.3f} to {high:.3f}, {rounds} rounds of {tokens} tokens in turn, "
+        f"{name_of(first.model.device)})"
+    )
+
+
+# ------------------------------------------------------------------ one pass of Transformers' generate
 
 
 def _check_length(max_new_tokens: int) -> None:

@@ -31,8 +31,14 @@ def find_tasks(names: Sequence[str], folder: str | None) -> Any:
         raise UserError(f"lm-eval task folder {folder} does not exist: expected a folder with YAML files")
     manager = tasks.TaskManager(include_path=folder, include_defaults=folder is None)
     for name in names:
+        if name not in manager.all_tasks and folder:
+            raise unknown("lm-eval task", name, manager.all_tasks)
         if name not in manager.all_tasks:
-            raise unknown("lm-eval task", name, manager.all_tasks) if folder else _unknown_of_many(name, manager)
+            near = difflib.get_close_matches(name, manager.all_tasks, n=1, cutoff=0.5)
+            hint = f"did you mean '{near[0]}'? " if near else ""
+            raise UserError(
+                f"unknown lm-eval task '{name}': {hint}lm_eval ls tasks prints the {len(manager.all_tasks):,} there are"
+            )
     return manager
 
 
@@ -84,14 +90,6 @@ def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list
         else:
             measures.append(TaskMeasure(label, label, numbers[:0], numbers[:0], fixed=(float(value), None)))
     return measures
-
-
-def _unknown_of_many(name: str, manager: Any) -> UserError:
-    near = difflib.get_close_matches(name, manager.all_tasks, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    return UserError(
-        f"unknown lm-eval task '{name}': {hint}lm_eval ls tasks prints the {len(manager.all_tasks):,} there are"
-    )
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Tables of coloured cells, a column for each source *name*; a source that a read cannot see is hatched."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,12 @@ from matplotlib.colors import FuncNorm, LinearSegmentedColormap, LogNorm, Normal
 from matplotlib.figure import Figure
 
 from attnres.figures import style
-from attnres.figures.plot import in_cell, log_numbers, numbers_on, plain, thin_ticks
+from attnres.figures.plot import log_numbers, numbers_on, plain, thin_ticks
 from attnres.figures.style import sheet
 from attnres.inspect.colours import DIVERGING, ink_on, signed_root
 from attnres.inspect.inspection import By
 from attnres.inspect.notebook import end_of_scale
+from attnres.text import number
 
 COLOURMAP = "viridis"  # lightness rises evenly for every kind of colour vision
 SHARES = PowerNorm(0.5, vmin=0.0, vmax=1.0)  # square root: with twenty sources an even share is 0.05
@@ -91,12 +92,14 @@ def cell_numbers(
     values: np.ndarray,
     tops: np.ndarray,
     size: float,
-    text: Callable[[float], str] = in_cell,
 ) -> None:
-    """Write the value into each cell, in black or white, whichever is readable on it."""
+    """Write the value into each cell with two digits and without the leading zero (.07, 1, -.3), in black or white,
+    whichever is readable on it."""
     for r, c in zip(*np.nonzero(~np.isnan(values))):
         colour = readable_on(mesh.to_rgba(values[r, c]))
-        ax.text(c + 0.5, tops[r] + 0.52, text(values[r, c]), ha="center", va="center", fontsize=size, color=colour)
+        text = number(values[r, c], 2).replace("0.", ".", 1)
+        text = {"1.00": "1", ".00": "0"}.get(text, text)
+        ax.text(c + 0.5, tops[r] + 0.52, text, ha="center", va="center", fontsize=size, color=colour)
 
 
 def named(

@@ -1,18 +1,14 @@
-"""Charts of a study, given as data: curves, differences with their intervals, and grids of numbers."""
+"""Charts of a study, given as data: curves, and differences with their intervals."""
 
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-from matplotlib.colors import Normalize
 from matplotlib.ticker import MaxNLocator
 
 from attnres.figures import style
-from attnres.figures.cells import COLOURMAP, cell_numbers, cells
 from attnres.figures.plot import (
     Plot,
     beside,
@@ -28,7 +24,7 @@ from attnres.figures.plot import (
 from attnres.figures.style import sheet
 from attnres.inspect.colours import LESS, MORE
 from attnres.residuals import RESIDUALS, residual_class
-from attnres.text import number, tick
+from attnres.text import tick
 
 COLOURS = ("#4a5260", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", *style.OTHERS)
 """Colours, in order, of lines that belong to no mechanism (Okabe & Ito, then the residuals' palette)."""
@@ -186,40 +182,7 @@ class Differences:
         return Plot(self.name, self.title, caption, figure)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Numbers over two settings: panel title -> (rows, columns), NaN if missing; the lowest of each row is framed."""
-
-    name: str
-    title: str
-    caption: str
-    row_label: str
-    rows: list[str]
-    column_label: str
-    columns: list[str]
-    panels: dict[str, np.ndarray]
-
-    def draw(self) -> Plot:
-        """Draw the chart inside `style.style`; all panels share one colour scale."""
-        figure, axes = canvas(sheet().page, 0.9 + 0.3 * len(self.rows), 1, len(self.panels), sharey=True)
-        values = np.concatenate([panel[np.isfinite(panel)] for panel in self.panels.values()])
-        low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-        for ax, (title, panel) in zip(axes[0], self.panels.items(), strict=True):
-            norm = Normalize(low, max(high, low + 1e-9))
-            mesh = cells(ax, panel, norm=norm, colourmap=f"{COLOURMAP}_r", hatched=False)
-            cell_numbers(ax, mesh, panel, np.arange(len(panel)), 6, partial(number, digits=3))
-            for row in np.flatnonzero(np.isfinite(panel).any(1)):
-                box = np.array([(0, 0), (1, 0), (1, 1), (0, 1), (0, 0)]) + (np.nanargmin(panel[row]), row)
-                ax.plot(*box.T, color=COLOURS[2], linewidth=1.6, clip_on=False)
-            head(ax, title)
-            ax.set_xticks(np.arange(len(self.columns)) + 0.5, self.columns)
-            ax.set_xlabel(self.column_label)
-        axes[0, 0].set_yticks(np.arange(len(self.rows)) + 0.5, self.rows)
-        axes[0, 0].set_ylabel(self.row_label)
-        return Plot(self.name, self.title, self.caption, figure)
-
-
-Chart = Curves | Differences | Grid
+Chart = Curves | Differences
 
 
 def _looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:

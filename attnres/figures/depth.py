@@ -255,9 +255,7 @@ def source_norms(comparison: Comparison) -> Plot:
     columns = min(3, len(shown), side_by_side())
     lines = -(-len(shown) // columns)
     width = sheet().column if columns == 1 else sheet().page
-    figure, axes = canvas(width, 2.3 * lines, lines, columns, sharey=True)
-    for ax in list(axes.flat)[len(shown) :]:
-        ax.remove()
+    figure, axes = canvas(width, 2.3 * lines, lines, columns, used=len(shown), sharey=True)
     for ax, (variant, look, sources, rms) in zip(axes.flat, shown):
         places = np.arange(len(sources))
         ax.plot(places, rms, "o-", color=look["color"], linewidth=0.7, markersize=3 if len(sources) < 60 else 1.6)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from attnres.errors import UserError, unknown
-from attnres.figures import Comparison, Plot, draw_comparison, draw_model, save_all, style
+from attnres.figures import Comparison, draw_comparison, draw_model, save_all, style
 from attnres.figures.write import Drawn, check_formats, names_of_figures
 from attnres.files import user_path, write_text
 from attnres.folders import kind_of, refuse_other
@@ -150,16 +150,13 @@ def _inspection(name: str, options: dict[str, object]) -> Inspection:
 def write_drawn(console: Console, name: str, drawn: Drawn, folder: Path, formats: Sequence[str]) -> list[Path]:
     """Write figures and their captions, print their names, and return the files."""
     captions = folder / "captions.md"
-    write_text(captions, "\n".join(_caption(plot) for plot in drawn.plots))  # first: the folder is recognised by it
+    texts = [f"**{plot.name}. {plot.title}.** {plot.caption}\n" for plot in drawn.plots]
+    write_text(captions, "\n".join(texts))  # first: the folder is recognised by it
     files = [*save_all(drawn.plots, folder, formats), captions]
     say(console, f"{name}: {', '.join(plot.name for plot in drawn.plots) or 'nothing'}")
     for figure, reason in drawn.left_out:
         say(console, f"  without {figure}: {reason}")
     return files
-
-
-def _caption(plot: Plot) -> str:
-    return f"**{plot.name}. {plot.title}.** {plot.caption}\n"
 
 
 def _distinct(names: Sequence[str]) -> list[str]:

@@ -119,9 +119,7 @@ def patterns(inspection: "Inspection", by: By = "contribution", narrow: bool = F
     across = 1 if narrow else min(len(tables), 2 if len(tables) in (2, 4) else 3, side_by_side(2.5))
     width = sheet().column if narrow else sheet().page
     down = -(-len(tables) // across)
-    figure, axes = canvas(width, down * (row_inches * (most + 0.5) + 0.95), down, across)
-    for ax in list(axes.flat)[len(tables) :]:
-        ax.remove()
+    figure, axes = canvas(width, down * (row_inches * (most + 0.5) + 0.95), down, across, used=len(tables))
     panel = (width - 0.75) / across - 0.6
     matrices = [routing.matrix(rows, columns) for _, rows in tables]
     look = look_of(routing.by, *matrices)
@@ -179,11 +177,7 @@ def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
     """Draw one source by kind of token, a panel for each boundary, with standard errors and a line at the mean over all
     these tokens. The source is the embedding for weights; for contributions it is the one in which kinds differ
     most."""
-    part = inspection.kinds
-    if part is None:
-        raise NotShown("the inspection has no weights by kind of token")
-    routing = shares(inspection, by)
-    _refuse_constant(part, routing.by)
+    part, routing = _of_kinds(inspection, by)
     rows = [row for row in boundaries(routing, most=6) if routing.weighs(row, "embedding")]
     if not rows:
         raise NotShown("no read has the embedding and another source")
@@ -240,24 +234,26 @@ def label_rows(part: "ByLabel", read: int, by: By) -> tuple[np.ndarray, np.ndarr
     return np.stack([amounts(row[read], by) for row in means]), np.stack(spreads)
 
 
-def _refuse_constant(part: "ByLabel", by: By) -> None:
-    """Raise `NotShown` for a residual whose weights are equal for all tokens: its numbers by label are constant."""
-    rows = part.get("contribution", []) if by == "contribution" else part["weights"]
+def _of_kinds(inspection: "Inspection", by: By) -> tuple["ByLabel", Routing]:
+    """Return the numbers by kind of token, and those of all. Raises `NotShown` without them, or if they are equal for
+    all tokens."""
+    part = inspection.kinds
+    if part is None:
+        raise NotShown("the inspection has no weights by kind of token")
+    routing = shares(inspection, by)
+    rows = part.get("contribution", []) if routing.by == "contribution" else part["weights"]
     first, *others = [[value for read in one for value in read] for one in rows]
     if not others:
         raise NotShown("there is only one label")
     if all(np.allclose(np.array(first, float), np.array(other, float), atol=1e-6, equal_nan=True) for other in others):
-        raise NotShown(f"its {by}s are the same for every token")
+        raise NotShown(f"its {routing.by}s are the same for every token")
+    return part, routing
 
 
 def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
     """Draw kinds of token against the sources of the last read with several: how much more or less than the average
     token each kind reads."""
-    part = inspection.kinds
-    if part is None:
-        raise NotShown("the inspection has no weights by kind of token")
-    routing = shares(inspection, by)
-    _refuse_constant(part, routing.by)
+    part, routing = _of_kinds(inspection, by)
     row = last_mix(routing)
     read = inspection.layout.index(routing.layout[row])
     table = label_rows(part, read, routing.by)[0]
@@ -308,9 +304,7 @@ def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
     rows = math.ceil(len(tables) / columns)
     width = sheet().column if len(tables) == 1 else sheet().page
     side = (width - 0.9) / columns - 0.45
-    figure, axes = canvas(width, rows * (side + 0.7), rows, columns)
-    for ax in list(axes.flat)[len(tables) :]:
-        ax.remove()
+    figure, axes = canvas(width, rows * (side + 0.7), rows, columns, used=len(tables))
     look = look_of(by, *(values for _, values in tables))
     for i, (variant, values) in enumerate(tables):
         ax, reads = axes.flat[i], variant.mean.layout
@@ -325,14 +319,8 @@ def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
         if i // columns == rows - 1:
             ax.set_xlabel("output")
     used = [ax for ax in axes.flat if ax.figure is not None]
-    scale(
-        figure,
-        mesh,
-        used,
-        "contribution to the read" if by == "contribution" else "coefficient",
-        aspect=25,
-        shrink=0.85,
-    )
+    numbers = "contribution to the read" if by == "contribution" else "coefficient"
+    scale(figure, mesh, used, numbers, aspect=25, shrink=0.85)
     what = "the projection of M[l, i] v_i on the read" if by == "contribution" else "|M|, whatever the outputs' lengths"
     caption = (
         f"Depth mixing matrices, h_l = sum_i M[l, i] v_i: what each output (columns) is of each read (rows), {what}; "
@@ -377,13 +365,8 @@ def layers(inspection: "Inspection", by: By = "contribution") -> Plot:
         cell_numbers(matrix, mesh, values, tops, size=sheet().font - 1.5)
     named(matrix, names, rows, tops, side - 0.75, side - 0.4)
     matrix.set_xlabel("embedding, or layer that is read")
-    scale(
-        figure,
-        mesh,
-        matrix,
-        "contribution to the layer's reads" if by == "contribution" else "coefficients",
-        fraction=0.045,
-    )
+    numbers = "contribution to the layer's reads" if by == "contribution" else "coefficients"
+    scale(figure, mesh, matrix, numbers, fraction=0.045)
     links = _arcs(arcs, values, names)
     what = "How much of each layer's reads is" if by == "contribution" else "Which coefficients each layer's reads give"
     caption = f"{what} the embedding and each earlier layer (both sublayers' outputs). " + (

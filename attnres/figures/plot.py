@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarForm
 from attnres.figures import style
 from attnres.figures.style import sheet
 from attnres.residuals import Read, Source
-from attnres.text import number, tick
+from attnres.text import tick
 
 LINE = 1.12
 """Room along an axis that a tick's name needs, as a multiple of its font size."""
@@ -53,14 +53,19 @@ class NotShown(Exception):
     """Raised if a figure does not apply; the message gives the reason."""
 
 
-def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, np.ndarray]:
-    """Return a figure and its (rows, columns) axes with text sizes for a paper; larger text makes the figure higher."""
+def canvas(
+    width: float, height: float, rows: int = 1, columns: int = 1, *, used: int | None = None, **options: Any
+) -> tuple[Figure, np.ndarray]:
+    """Return a figure and its (rows, columns) axes with text sizes for a paper; larger text makes the figure higher.
+    Axes after the first `used` are removed."""
     figure = Figure(figsize=(width, height * max(1.0, sheet().scale)), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     for ax in axes.flat:
         ax.tick_params(labelsize=sheet().font, length=2.5, pad=2)
         ax.xaxis.label.set_size(sheet().font + 0.5)
         ax.yaxis.label.set_size(sheet().font + 0.5)
+    for ax in axes.flat[used:] if used is not None else ():
+        ax.remove()
     return figure, axes
 
 
@@ -69,9 +74,7 @@ def panels(count: int) -> tuple[Figure, list[Axes]]:
     more rows on a narrow sheet."""
     rows = max(2 if count > 3 else 1, math.ceil(count / side_by_side()))
     width, height = (sheet().column, 2.15) if count == 1 else (sheet().page, 1.9)
-    figure, axes = canvas(width, height * rows + 0.25, rows, math.ceil(count / rows))
-    for ax in axes.flat[count:]:
-        ax.remove()
+    figure, axes = canvas(width, height * rows + 0.25, rows, math.ceil(count / rows), used=count)
     return figure, list(axes.flat[:count])
 
 
@@ -126,9 +129,8 @@ def plain(text: str) -> str:
 def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches: float) -> None:
     """Set ticks at `places` with their names. If not all names fit, even in the sheet's `smallest` font, only every
     third, fifth, ... place has a tick, so that attention and MLPs are both named; the last place always has one.
-    `inches`: room along the axis. A name needs the height of its letters along the axis.
 
-    `inches`: room along the axis. A name beside an axis needs the height of its letters, whichever way it is turned.
+    `inches`: room along the axis. A name needs the height of its letters there, whichever way it is turned.
     """
     room = inches / max(1, len(places))
     size = min(sheet().font, max(sheet().smallest, 72 * room / LINE))
@@ -274,11 +276,8 @@ def from_zero(ax: Axes) -> None:
 
 
 def legend(figure: Figure, *axes: Axes) -> None:
-    """Draw one legend above the whole figure, if there are several lines; the figure grows by the legend's rows. Lines
-    are collected from all axes.
-
-    A line that some axes lack is taken from others.
-    """
+    """Draw one legend above the whole figure, if there are several lines, of the lines of all axes; the figure grows by
+    the legend's rows."""
     entries: dict[str, Any] = {}
     for ax in axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -292,9 +291,3 @@ def legend(figure: Figure, *axes: Axes) -> None:
     figure.set_figheight(figure.get_figheight() + 0.16 * (rows - 1))
     look: dict[str, Any] = {"fontsize": sheet().font + 0.5, "handlelength": 1.4, "columnspacing": 1.0}
     figure.legend(list(entries.values()), names, loc="outside upper left", ncols=columns, **look)
-
-
-def in_cell(value: float) -> str:
-    """Return a number with two digits and without the leading zero, for a table's cell: .07, 1, -.3."""
-    text = number(value, 2).replace("0.", ".", 1)
-    return {"1.00": "1", ".00": "0"}.get(text, text)

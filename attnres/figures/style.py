@@ -14,21 +14,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from attnres.errors import unknown
 from attnres.files import write_bytes
 from attnres.inspect.colours import GRID, INK, MORE, MUTED, PAPER, blend, contrast
 from attnres.residuals import Traits
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 FORMATS = ("pdf", "png", "svg")
 
@@ -145,7 +143,7 @@ def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, An
     free one; a new dash for each further label of a colour, and then darker and lighter shades of it.
 
     Residuals without a colour of their own share a few colours that are hard to tell from the others, so each also has
-        a dash.
+    a dash.
     """
     result: dict[str, dict[str, Any]] = {}
     free: dict[str, str] = {}
@@ -157,19 +155,12 @@ def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, An
         uses[hue or ""] += 1
         if hue:
             shade, dash = divmod(used, CLEAR)
-            colour = _mixed(hue, *SHADES[shade % len(SHADES)])
+            colour = blend(hue, *SHADES[shade % len(SHADES)])
         else:
             dash = (used + 1) % len(DASHES)
             colour = free.setdefault(name, OTHERS[len(free) % len(OTHERS)])
         result[label] = {"color": colour, "linestyle": DASHES[dash]}
     return result
-
-
-def _mixed(colour: str, other: str, share: float) -> str:
-    """Return a colour mixed with the fraction `share` of another, as `#rrggbb`."""
-    pairs = zip(to_rgb(colour), to_rgb(other), strict=True)
-    red, green, blue = (one * (1 - share) + two * share for one, two in pairs)
-    return to_hex((red, green, blue))
 
 
 def save(figure: Figure, path: Path, dpi: int = 200) -> None:
@@ -233,18 +224,12 @@ def declared(name: str, colour: str) -> str:
     return f"{name}: {colour}; {name}: light-dark({colour}, {on_dark(colour)})"
 
 
-def to_svg(figure: "Figure", name: str, alt: str, zoom: float) -> str:
+def to_svg(figure: Figure, name: str, alt: str, zoom: float) -> str:
     """Return a figure as an `<svg>` element for a page: it scales with its box, follows the theme, and has ids unique
     to it.
 
     `zoom`: size relative to paper where there is room; a broad figure is never shown much smaller than on paper.
     """
-    # Not at the top: attnres.figures has to be the first to import matplotlib, for a notebook's MPLBACKEND.
-    import matplotlib
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.colors import to_hex
-    from matplotlib.lines import Line2D
-
     drawn = {*DARK, *(to_hex(line.get_color()) for line in figure.findobj(Line2D))}
 
     def themed(one: re.Match[str]) -> str:

@@ -95,11 +95,6 @@ def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
     return Plot("tokens", f"{inspection.model['name']}: {TITLES[routing.by]}, token by token", caption, figure)
 
 
-def most_varied(values: np.ndarray) -> int:
-    """Return the index of the source whose numbers (tokens, sources) vary most from token to token."""
-    return int(values.std(0).argmax())
-
-
 def example_columns(inspection: "Inspection", by: By, most: int) -> list[tuple[Routing, int, int, np.ndarray]]:
     """Return, for at most `most` reads with which blocks begin, one source token by token: the routing, the row, the
     source's index and (tokens,) numbers. By weight the source is the embedding; by contribution it is the one that
@@ -117,7 +112,8 @@ def example_columns(inspection: "Inspection", by: By, most: int) -> list[tuple[R
         if routing.weighs(row, "embedding"):
             read = inspection.layout.index(routing.layout[row])
             values = np.stack([amounts(token, routing.by) for token in example[FIELD[routing.by]][read]])
-            place = most_varied(values) if routing.by == "contribution" else routing.place(row, "embedding")
+            varied = int(values.std(0).argmax())  # the source whose numbers vary most from token to token
+            place = varied if routing.by == "contribution" else routing.place(row, "embedding")
             columns.append((routing, row, place, values[:, place]))
     if not columns:
         raise NotShown("no read has the embedding and another source")
@@ -145,9 +141,8 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
     size = min(sheet().smallest, 72 * inches / letters / ADVANCE, page)
     panel = lines * size * 1.28 / 72
     width = sheet().page if columns > 1 else sheet().column
-    figure, axes = canvas(width, (height * (panel + 0.3) + 0.1) / max(1.0, sheet().scale), height, columns)
-    for ax in list(axes.flat)[len(panels) :]:
-        ax.remove()
+    inches_high = (height * (panel + 0.3) + 0.1) / max(1.0, sheet().scale)
+    figure, axes = canvas(width, inches_high, height, columns, used=len(panels))
     largest = end_of_scale(np.concatenate([values[:shown] for *_, values in panels]))
     for ax, (_, row, place, values) in zip(axes.flat, panels):
         _draw_text(ax, fragments, np.nan_to_num(values / largest), size)

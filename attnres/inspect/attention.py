@@ -97,12 +97,12 @@ def token_attention(model: Any, text: Text, *, position: int | None = None) -> T
     at = None if position is None else position_of(position, ids.shape[1])
     with evaluating(model), torch.no_grad(), weights_shown(model), _summed_up(model, at) as (summaries, heads):
         out = model(input_ids=ids, use_cache=False, output_attentions=True)
-    given = out.attentions or ()
-    if all(one is None for one in given):
+    attentions = out.attentions or ()
+    if all(one is None for one in attentions):
         raise UserError(f"{type(model).__name__} shows no weights of its attention over tokens")
-    layers = attending_layers(model.config, len(given))
+    layers = attending_layers(model.config, len(attentions))
     shown, apart = {}, []
-    for layer, one in zip(layers, given, strict=True):
+    for layer, one in zip(layers, attentions, strict=True):
         if one is None:
             continue
         place = next((i for i, summary in enumerate(summaries) if one is summary), None)
@@ -123,10 +123,6 @@ def _summary(weights: Tensor) -> Tensor:
     return torch.stack([weights.mean(1, dtype=torch.float32), weights.amax(1).float()], 1).cpu()
 
 
-def _is_among(one: Tensor, others: list[Tensor]) -> bool:
-    return any(one is other for other in others)
-
-
 @contextmanager
 def _summed_up(model: Any, position: int | None) -> Generator[tuple[list[Tensor], list[Tensor]]]:
     """Attentions give a summary in the place of their heads' weights, which of all layers would fill the memory; yields
@@ -136,7 +132,7 @@ def _summed_up(model: Any, position: int | None) -> Generator[tuple[list[Tensor]
 
     def sum_up(module: Any, args: Any, output: Any) -> Any:
         weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
-        if not isinstance(weights, Tensor) or weights.ndim != 4 or _is_among(weights, summaries):
+        if not isinstance(weights, Tensor) or weights.ndim != 4 or any(weights is one for one in summaries):
             return None
         summaries.append(_summary(weights))
         if position is not None:

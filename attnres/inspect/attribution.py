@@ -167,7 +167,7 @@ def attribute(
         choice = [len(probe.sources[index]) > 1 for index, _ in edges]
         before = margin(row, known, rival).item()
 
-        def made() -> Attribution:
+        def result() -> Attribution:
             there = np.array(choice) & ~np.isnan(knockout)
             return Attribution(
                 position=position,
@@ -183,19 +183,17 @@ def attribute(
             )
 
         if so_far is not None:
-            so_far(made())
+            so_far(result())
         order = sorted(range(len(edges)), key=lambda i: (-choice[i], -abs(gradient[i])))[:most]
         anywhere = torch.zeros(ids.shape[1], dtype=torch.bool)
         anywhere[0 if everywhere else -1 :] = True
         changes = [Change(edges[i][0], anywhere, partial(Ablate, edges[i][1], edges[i][0])) for i in order]
-        for part, after in each_alone(model, ids, edits, changes, batch_size):
-            for i, value in zip(part, margin(after, known, rival).tolist(), strict=True):
+        for part, values in each_alone(model, ids, edits, changes, (known, rival), batch_size, progress):
+            for i, value in zip(part, values, strict=True):
                 knockout[order[i]] = value - before
-            if progress is not None:
-                progress(len(part))
             if so_far is not None:
-                so_far(made())
-        return made()
+                so_far(result())
+        return result()
 
 
 def prediction_of(
@@ -222,10 +220,16 @@ class Change(NamedTuple):
 
 
 def each_alone(
-    model: Any, ids: Tensor, edits: Sequence[Edit], changes: Sequence[Change], batch_size: int
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Make each change in a copy of its own of a text (1, T), besides `edits`; yield pass by pass the numbers of the
-    changes and log-probabilities (changes, V) of what follows the text, of the last reads first.
+    model: Any,
+    ids: Tensor,
+    edits: Sequence[Edit],
+    changes: Sequence[Change],
+    asked: tuple[int, int | None],
+    batch_size: int,
+    progress: Callable[[int], None] | None,
+) -> Iterator[tuple[list[int], list[float]]]:
+    """Make each change in a copy of its own of a text (1, T), besides `edits`; yield pass by pass, of the last reads
+    first, the numbers of the changes and the `margin` of the tokens that are `asked` for after the text.
 
     A pass begins at the first layer that is changed (`Replay`). Raises UserError.
     """
@@ -241,15 +245,17 @@ def each_alone(
     for start in range(0, len(order), batch_size):
         part = order[start : start + batch_size]
         shape = (len(part), ids.shape[1])
-        made = []
+        of_copies = []
         for row, change in enumerate(changes[i] for i in part):
             mask = torch.zeros(shape, dtype=torch.bool)
             mask[row] = change.tokens
             if change.make is not None:
-                made.append(change.make(tokens=mask))
+                of_copies.append(change.make(tokens=mask))
         with replay.begun(changes[part[-1]].read, len(part)):
-            after = passed(ids.expand(shape), *made)
-        yield part, after
+            after = passed(ids.expand(shape), *of_copies)
+        if progress is not None:
+            progress(len(part))
+        yield part, margin(after, *asked).tolist()
 
 
 def margin(log_probs: Tensor, target: int, against: int | None) -> Tensor:

@@ -285,21 +285,18 @@ def circuit(
         written = depths(layout)
         value = margin(row, known, rival).item()
         estimates = [parts.estimates(index, grad) for index, grad in enumerate(grads)]
-        found = _largest(dict(enumerate(estimates)), limit)
+        largest = _largest(dict(enumerate(estimates)), limit)
         measured: dict[int, float] = {}
         changes = []
-        for index, token, output, _ in found[:most]:
+        for index, token, output, _ in largest[:most]:
             here = torch.arange(ids.shape[1]) == token
             vector = -parts.part(index, output)[token]
             changes.append(Change(index, here, partial(Steer, vector, None, index)))
-        for numbers, after in each_alone(model, ids, edits, changes, batch_size):
-            for i, one in zip(numbers, margin(after, known, rival).tolist(), strict=True):
-                measured[i] = one - value
-            if progress is not None:
-                progress(len(numbers))
+        for numbers, values in each_alone(model, ids, edits, changes, (known, rival), batch_size, progress):
+            measured |= {i: one - value for i, one in zip(numbers, values, strict=True)}
     links = [
         Link((token, output), (token, written[index] + 1), estimate, measured.get(i))
-        for i, (index, token, output, estimate) in enumerate(found)
+        for i, (index, token, output, estimate) in enumerate(largest)
     ]
     links += [
         Link((u, written[index] + 1), (t, written[index] + 1), estimate, None)
@@ -352,17 +349,17 @@ def _backward(
             stack.enter_context(weights_shown(model))
             options["output_attentions"] = True
         out = model(input_ids=ids, use_cache=False, **options)
-        given = [one for one in getattr(out, "attentions", None) or () if one is not None and one.requires_grad]
+        attentions = [one for one in getattr(out, "attentions", None) or () if one is not None and one.requires_grad]
         row = log_probs(out.logits[0, -1])
         known = int(row.argmax()) if target is None else target
-        wanted = [*parts.zeros, *given]
+        wanted = [*parts.zeros, *attentions]
         value = margin(row, known, against)
         grads = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
     between = {}
-    if given:
+    if attentions:
         first = {read.number: i for i, read in reversed(list(enumerate(parts.layout))) if read.kind == "attention"}
         for layer, weights, grad in zip(
-            attending_layers(model.config, len(given)), given, grads[len(parts.zeros) :], strict=True
+            attending_layers(model.config, len(attentions)), attentions, grads[len(parts.zeros) :], strict=True
         ):
             between[first[layer]] = _without(weights.detach()[0].float(), grad[0].float())
     return known, row.detach(), grads[: len(parts.zeros)], between

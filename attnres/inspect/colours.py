@@ -67,15 +67,15 @@ def signed_colour(value: float) -> str:
 
 def source_colours(sources: Sequence[Source]) -> list[str]:
     """Return a colour for each of a model's sources: of a kind's, from dark to light by number."""
-    return [_colour(source, [s.number for s in sources if s.kind == source.kind]) for source in sources]
-
-
-def _colour(source: Source, numbers: Sequence[int | None]) -> str:
-    if source.number is None:
-        return _FIXED.get(source.kind, MUTED)
-    known = [number for number in numbers if number is not None]
-    first, last = min(known), max(known)
-    return along(_RAMPS.get(source.kind, _OTHER), (source.number - first) / max(1, last - first))
+    colours = []
+    for source in sources:
+        if source.number is None:
+            colours.append(_FIXED.get(source.kind, MUTED))
+            continue
+        numbers = [other.number for other in sources if other.kind == source.kind and other.number is not None]
+        first, last = min(numbers), max(numbers)
+        colours.append(along(_RAMPS.get(source.kind, _OTHER), (source.number - first) / max(1, last - first)))
+    return colours
 
 
 def contrast(a: str, b: str) -> float:

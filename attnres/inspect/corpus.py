@@ -25,7 +25,7 @@ from attnres.inspect.edits import choose_reads, source_and_read
 from attnres.inspect.inspection import FIELD, By
 from attnres.inspect.recording import find_residual, record
 from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, vocab_size
-from attnres.inspect.survey import batches, check_documents, encode
+from attnres.inspect.survey import batches, check_documents, read_documents
 from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_ids, pieces, token_in_front
 from attnres.ops.devices import pick_device
@@ -279,16 +279,12 @@ def _apart(places: Iterable[tuple[_Seen, int]], count: int) -> list[tuple[_Seen,
 
 
 def _windows(tokenizer: Any, documents: Iterable[Text], room: int, limit: int | None) -> Iterator[_Window]:
-    left = limit
-    for place, text in enumerate(documents):
-        encoded = encode(tokenizer, text)
-        ids, offsets = encoded.ids[:left], np.array(encoded.offsets, dtype=np.int32).reshape(-1, 2)
+    for place, (text, encoded) in enumerate(read_documents(tokenizer, documents, limit)):
+        ids, offsets = encoded.ids, np.array(encoded.offsets, dtype=np.int32).reshape(-1, 2)
         for start in range(0, len(ids), room):
             part = slice(start, start + room)
             words, name = text if isinstance(text, str) else "", getattr(text, "name", f"document {place}")
             yield _Window(place, name, words, start, ids[part], offsets[: len(ids)][part])
-        if left is not None and not (left := left - len(ids)):
-            return
 
 
 def _of_edge(model: Any, ids: torch.Tensor, index: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,15 +27,59 @@ FULL_RATE = 0.5
 CHECKPOINTED = ("gradient_checkpointing", "grad_checkpointing", "_checkpoint_wrapped_module")
 """Attributes by which Transformers, timm and torch's checkpoint wrapper mark modules whose layers are recomputed."""
 
+FAULTS = {
+    "frozen": (
+        "depth reads stay as they are: at zero queries the plain model, only slower",
+        "Set requires_grad_(True) on the residual's parameters (PEFT: modules_to_save=['residual'])",
+    ),
+    "16-bit": (
+        "small updates of queries round to nothing",
+        "Keep them in fp32: model.residual.float() after a conversion of the whole model",
+    ),
+    "tied": ("another model after saving and loading", "Call model.tie_weights(), or change the config"),
+    "untied": ("another model after saving and loading", "Call model.tie_weights(), or change the config"),
+    "not-optimised": (
+        "they never train",
+        "Build the optimizer after attach, or call attnres.regroup(optimizer, model)",
+    ),
+    "decayed": ("queries return to the plain mean", "Call attnres.regroup(optimizer, model)"),
+    "muon": (
+        "it makes the queries of different sublayers orthogonal to one another, which they have no reason to be",
+        "Call attnres.regroup(optimizer, model)",
+    ),
+    "full-rate": (
+        "the gain is lost within some million tokens (docs/results/index.md)",
+        "Call attnres.regroup(optimizer, model), which gives them a tenth",
+    ),
+    "slowed-twice": ("queries hardly move", "Call attnres.regroup(optimizer, model), which leaves one of the two"),
+    "saturated": (
+        "such a softmax takes one source and passes almost no gradient",
+        "Lower the learning rate of queries, or set read_temperature",
+    ),
+    "reentrant": (
+        "training stops with an error: gradients of the depth stream's earlier sources would be lost",
+        "Pass use_reentrant=False",
+    ),
+    "no-recompute": ("the memory that it should save", "Enable it on the layers, with use_reentrant=False"),
+    "graph-break": ("part of the speed that compiling gives", "Remove hooks from the layers, or compile each layer"),
+    "not-compiled": ("the speed that compiling gives", "Set torch._dynamo.config.suppress_errors = False to see why"),
+    "no-gradient": (
+        "they never train",
+        "Does every layer take the stream that the layer before it gave? Detached or copied tensors end it",
+    ),
+    "stream-dtype": ("sums of outputs overflow at 65,504", "Use bf16, or autocast with an fp32 embedding"),
+    "plain-torch": ("time and memory", "See attnres env"),
+    "unread": ("layers whose work is lost", "attnres inspect MODEL --prune shows what goes without them"),
+}
+"""Name of a fault -> what it costs, and what to do."""
+
 
 @dataclass(frozen=True)
 class Finding:
     """One fault.
 
     Attributes:
-        name: a word for programs: frozen, no-gradient, not-optimised, decayed, muon, full-rate,
-            slowed-twice, tied, untied, 16-bit,
-            stream-dtype, no-recompute, reentrant, graph-break, not-compiled, plain-torch, saturated, unread.
+        name: a word for programs, one of `FAULTS`.
         found: what was seen, with its numbers.
         cost: what it costs.
         advice: what to do.
@@ -45,6 +89,11 @@ class Finding:
     found: str
     cost: str
     advice: str
+
+    @classmethod
+    def of(cls, name: str, found: str) -> "Finding":
+        """Return a fault of `FAULTS` with what was seen of it."""
+        return cls(name, found, *FAULTS[name])
 
     def __str__(self) -> str:
         return f"{self.name}: {self.found}. It costs: {self.cost}. {self.advice}"
@@ -84,10 +133,10 @@ def examine(
     """
     residual = find_residual(model)
     optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    found = [*_parameters(model, residual), *_optimizers(model, residual, list(optimizers)), *_queries(residual)]
+    findings = [*_parameters(model, residual), *_optimizers(model, residual, list(optimizers)), *_queries(residual)]
     if example is not None:
-        found += _passes(model, residual, example)
-    return found
+        findings += _passes(model, residual, example)
+    return findings
 
 
 def _names(residual: Residual, chosen: Callable[[nn.Parameter], bool]) -> list[str]:
@@ -98,20 +147,10 @@ def _parameters(model: nn.Module, residual: Residual) -> Iterator[Finding]:
     """Yield faults of the parameters themselves: frozen, in 16 bits, tied or untied against the config."""
     frozen = _names(residual, lambda parameter: not parameter.requires_grad)
     if frozen and any(parameter.requires_grad for parameter in model.parameters()):
-        yield Finding(
-            "frozen",
-            f"{listed(frozen)} of the residual without gradient, while other parameters train",
-            "depth reads stay as they are: at zero queries the plain model, only slower",
-            "Set requires_grad_(True) on the residual's parameters (PEFT: modules_to_save=['residual'])",
-        )
+        yield Finding.of("frozen", f"{listed(frozen)} of the residual without gradient, while other parameters train")
     short = _names(residual, lambda parameter: parameter.dtype in (torch.float16, torch.bfloat16))
     if short:
-        yield Finding(
-            "16-bit",
-            f"{listed(short)} of the residual are stored in 16 bits",
-            "small updates of queries round to nothing",
-            "Keep them in fp32: model.residual.float() after a conversion of the whole model",
-        )
+        yield Finding.of("16-bit", f"{listed(short)} of the residual are stored in 16 bits")
     config = getattr(model, "config", None)
     ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
     weights = [getattr(end, "weight", None) for end in ends]
@@ -119,12 +158,10 @@ def _parameters(model: nn.Module, residual: Residual) -> Iterator[Finding]:
     if says is not None and all(isinstance(weight, Tensor) for weight in weights):
         is_tied = weights[0] is weights[1]
         if is_tied != bool(says):
-            yield Finding(
+            yield Finding.of(
                 "tied" if is_tied else "untied",
                 f"embedding and head are {'one tensor' if is_tied else 'two tensors'}, and the config says "
                 f"tie_word_embeddings={bool(says)}",
-                "another model after saving and loading",
-                "Call model.tie_weights(), or change the config",
             )
 
 
@@ -138,13 +175,7 @@ def _optimizers(model: nn.Module, residual: Residual, optimizers: Sequence[torch
     seen = {id(parameter) for _, group in groups for parameter in group["params"]}
     missing = [names[id(p)] for p in residual.parameters() if p.requires_grad and id(p) not in seen]
     if missing:
-        yield Finding(
-            "not-optimised",
-            f"{listed(missing)} of the residual are in no group of the optimizer",
-            "they never train",
-            "Build the optimizer after attach, or call attnres.regroup(optimizer, model)",
-        )
-    regroup = "Call attnres.regroup(optimizer, model)"
+        yield Finding.of("not-optimised", f"{listed(missing)} of the residual are in no group of the optimizer")
     decayed: list[str] = []
     orthogonal: list[str] = []
     fast: list[str] = []
@@ -170,29 +201,14 @@ def _optimizers(model: nn.Module, residual: Residual, optimizers: Sequence[torch
         if relative < FULL_RATE and carried < FULL_RATE:
             twice += queries
     if decayed:
-        yield Finding(
-            "decayed", f"weight decay pulls at {listed(decayed)}", "queries return to the plain mean", regroup
-        )
+        yield Finding.of("decayed", f"weight decay pulls at {listed(decayed)}")
     if orthogonal:
-        yield Finding(
-            "muon",
-            f"Muon trains {listed(orthogonal)}",
-            "it makes the queries of different sublayers orthogonal to one another, which they have no reason to be",
-            regroup,
-        )
+        yield Finding.of("muon", f"Muon trains {listed(orthogonal)}")
     if fast:
-        yield Finding(
-            "full-rate",
-            f"{listed(fast)} train at the model's full learning rate",
-            "the gain is lost within some million tokens (docs/results/index.md)",
-            f"{regroup}, which gives them a tenth",
-        )
+        yield Finding.of("full-rate", f"{listed(fast)} train at the model's full learning rate")
     if twice:
-        yield Finding(
-            "slowed-twice",
-            f"{listed(twice)} have a group with a lower rate, and the setting query_lr slows them too",
-            "queries hardly move",
-            f"{regroup}, which leaves one of the two",
+        yield Finding.of(
+            "slowed-twice", f"{listed(twice)} have a group with a lower rate, and the setting query_lr slows them too"
         )
 
 
@@ -201,11 +217,8 @@ def _queries(residual: Residual) -> Iterator[Finding]:
     largest = [(value or 0.0, read.name) for value, read in zip(sharpness(residual) or [], residual.layout())]
     far = sorted((pair for pair in largest if pair[0] > SATURATED), reverse=True)
     if far:
-        yield Finding(
-            "saturated",
-            f"queries of {listed([name for _, name in far[:5]])} allow logits up to {number(far[0][0], 1)}",
-            "such a softmax takes one source and passes almost no gradient",
-            "Lower the learning rate of queries, or set read_temperature",
+        yield Finding.of(
+            "saturated", f"queries of {listed([name for _, name in far[:5]])} allow logits up to {number(far[0][0], 1)}"
         )
 
 
@@ -228,11 +241,11 @@ def _passes(model: nn.Module, residual: Residual, example: Any) -> list[Finding]
         parameter.grad = None
     try:
         model.train()
-        found = list(_trained(model, residual, lambda: model(*args, **kwargs)))  # first: recording breaks graphs too
+        findings = list(_trained(model, residual, lambda: model(*args, **kwargs)))  # first: recording breaks graphs too
         model.eval()
         with torch.no_grad(), record(model) as trace:
             model(*args, **kwargs)
-        return [*found, *_read(residual, trace)]
+        return [*findings, *_read(residual, trace)]
     finally:
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
@@ -268,16 +281,18 @@ def _trained(model: nn.Module, residual: Residual, call: Callable[[], Any]) -> I
     flagged = tuple(one for one in model.modules() if any(getattr(one, name, False) for name in CHECKPOINTED))
     options = [getattr(getattr(one, "_gradient_checkpointing_func", None), "keywords", {}) for one in flagged]
     if any(option.get("use_reentrant") for option in options):
-        yield Finding(
-            "reentrant",
-            "activation checkpointing is reentrant",
-            "training stops with an error: gradients of the depth stream's earlier sources would be lost",
-            "Pass use_reentrant=False",
-        )
+        yield Finding.of("reentrant", "activation checkpointing is reentrant")
         return
     seen = _training_pass(residual, flagged, call)
-    if seen is not None:
-        yield from (*_recomputation(seen), *_compilation(seen), *_gradients(residual), *_stream(residual, seen))
+    if seen is None:
+        return
+    if seen.forward and not seen.recomputed:
+        yield Finding.of("no-recompute", "activation checkpointing is on, and backward recomputes no layer")
+    if seen.breaks:
+        yield Finding.of("graph-break", f"torch.compile breaks the graph: {seen.breaks[0].splitlines()[0][:160]}")
+    if seen.uncompiled:
+        yield Finding.of("not-compiled", f"torch.compile gave up {seen.uncompiled} frames, which run as they are")
+    yield from (*_gradients(residual), *_stream(residual, seen))
 
 
 def _training_pass(residual: Residual, flagged: tuple[nn.Module, ...], call: Callable[[], Any]) -> _TrainingPass | None:
@@ -316,47 +331,16 @@ def _training_pass(residual: Residual, flagged: tuple[nn.Module, ...], call: Cal
     return _TrainingPass(stream, flagged, forward, calls[0], tuple(after - breaks), given_up - uncompiled)
 
 
-def _recomputation(seen: _TrainingPass) -> Iterator[Finding]:
-    """Yield checkpointing that is on and does nothing."""
-    if seen.forward and not seen.recomputed:
-        yield Finding(
-            "no-recompute",
-            "activation checkpointing is on, and backward recomputes no layer",
-            "the memory that it should save",
-            "Enable it on the layers, with use_reentrant=False",
-        )
-
-
-def _compilation(seen: _TrainingPass) -> Iterator[Finding]:
-    """Yield graph breaks and frames that torch.compile gave up."""
-    if seen.breaks:
-        yield Finding(
-            "graph-break",
-            f"torch.compile breaks the graph: {seen.breaks[0].splitlines()[0][:160]}",
-            "part of the speed that compiling gives",
-            "Remove hooks from the layers, or compile each layer",
-        )
-    if seen.uncompiled:
-        yield Finding(
-            "not-compiled",
-            f"torch.compile gave up {seen.uncompiled} frames, which run as they are",
-            "the speed that compiling gives",
-            "Set torch._dynamo.config.suppress_errors = False to see why",
-        )
-
-
 def _gradients(residual: Residual) -> Iterator[Finding]:
     """Yield parameters of the residual that the backward pass did not reach."""
     trains = {name for name, parameter in residual.named_parameters() if parameter.requires_grad}
     silent = [name for name, parameter in residual.named_parameters() if name in trains and parameter.grad is None]
-    silent += list(_unmoved(residual)) if "query" in trains else []
+    grad, layout = getattr(getattr(residual, "query", None), "grad", None), residual.layout()
+    if "query" in trains and isinstance(grad, Tensor) and len(grad) == len(layout):
+        pairs = zip(layout, grad, strict=True)  # a read of one source has no choice, and its query no gradient
+        silent += [f"the query of {read.name}" for read, row in pairs if len(read.sources) > 1 and not row.any()]
     if silent:
-        yield Finding(
-            "no-gradient",
-            f"{listed(silent)} of the residual got no gradient",
-            "they never train",
-            "Does every layer take the stream that the layer before it gave? Detached or copied tensors end it",
-        )
+        yield Finding.of("no-gradient", f"{listed(silent)} of the residual got no gradient")
 
 
 def _stream(residual: Residual, seen: _TrainingPass) -> Iterator[Finding]:
@@ -364,28 +348,11 @@ def _stream(residual: Residual, seen: _TrainingPass) -> Iterator[Finding]:
     if seen.stream is None:
         return
     if seen.stream.dtype == torch.float16:
-        yield Finding(
-            "stream-dtype",
-            "the stream is in fp16",
-            "sums of outputs overflow at 65,504",
-            "Use bf16, or autocast with an fp32 embedding",
-        )
+        yield Finding.of("stream-dtype", "the stream is in fp16")
     if residual.traits.has_query:
         plan = explain([seen.stream.flatten(0, -2)] * min(8, residual.num_sublayers), training=True)
         if plan.backend == "eager":
-            yield Finding(
-                "plain-torch", f"reads run in plain torch: {plan.reasons[0]}", "time and memory", "See attnres env"
-            )
-
-
-def _unmoved(residual: Residual) -> Iterator[str]:
-    """Yield the reads of which the query's gradient is zero though they have sources to choose from."""
-    grad = getattr(getattr(residual, "query", None), "grad", None)
-    layout = residual.layout()
-    if isinstance(grad, Tensor) and len(grad) == len(layout):
-        for read, row in zip(layout, grad, strict=True):
-            if len(read.sources) > 1 and not row.any():
-                yield f"the query of {read.name}"
+            yield Finding.of("plain-torch", f"reads run in plain torch: {plan.reasons[0]}")
 
 
 def _read(residual: Residual, trace: Trace) -> Iterator[Finding]:
@@ -398,12 +365,7 @@ def _read(residual: Residual, trace: Trace) -> Iterator[Finding]:
             shares[source.name] = max(shares.get(source.name, 0.0), abs(share))
     unread = [name for name, share in shares.items() if share < UNREAD]
     if unread:
-        yield Finding(
-            "unread",
-            f"no read takes as much as {UNREAD:.1%} from {listed(unread)}",
-            "layers whose work is lost",
-            "attnres inspect MODEL --prune shows what goes without them",
-        )
+        yield Finding.of("unread", f"no read takes as much as {UNREAD:.1%} from {listed(unread)}")
 
 
 def _floats(output: Any) -> Iterator[Tensor]:

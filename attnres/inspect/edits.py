@@ -228,11 +228,11 @@ class Reweigh(Edit):
             raise UserError(f"the weights are {self.function!r}: expected a function of weights and names of sources")
 
     def reweigh(self, weights: Tensor, names: Sequence[str], sums_to_one: bool) -> Tensor:
-        made = self.function(weights, names)
+        new = self.function(weights, names)
         try:
-            return torch.as_tensor(made).to(weights).expand_as(weights)
+            return torch.as_tensor(new).to(weights).expand_as(weights)
         except (TypeError, ValueError, RuntimeError) as error:
-            shape = tuple(getattr(made, "shape", ())) or type(made).__name__
+            shape = tuple(getattr(new, "shape", ())) or type(new).__name__
             raise UserError(
                 f"new weights are {shape}: expected numbers for {tuple(weights.shape)}, of {', '.join(names)}"
             ) from error

@@ -183,8 +183,8 @@ class Vectors(notebook.Result):
         return super().to_dict() | {"layout": [read.to_json() for read in self.layout]}
 
     def _records(self) -> Iterator[dict[str, Any]]:
-        for read, made in zip(self.layout, self.reads, strict=True):
-            for position, norm in enumerate(made.float().square().mean(-1).sqrt().tolist()):
+        for read, vectors in zip(self.layout, self.reads, strict=True):
+            for position, norm in enumerate(vectors.float().square().mean(-1).sqrt().tolist()):
                 yield {"read": read.name, "position": position, "rms": norm}
 
     def source(self, read: str, source: str) -> Tensor:

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,14 +20,11 @@ from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights, de
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of
 from attnres.inspect.recording import Trace, find_residual, record
 from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_of, vocab_size
-from attnres.inspect.survey import Encoded, Survey, check_documents, encode, survey
+from attnres.inspect.survey import Encoded, Survey, check_documents, encode, read_documents, survey
 from attnres.models.encoding import check_ids, pieces, token_in_front
 from attnres.progress import counting
 from attnres.residuals import depths
 from attnres.stats import or_none
-
-if TYPE_CHECKING:
-    pass
 
 Kind = Literal["auto", "code", "prose"]
 
@@ -76,23 +73,32 @@ def inspect_model(
     before = () if tokenizer is None else token_in_front(tokenizer)
     if context < len(before) + 2:
         raise UserError(f"context is {context} tokens: expected at least {len(before) + 2}, one to predict another")
-    reader = _Reader(tokenizer, documents, kind, limit)
+    rest = iter(documents)
+    first = list(islice(rest, FIRST))
+    language = guess_language("\n".join(one for one in first if isinstance(one, str))) if kind == "auto" else kind
+    names = KINDS[language] if tokenizer is not None and tokenizer.is_fast else ()
+
+    def labelled() -> Iterator[Encoded]:
+        for text, encoded in read_documents(tokenizer, chain(first, rest), limit):
+            if names and isinstance(text, str):
+                kinds = kinds_of(text, encoded.offsets, language)[: len(encoded.ids)]
+                encoded = encoded._replace(labels=np.asarray(kinds))
+            yield encoded
+
     options: dict[str, Any] = {"context": context, "batch_size": batch_size, "before": before}
     with counting("reading", limit, "tokens", shown=progress) as on_tokens:
-        measured = survey(model, reader, labels=len(reader.names), on_tokens=on_tokens, **options)
+        measured = survey(model, labelled(), labels=len(names), on_tokens=on_tokens, **options)
     if measured.loss.total == 0:
         raise UserError(
             "the text is empty: expected at least two tokens, one to predict another"
             if measured.trace.tokens - measured.windows * len(before) == 0
             else "the text is a single token: expected at least two, one to predict another"
         )
-    inspection = from_survey(
-        model, measured, name=name, source=source, context=context, kind=reader.kind, kinds=reader.names
-    )
-    return dataclasses.replace(
-        inspection,
-        example=None if example is None else show_example(model, tokenizer, example, context=context, kind=reader.kind),
-    )
+    inspection = from_survey(model, measured, name=name, source=source, context=context, kind=language, kinds=names)
+    if example is None:
+        return inspection
+    shown = show_example(model, tokenizer, example, context=context, kind=language)
+    return dataclasses.replace(inspection, example=shown)
 
 
 def from_survey(
@@ -136,6 +142,16 @@ def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str
     mixing = trace.mixing
     nats = [or_none(value) for value in trace.entropy]
     settings = getattr(getattr(model, "config", None), "residual_settings", None)
+    routing: Weights | None = None
+    if trace.weighs:
+        routing = {
+            "reads": trace.reads,
+            "sources": trace.sources,
+            "layout": [read.to_json() for read in trace.layout],
+            "weights": trace.weights,
+            "contribution": trace.contribution,
+            "size": trace.size,
+        }
     return Inspection(
         model={
             "name": name or type(model).__name__,
@@ -148,7 +164,7 @@ def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str
         },
         data={"source": source, "tokens": trace.tokens},
         reads=trace.reads,
-        routing=_routing(trace),
+        routing=routing,
         entropy={
             "nats": nats,
             "effective": [None if value is None else math.exp(value) for value in nats],
@@ -203,45 +219,6 @@ def show_example(model: Model, tokenizer: Any, text: Text, *, context: int, kind
         "sources": trace.sources,
         "weights": [row[0, len(before) :].tolist() for row in trace.token_weights],
         "contribution": [row[0, len(before) :].tolist() for row in trace.token_contributions],
-    }
-
-
-class _Reader:
-    """Documents as labelled tokens, up to `limit` of them."""
-
-    def __init__(self, tokenizer: Any, documents: Iterable[Text], kind: Kind, limit: int | None) -> None:
-        rest = iter(documents)
-        first = list(islice(rest, FIRST))
-        self.kind = guess_language("\n".join(one for one in first if isinstance(one, str))) if kind == "auto" else kind
-        self.names: Sequence[str] = KINDS[self.kind] if tokenizer is not None and tokenizer.is_fast else []
-        self.tokenizer, self.limit = tokenizer, limit
-        self.documents = chain(first, rest)
-
-    def __iter__(self) -> Iterator[Encoded]:
-        left = self.limit
-        for text in self.documents:
-            encoded = encode(self.tokenizer, text)
-            if self.names and isinstance(text, str):
-                encoded = encoded._replace(labels=np.asarray(kinds_of(text, encoded.offsets, self.kind)))
-            if left is not None:
-                encoded = encoded._replace(ids=encoded.ids[:left], labels=encoded.labels[:left])
-                left -= len(encoded.ids)
-            if len(encoded.ids):
-                yield encoded
-            if left == 0:
-                return
-
-
-def _routing(trace: Trace) -> Weights | None:
-    if not trace.weighs:
-        return None
-    return {
-        "reads": trace.reads,
-        "sources": trace.sources,
-        "layout": [read.to_json() for read in trace.layout],
-        "weights": trace.weights,
-        "contribution": trace.contribution,
-        "size": trace.size,
     }
 
 

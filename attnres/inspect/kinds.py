@@ -257,7 +257,10 @@ def _code(text: str) -> Marks:
     kind = {name: place for place, name in enumerate(KINDS["code"])}
     plain = [kind["indentation"]] * len(text)
     starting = {}
-    for logical in _logical_lines(lexemes(text)):
+    for is_end, line in groupby(lexemes(text), key=lambda word: word.type == "end"):
+        if is_end:
+            continue
+        logical = list(line)
         words = [word for word in logical if word.type != "comment"]
         is_docstring = bool(words) and all(word.type == "string" for word in words)
         for word in logical:
@@ -268,11 +271,6 @@ def _code(text: str) -> Marks:
         if not is_docstring:
             starting.update((word.start, kind["statement start"]) for word in _starts(words))
     return plain, starting
-
-
-def _logical_lines(words: Sequence[Lexeme]) -> list[list[Lexeme]]:
-    parts = groupby(words, key=lambda word: word.type == "end")
-    return [list(part) for is_end, part in parts if not is_end]
 
 
 def _starts(words: Sequence[Lexeme]) -> list[Lexeme]:

@@ -1,6 +1,6 @@
 """What the command `attnres inspect` does."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +22,8 @@ from attnres.inspect.inspector import inspect_model
 from attnres.inspect.lens import logit_lens
 from attnres.inspect.patching import patch
 from attnres.inspect.prune import check_prunable, prune_report
-from attnres.inspect.steps import StepChange, change_since
-from attnres.inspect.survey import Encoded, Survey, encode, survey
+from attnres.inspect.steps import StepChange, between
+from attnres.inspect.survey import Survey, encode, read_documents, survey
 from attnres.inspect.tables import (
     attribution_table,
     knock_out_table,
@@ -89,27 +89,16 @@ class _Subject:
     def survey(self, tokens: int, what: str, *edits: Ablate) -> Survey:
         """Measure losses on the text with edits of the reads; a bar that is full after `tokens` says `what` is
         measured."""
-        edited = intervene(self.model, *edits) if edits else nullcontext()
+        edited, limit = intervene(self.model, *edits) if edits else nullcontext(), self.config.limit
         with edited, counting(what, tokens, "tokens", shown=self.config.progress) as on_tokens:
             return survey(
                 self.model,
-                self.documents(),
+                (encoded for _, encoded in read_documents(self.checkpoint.tokenizer, self.text.read(), limit)),
                 before=token_in_front(self.checkpoint.tokenizer),
                 on_tokens=on_tokens,
                 context=self.context,
                 batch_size=self.batch_size,
             )
-
-    def documents(self) -> Iterator[Encoded]:
-        """Yield the documents as the inspection read them, without labels."""
-        left = self.config.limit
-        for document in self.text.read():
-            encoded = encode(self.checkpoint.tokenizer, document)
-            if len(encoded.ids):
-                yield encoded._replace(ids=encoded.ids[:left], labels=encoded.labels[:left])
-            left -= len(encoded.ids)
-            if left <= 0:
-                return
 
 
 class _Out:
@@ -142,7 +131,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     context = context_of(config, checkpoint)
     edges = [(request, *source_and_read(request)) for request in config.knock_out]
     _check_options(config, text, residual)
-    change = None if config.since is None else change_since(checkpoint, config.since)
+    change = None if config.since is None else between(checkpoint, config.since, checkpoint.step)
     out = _Out(None if config.out is None else refuse_other(config.out, "inspection"))
 
     model = _load(config, checkpoint)

@@ -152,10 +152,8 @@ def patch(
         if abs(before - after) < 1e-6:
             raise UserError("both prompts give the same prediction: there is nothing to restore")
         patched = [math.nan] * len(edges)
-        for part, log_probs in each_alone(model, other, edits, changes, batch_size):
-            for i, value in zip(part, margin(log_probs, target_id, rival).tolist(), strict=True):
+        for part, values in each_alone(model, other, edits, changes, (target_id, rival), batch_size, progress):
+            for i, value in zip(part, values, strict=True):
                 patched[i] = value
-            if progress is not None:
-                progress(len(part))
     rows = as_rows(patched, [read.sources for read in vectors.layout])
     return Patching(target_id, rival, before, after, vectors.layout, rows, position, aligned)

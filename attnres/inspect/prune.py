@@ -4,14 +4,14 @@ report = prune_report(inspection, threshold=0.01)
 with intervene(model, *report.edits("mean")): ...    # the model without those edges
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from attnres.errors import UserError
 from attnres.inspect import notebook
 from attnres.inspect.edits import Ablate
-from attnres.inspect.inspection import Inspection
+from attnres.inspect.inspection import Inspection, amounts
 from attnres.residuals import Traits
 
 Which = Literal["mean", "high", "part"]
@@ -135,17 +135,22 @@ def prune_report(inspection: Inspection, threshold: float = 0.01) -> PruneReport
     for index, read in enumerate(inspection.layout):
         if len(read.sources) < 2:
             continue
-        mean = _shares(routing["weights"][index])
+        mean = amounts(routing["weights"][index], "weight")
         rms = inspection.source_rms[index] if inspection.source_rms else []
-        part = _shares([share * length for share, length in zip(mean, rms, strict=True)]) if rms else mean
-        rows = (read.sources, mean, routing["high"][index], routing["largest"][index], part)
+        part = (amounts(mean * rms, "weight") if rms else mean).tolist()
+        rows = (read.sources, mean.tolist(), routing["high"][index], routing["largest"][index], part)
         for source, *values in zip(*rows, strict=True):
             if source.kind == "null":  # no vector is loaded for it
                 continue
             edge = Edge(read.name, source.name, *values)
             edges.append(edge)
             uses.setdefault(source.name, []).append(edge)
-    return PruneReport(threshold, edges, [_use(source, reads, threshold) for source, reads in uses.items()])
+    sources = []
+    for source, those in uses.items():
+        below = {f"below_{which}": sum(getattr(edge, which) < threshold for edge in those) for which in get_args(Which)}
+        mean, part = (sum(getattr(edge, name) for edge in those) / len(those) for name in ("mean", "part"))
+        sources.append(SourceUse(source, len(those), mean, part, **below))
+    return PruneReport(threshold, edges, sources)
 
 
 def check_prunable(residual: str, traits: Traits, threshold: float) -> None:
@@ -154,15 +159,3 @@ def check_prunable(residual: str, traits: Traits, threshold: float) -> None:
         raise UserError(f"threshold is {threshold}: expected a weight between 0 and 1, such as 0.01")
     if not traits.by_token:
         raise UserError(f"residual '{residual}' learns no weights of its sources: there is nothing to prune")
-
-
-def _shares(values: Sequence[float]) -> list[float]:
-    total = sum(map(abs, values))
-    return [abs(value) / total if total else 0.0 for value in values]
-
-
-def _use(source: str, edges: list[Edge], threshold: float) -> SourceUse:
-    names = get_args(Which)
-    below = {f"below_{name}": sum(getattr(edge, name) < threshold for edge in edges) for name in names}
-    mean, part = (sum(getattr(edge, name) for edge in edges) / len(edges) for name in ("mean", "part"))
-    return SourceUse(source, len(edges), mean, part, **below)

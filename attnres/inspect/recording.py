@@ -208,11 +208,12 @@ class Trace(notebook.Result):
         if self._contributions is not None:
             self._contributions.write(output)
         if output.requires_grad and torch.is_grad_enabled():
-            output.register_hook(lambda grad: self._on_grad(index, grad))
 
-    def _on_grad(self, index: int, grad: Tensor) -> None:
-        self._grad_squares[index] += _sum_of_squares(grad)
-        self._grad_tokens[index] += grad[..., 0].numel()
+            def add_gradient(grad: Tensor) -> None:
+                self._grad_squares[index] += _sum_of_squares(grad)
+                self._grad_tokens[index] += grad[..., 0].numel()
+
+            output.register_hook(add_gradient)
 
     # -- magnitudes -----------------------------------------------------------------------------------------------
     def _rms(self, squares: Sequence[float], tokens: Sequence[int] | None = None) -> list[float]:

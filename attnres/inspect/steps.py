@@ -103,14 +103,3 @@ def _there(kept: Mapping[int, Any]) -> str:
     if not kept:
         return "a run that kept some (one of a residual that learns nothing keeps none, nor one that learns matrices)"
     return f"one of its evaluations, {', '.join(f'{step:,}' for step in kept)}"
-
-
-def change_since(checkpoint: Checkpoint, step: int) -> StepChange:
-    """Return how the residual of a run's model changed since that step.
-
-    Raises:
-        UserError: no run, or no snapshot of that step.
-    """
-    if checkpoint.run is None or checkpoint.step is None:
-        raise UserError(f"--since looks at an earlier step of a run's training: {checkpoint.name} is no run's folder")
-    return between(checkpoint, step, checkpoint.step)

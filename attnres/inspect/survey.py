@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from attnres.inspect.subject import Model, Text, as_model, as_tokenizer, device_
 from attnres.models.encoding import check_ids, encode_document
 from attnres.stats import Ratio, RatioSums, ratio
 from attnres.text import with_error
-
-if TYPE_CHECKING:
-    pass
 
 BINS = 500
 """Of the histogram of each source's shares: quantiles are right to 1 / BINS."""
@@ -113,6 +110,18 @@ def encode(tokenizer: Any, text: Text) -> Encoded:
     else:
         ids, offsets = torch.as_tensor(text).flatten().tolist(), []
     return Encoded(np.asarray(ids, dtype=np.int64), offsets, np.full(len(ids), -1))
+
+
+def read_documents(
+    tokenizer: Any, documents: Iterable[Text], limit: int | None = None
+) -> Iterator[tuple[Text, Encoded]]:
+    """Yield documents and their tokens, until `limit` tokens are read. Raises UserError as `encode`."""
+    left = limit
+    for text in documents:
+        encoded = encode(tokenizer, text)
+        yield text, encoded._replace(ids=encoded.ids[:left], labels=encoded.labels[:left])
+        if left is not None and (left := left - len(encoded.ids)) <= 0:
+            return
 
 
 def survey(
@@ -269,11 +278,6 @@ def _shares(weights: Tensor) -> Tensor:
     return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
 
 
-def _half(both: Ratio, half: int) -> Ratio:
-    """Return the first or second half of a ratio's numbers."""
-    return both._replace(mean=np.split(both.mean, 2)[half], error=np.split(both.error, 2)[half])
-
-
 class _Sums:
     """Sums by document while it runs, then by label over documents."""
 
@@ -354,7 +358,8 @@ class _Sums:
     def survey(self, trace: Trace) -> Survey:
         empty: list[list[float]] = [[] for _ in trace.sources]
         ratios = [] if self.sums is None else [self.sums.ratio(label) for label in range(self.labels)]
-        halves = [[_half(one, half) for one in ratios] for half in (0, 1)]
+        parts = [(one, np.split(one.mean, 2), np.split(one.error, 2)) for one in ratios]  # weights, contributions
+        halves = [[one._replace(mean=means[i], error=errors[i]) for one, means, errors in parts] for i in (0, 1)]
         losses = np.array([self.losses[number] for number in sorted(self.losses)]).reshape(-1, 1 + self.labels, 2)
         loss = ratio(losses[:, 0, 1], losses[:, 0, 0])
         result = Survey(trace, self.documents, self.windows, loss, losses, empty, empty, *halves)

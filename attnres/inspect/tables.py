@@ -395,7 +395,10 @@ def since_table(
         say(console, f"{name}: a number changed by {number(largest)} at most")
     record = change.to_dict()
     if then is None:
-        say(console, not_kept(change.first))
+        need = (
+            f"contributions at step {change.first:,} need all weights of that step, and only the residual's were kept"
+        )
+        say(console, f"{need}: train with --keep-at {change.first}")
         return record
     losses = [number(one.losses["mean"]) for one in (then, now)]
     say(console, f"\nloss {losses[0]} at step {change.first:,}, {losses[1]} at {change.last:,}")
@@ -411,11 +414,3 @@ def since_table(
     ]
     print_table(console, ("edge", f"{later.by} at {change.first:,}", f"at {change.last:,}", "change"), rows)
     return record | {later.by: [{"read": r.name, "source": s.name, "change": more} for r, s, more in edges]}
-
-
-def not_kept(step: int) -> str:
-    """Return why contributions at a step are not known: its residual was kept and nothing else."""
-    return (
-        f"contributions at step {step:,} need all weights of that step, and only the residual's were kept: train with "
-        f"--keep-at {step}"
-    )

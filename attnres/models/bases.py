@@ -307,7 +307,7 @@ def checkpoint_activations(model: Any, how: str) -> None:
 
     Args:
         how: "none"; "layer" stores the input of each layer, the stream; "sublayer" stores the normed input of each
-            attention and MLP, and what the stream itself saves; "reads" recomputes only the reads.
+            attention and MLP, and what the stream itself saves; "reads" recomputes only reads and parallel streams.
 
     Raises:
         UserError: its layers do not support checkpointing, or have no attention and no MLP.
@@ -322,16 +322,16 @@ def checkpoint_activations(model: Any, how: str) -> None:
             ) from error
     elif how == "sublayer":
         for layer in model.depth_layers:
-            mixers = list(_mixers(layer, model.family.reads))
-            if not mixers:
+            found = list(mixers(layer, model.family.reads))
+            if not found:
                 raise UserError(f"no attention and no MLP is found in {type(layer).__name__}: choose layer or reads")
-            for mixer in mixers:
-                mixer.forward = functools.partial(_made_again, mixer, mixer.forward)
+            for mixer in found:
+                mixer.forward = functools.partial(_recomputed, mixer, mixer.forward)
     elif how == "reads":
         model.residual.recompute_reads = True
 
 
-def _mixers(part: nn.Module, reads: Sequence[str]) -> Iterator[nn.Module]:
+def mixers(part: nn.Module, reads: Sequence[str]) -> Iterator[nn.Module]:
     """Yield the modules of a layer that take the result of a read and hold matrices: attention, MLP and the like.
 
     Args:
@@ -341,12 +341,12 @@ def _mixers(part: nn.Module, reads: Sequence[str]) -> Iterator[nn.Module]:
     for name, child in part.named_children():
         inside = [path.removeprefix(f"{name}.") for path in reads if path.startswith(f"{name}.")]
         if inside or isinstance(child, nn.ModuleList):
-            yield from _mixers(child, inside)
+            yield from mixers(child, inside)
         elif any(parameter.ndim > 1 for parameter in child.parameters()):
             yield child
 
 
-def _made_again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a module's own forward; in training, recompute its inside in the backward pass (activation
     checkpointing)."""
     if not (module.training and torch.is_grad_enabled()):

@@ -113,7 +113,7 @@ def _check_written(model: Any, folder: Path) -> None:
 
 def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, extra_files: Mapping[str, Path]) -> None:
     stored: dict[str, Any] = getattr(model.config, "foreign_config", None) or {}
-    stored = stored if kind.says(stored) else {}
+    stored = stored if kind.matches(stored) else {}
     if model.residual.value_kind != "none":
         raise cannot(kind, f"its residual has the setting value_residual={model.residual.value_kind}")
     config = {**stored, **kind.write(model.config, model.residual, stored)}

@@ -27,8 +27,8 @@ class _OnTiles(Exchanged):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        own: Any = next(base for base in cls.__mro__ if not issubclass(base, Exchanged))
-        names = unwrap(own.forward).__globals__
+        layer_class: Any = next(base for base in cls.__mro__ if not issubclass(base, Exchanged))
+        names = unwrap(layer_class.forward).__globals__
         if not hasattr(names[_FUNCTION], "without_tiles"):
             names[_FUNCTION] = _choosing(names[_FUNCTION])
 
@@ -52,8 +52,8 @@ def _choosing(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def chosen(
         query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, tiles: bool = False, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        # `theirs` is FLA's kernel where that is installed, which is for CUDA. A CUDA graph cannot look at the decays,
-        # nor can an export. What is packed only FLA takes: `theirs` says so.
+        # `theirs` is FLA's kernel, for CUDA, if FLA is installed. The tiles need the values of the decays, which a CUDA
+        # graph and an export do not have. Packed sequences need FLA: without it `theirs` raises an error.
         captured = query.is_cuda and torch.cuda.is_current_stream_capturing()
         packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
         if not tiles or packed or captured or (query.is_cuda and has_fla) or plain.is_needed():

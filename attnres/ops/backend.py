@@ -212,7 +212,7 @@ class Connection(NamedTuple):
         late: a read uses the shares that the previous sublayer computed; the first one reads stream 0.
     """
 
-    kind: Literal["sum", "gate", "identity", "sinkhorn", "permutations", "tanh"]
+    kind: Literal["sum", "write", "gate", "identity", "sinkhorn", "permutations", "tanh"]
     eps: float = 1e-6
     read_eps: float = 0.0
     steps: int = 20
@@ -223,11 +223,13 @@ class Connection(NamedTuple):
     @property
     def number(self) -> int:
         """Return the number of the kind in the kernels."""
-        return ("sum", "gate", "identity", "sinkhorn", "tanh").index(self.kind)
+        numbers = {"sum": 0, "write": 0, "gate": 1, "identity": 2, "sinkhorn": 3, "tanh": 4}
+        return numbers[self.kind]
 
     def columns(self, n: int) -> int:
         """Return M, the columns of the table for n streams."""
-        return {"sum": 0, "gate": n, "identity": 2 * n, "sinkhorn": 2 * n + n * n, "tanh": n + 2}[self.kind]
+        columns = {"gate": n, "identity": 2 * n, "sinkhorn": 2 * n + n * n, "tanh": n + 2}
+        return columns.get(self.kind, 0)
 
     def groups(self, n: int) -> int:
         """Return G, the number of products with the table for a token: one, or one for each stream."""

@@ -12,7 +12,7 @@ each sublayer, (G + 1 + K, M): G rows of statics, a row of scales, the K rows of
 
 | kind | logits of | G, K, M | p, b, A |
 |---|---|---|---|
-| sum | | | p = 1 |
+| sum, write | | | p = 1; the head's, which needs no new streams, and the one that recomputes them |
 | gate | N(vec H) W | 1, n d, n | p = sigmoid + read_eps |
 | identity | N(vec H) W | 1, n d, 2n | b = 2 sigmoid too; A = I |
 | sinkhorn | N(vec H) W | 1, n d, 2n + n^2 | A = sinkhorn too |
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from attnres.ops import plain
 from attnres.ops.backend import Connect, ConnectGradInputs, ConnectingBackend, Connection
@@ -43,6 +44,8 @@ def connect(
     earlier: Tensor | None = None,
     output: Tensor | None = None,
     norm: Norm | None = None,
+    before: "Rewritten | None" = None,
+    after: "Rewritten | None" = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Write a sublayer's output to the streams, if one is pending, and compute the read of the next sublayer.
 
@@ -52,6 +55,8 @@ def connect(
         form: how coefficients are computed from it.
         earlier: coefficients (..., C) of the previous sublayer. output: its output (..., d), to be written.
         norm: the norm after the read; None returns the read itself, in the streams' dtype.
+        before: how backward recomputes `streams`; None stores them. after: how it recomputes the streams after the
+            write. Both are for kernels; plain torch computes all of this connection again if one is given.
 
     Returns:
         The streams (..., n, d) after the write; the read (..., d); its coefficients (..., C), None for kind "sum".
@@ -63,26 +68,62 @@ def connect(
             bare_norm = None if norm is None else norm._replace(weight=None, bias=None)
             weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
             new_streams, x, coefficients = _Connect.apply(
-                backend, form, bare_norm, streams, earlier, output, table, weight, bias
+                backend, form, bare_norm, before, after, streams, earlier, output, table, weight, bias
             )
             return new_streams, x, None if table is None else coefficients
-    with full_precision(streams):
-        return _connect(inputs)
+        if before or after:
+            return checkpoint(_connect, inputs, use_reentrant=False)
+    return _connect(inputs)
+
+
+class Rewritten:
+    """Streams after a write, which backward recomputes from the last stored ones, so that most need no memory.
+
+    Xie et al., arXiv 2512.24880, section 4.3.2, store the streams once for several layers in the same way. The outputs
+    and coefficients of the writes are those that backward needs anyway.
+    """
+
+    def __init__(self, streams: "Tensor | Rewritten", earlier: Tensor, output: Tensor, form: Connection) -> None:
+        """Store a write to `streams`: the coefficients (..., C) of its read and its output (..., d)."""
+        self.source = streams if isinstance(streams, Rewritten) else streams.detach()
+        self.write = earlier.detach(), output.detach()
+        self.form = form._replace(kind="write")
+        self.value: Tensor | None = None
+
+    def recompute(self, backend: ConnectingBackend) -> Tensor:
+        """Return the streams (..., n, d), and store them and all before them: backward needs these next."""
+        writes: list[Rewritten] = []
+        source: Tensor | Rewritten = self
+        while isinstance(source, Rewritten) and source.value is None:
+            writes.append(source)
+            source = source.source
+        streams = source.value if isinstance(source, Rewritten) else source
+        for write in reversed(writes):
+            assert streams is not None
+            streams = write.value = backend.connect(Connect(streams, *write.write, None, None, write.form))[0]
+        assert streams is not None  # a connection of kind "write" returns them
+        return streams
+
+    def take(self, backend: ConnectingBackend) -> Tensor:
+        """Return the streams and store them no longer, after their last use."""
+        streams, self.value = self.recompute(backend), None
+        return streams
 
 
 def _connect(c: Connect) -> tuple[Tensor, Tensor, Tensor | None]:
     """Compute `connect` in operations that autograd differentiates."""
     dtype, n = c.streams.dtype, c.streams.shape[-2]
-    streams = c.streams if c.output is None else write(c.streams, c.earlier, c.output)
-    values = streams.to(compute_dtype(dtype))
-    made = None if c.table is None else coefficients(values, c.table, c.form)
-    if c.form.late:
-        p = torch.eye(1, n, device=values.device)[0] if c.earlier is None else c.earlier
-    else:
-        p = values.new_ones(n) if made is None else made
-    h = (p[..., None, :n].to(values.dtype) @ values).squeeze(-2).to(dtype)
-    x = h if c.norm is None else plain.apply(h.to(values.dtype), c.norm).to(c.norm.out_dtype or dtype)
-    return streams, x, made
+    with full_precision(c.streams):
+        streams = c.streams if c.output is None else write(c.streams, c.earlier, c.output)
+        values = streams.to(compute_dtype(dtype))
+        made = None if c.table is None else coefficients(values, c.table, c.form)
+        if c.form.late:
+            p = torch.eye(1, n, device=values.device)[0] if c.earlier is None else c.earlier
+        else:
+            p = values.new_ones(n) if made is None else made
+        h = (p[..., None, :n].to(values.dtype) @ values).squeeze(-2).to(dtype)
+        x = h if c.norm is None else plain.apply(h.to(values.dtype), c.norm).to(c.norm.out_dtype or dtype)
+        return streams, x, made
 
 
 def write(streams: Tensor, earlier: Tensor | None, output: Tensor) -> Tensor:
@@ -140,6 +181,8 @@ class _Connect(torch.autograd.Function):
         backend: ConnectingBackend,
         form: Connection,
         norm: Norm | None,
+        before: Rewritten | None,
+        after: Rewritten | None,
         streams: Tensor,
         earlier: Tensor | None,
         output: Tensor | None,
@@ -150,7 +193,9 @@ class _Connect(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         norm = None if norm is None else norm._replace(weight=weight, bias=bias)
         new_streams, x, coefficients, products = backend.connect(Connect(streams, earlier, output, table, norm, form))
-        ctx.save_for_backward(streams, earlier, output, table, weight, bias, new_streams, coefficients, products)
+        stored = None if before else streams, None if after else new_streams
+        ctx.save_for_backward(*stored, earlier, output, table, weight, bias, coefficients, products)
+        ctx.before, ctx.after = before, after
         ctx.backend, ctx.form, ctx.norm = backend, form, norm and norm._replace(weight=None, bias=None)
         # an input is returned as a new output, so that gradients of its later uses arrive here
         nothing = x.new_empty(0)
@@ -160,14 +205,18 @@ class _Connect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plain.refuse_second_derivative()
-        streams, earlier, output, table, weight, bias, made, coefficients, products = ctx.saved_tensors
-        dmade, dx, dcoefficients = grads
+        streams, new_streams, earlier, output, table, weight, bias, coefficients, products = ctx.saved_tensors
+        if ctx.after:
+            new_streams = ctx.after.take(ctx.backend)
+        if ctx.before:
+            streams = ctx.before.recompute(ctx.backend)
+        dnew_streams, dx, dcoefficients = grads
         if dx is None:
             dx = streams.new_zeros(streams[..., 0, :].shape)
         norm = None if ctx.norm is None else ctx.norm._replace(weight=weight, bias=bias)
         inputs = Connect(streams, earlier, output, table, norm, ctx.form)
-        given = ConnectGradInputs(inputs, made, coefficients, products, dx, dmade, dcoefficients)
-        return (None, None, None, *ctx.backend.connect_backward(given))
+        grad_inputs = ConnectGradInputs(inputs, new_streams, coefficients, products, dx, dnew_streams, dcoefficients)
+        return (*[None] * 5, *ctx.backend.connect_backward(grad_inputs))
 
 
 def sinkhorn(logits: Tensor, steps: int = 20, *, over_in: bool = False, eps: float = 0.0) -> Tensor:

@@ -18,10 +18,9 @@ from attnres.data.sources import title_of
 from attnres.figures import Comparison, Plot, style
 from attnres.figures.style import sheet
 from attnres.files import write_text
-from attnres.folders import refuse_other
 from attnres.progress import wide
 from attnres.report.columns import curves_csv, plain_cells, print_table, shown, to_csv
-from attnres.report.runs import Run, Study, load_study
+from attnres.report.runs import Run, Study
 from attnres.report.sections import Section, comparison_of, example, sections, slug
 from attnres.report.stats import equal_conditions
 from attnres.report.table import ComparisonTable, VariantRow, build_table
@@ -87,12 +86,12 @@ def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: 
 
 def _linked(sections: list[str]) -> list[str]:
     """Return the sections, preceded by a list of links to their headings if there are several."""
-    names = [unescape(found[1]) for text in sections if (found := re.search(r"<h2>(.*?)</h2>", text))]
+    names = [unescape(h2[1]) for text in sections if (h2 := re.search(r"<h2>(.*?)</h2>", text))]
     if len(names) < 3:
         return sections
     links = "".join(f'<li><a href="#{anchor(name)}">{escape(name)}</a></li>' for name in names)
     parts = [
-        re.sub(r"<h2>(.*?)</h2>", lambda found: f'<h2 id="{anchor(unescape(found[1]))}">{found[1]}</h2>', text, count=1)
+        re.sub(r"<h2>(.*?)</h2>", lambda h2: f'<h2 id="{anchor(unescape(h2[1]))}">{h2[1]}</h2>', text, count=1)
         for text in sections
     ]
     return [f'<nav aria-label="Contents"><ol>{links}</ol></nav>', *parts]
@@ -329,17 +328,13 @@ def _footer(study: Study) -> str:
 # ------------------------------------------------------------------ files and terminal
 
 
-def show(*folders: Path, out: Path, images: str | None = None) -> Study:
-    """Write table.csv, curves.csv and report.html into `out` from the runs in `folders`, and print the table.
+def show(study: Study, out: Path, images: str | None = None) -> None:
+    """Write table.csv, curves.csv and report.html of a study into `out`, and print the table.
 
     `images`: "png" or "svg" also writes every figure as a file. Raises `UserError`.
     """
-    study = load_study(*folders)
-    if not any(Path(folder).resolve() == Path(out).resolve() for folder in folders):
-        refuse_other(out, "report")
     written = write_report(study, out, images)
     table = build_table(study)
     console = wide(Console())
     print_table(table, verdict(study, table), console)
     console.print(f"\n{written[0]}", style="bold", highlight=False, soft_wrap=True)
-    return study

@@ -137,7 +137,13 @@ def load_run(folder: Path | str) -> Run:
     taken = (label_and_seed(name) for name in names)
     labels = [one[0] for one in taken if one is not None and one[1] == seed]
     label = labels[0] if labels else names[1] or names[0]
-    records = _read_metrics(folder / "metrics.jsonl")
+    by_kind: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}, "depth": {}}
+    for line in read_metrics(folder / "metrics.jsonl"):  # a resumed run repeats steps: the later line counts
+        if line["kind"] in by_kind:
+            by_kind[line["kind"]][line["step"]] = line
+    records = {kind: [lines[step] for step in sorted(lines)] for kind, lines in by_kind.items()}
+    first = _read(folder / "environment.json", Environment)
+    resumed = first.pop("resumed", [])
     inspection, unread = _read_inspection(folder, config["model"]["residual"])
     return Run(
         folder=folder,
@@ -145,10 +151,8 @@ def load_run(folder: Path | str) -> Run:
         seed=seed,
         config=config,
         data=_read(folder / "data.json", RunData),
-        environments=_read_environments(folder / "environment.json"),
-        train=records["train"],
-        val=records["val"],
-        depth=records["depth"],
+        environments=[part for part in (first, *resumed) if part],
+        **records,
         windows={step: read_windows(path) for step, path in windows_files(folder).items()},
         inspection=inspection,
         unread=unread,
@@ -175,7 +179,9 @@ def load_study(*folders: Path | str) -> Study:
     places = [run.folder.resolve() for part in parts for run in part.runs]
     if twice := next((place for place in places if places.count(place) > 1), None):
         raise UserError(f"the run in {twice} is given twice: give each run, or the folder that it is in, once")
-    names = _distinct_names([Path(folder) for folder in folders])
+    names = [Path(folder).resolve().name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
     keys = [(run.label, run.seed) for part in parts for run in part.runs]
     if len(set(keys)) < len(keys):
         parts = [_prefixed(part, name) for part, name in zip(parts, names, strict=True)]
@@ -200,9 +206,10 @@ def _load_folder(folder: Path) -> Study:
     planned = [label for label in plan.get("labels", []) if label in labels]
     # Without a plan: standard first, then its control, then the rest by name.
     first = {run.label: run for run in reversed(runs)}
-    unplanned = sorted(
-        (label for label in labels if label not in planned), key=lambda label: _label_order(first[label])
-    )
+    ranks = {
+        label: 0 if run.residual == "standard" else 1 if run.traits.is_control else 2 for label, run in first.items()
+    }
+    unplanned = sorted((label for label in labels if label not in planned), key=lambda label: (ranks[label], label))
     here = {(run.label, run.seed) for run in runs}
     return Study(
         title=folder.resolve().name,
@@ -229,12 +236,6 @@ def _told_apart(runs: list[Run]) -> list[Run]:
     ]
 
 
-def _label_order(run: Run) -> tuple[int, str]:
-    """Sort the baseline first, then controls, then the others by label."""
-    rank = 0 if run.residual == "standard" else 1 if run.traits.is_control else 2
-    return rank, run.label
-
-
 def _baseline(runs: list[Run], labels: list[str], planned: str | None) -> str | None:
     """Return the label that the others are compared with: the planned one, else the standard residual's."""
     if planned in labels:
@@ -242,42 +243,20 @@ def _baseline(runs: list[Run], labels: list[str], planned: str | None) -> str | 
     return next((label for label in labels for run in runs if run.label == label and run.residual == "standard"), None)
 
 
-def _distinct_names(folders: list[Path]) -> list[str]:
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-
-
 def _prefixed(study: Study, name: str) -> Study:
-    def rename(label: str) -> str:
-        return f"{name}/{label}"
-
+    """Return a study with `name`/ before its labels."""
     return Study(
         title=study.title,
-        labels=[rename(label) for label in study.labels],
-        runs=[replace(run, label=rename(run.label)) for run in study.runs],
-        baseline=None if study.baseline is None else rename(study.baseline),
-        missing=[rename(label) for label in study.missing],
+        labels=[f"{name}/{label}" for label in study.labels],
+        runs=[replace(run, label=f"{name}/{run.label}") for run in study.runs],
+        baseline=None if study.baseline is None else f"{name}/{study.baseline}",
+        missing=[f"{name}/{run}" for run in study.missing],
     )
 
 
 def _read(path: Path, kind: Any) -> dict[str, Any]:
     """Read a JSON object of this kind; empty if there is no such file. Raises UserError."""
     return checked(read_json(path), kind, path, ADVICE) if path.exists() else {}
-
-
-def _read_environments(path: Path) -> list[dict[str, Any]]:
-    first = _read(path, Environment)
-    later = first.pop("resumed", [])
-    return [part for part in (first, *later) if part]
-
-
-def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return records by kind, sorted by step. A resumed run repeats steps: the later line counts."""
-    by_kind: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}, "depth": {}}
-    for line in read_metrics(path):
-        if line["kind"] in by_kind:
-            by_kind[line["kind"]][line["step"]] = line
-    return {kind: [records[step] for step in sorted(records)] for kind, records in by_kind.items()}
 
 
 def _read_inspection(folder: Path, residual: str) -> tuple[Inspection | None, str]:

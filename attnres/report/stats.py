@@ -228,14 +228,6 @@ def final_loss(run: Run) -> float:
     return float(run.val[-1]["loss"]) if run.val else math.nan
 
 
-def final_loss_se(run: Run) -> float:
-    """Return the standard error of `final_loss` over held-out windows."""
-    if run.windows:
-        return standard_error(run.windows[max(run.windows)])
-    record = run.summary or (run.val[-1] if run.val else {})
-    return float(record.get("val_se") or record.get("se") or math.nan)
-
-
 def mean_loss(study: Study, label: str) -> tuple[float, float]:
     """Return the mean over seeds of the final held-out loss, with its standard error (over seeds from two on, else
     windows)."""
@@ -245,7 +237,14 @@ def mean_loss(study: Study, label: str) -> tuple[float, float]:
     losses = np.array([final_loss(run) for run in runs])
     if len(runs) >= SEEDS_FOR_SEED_ERROR:
         return float(losses.mean()), standard_error(losses)
-    return float(losses.mean()), float(np.mean([final_loss_se(run) for run in runs]))
+    records = [run.summary or (run.val[-1] if run.val else {}) for run in runs]
+    errors = [
+        standard_error(run.windows[max(run.windows)])
+        if run.windows
+        else float(record.get("val_se") or record.get("se") or math.nan)
+        for run, record in zip(runs, records, strict=True)
+    ]
+    return float(losses.mean()), float(np.mean(errors))
 
 
 def strongest_baseline(study: Study) -> str | None:

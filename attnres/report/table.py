@@ -268,20 +268,21 @@ def _notes(study: Study, rows: list[VariantRow], baseline: str | None, interleav
     started = [f"{row.label} {number(row.start_loss)}" for row in rows if not math.isnan(row.start_loss)]
     if started:
         notes.append(f"Held-out loss before the first step: {listed(started)}.")
-    unfinished = [_how_far(row) for row in rows if not row.complete]
+    unfinished = []
+    for row in rows:
+        steps = f" of {row.runs[0].steps:,}" if row.runs[0].steps else ""
+        if row.finished and not row.complete:
+            unfinished.append(
+                f"{row.label} ({row.finished} of {len(row.runs)} seeds finished, whose numbers these are)"
+            )
+        elif not row.finished:
+            unfinished.append(f"{row.label} at step {row.step:,}{steps}")
     if unfinished:
         notes.append(f"Unfinished, so preliminary: {', '.join(unfinished)}.")
     notes += [f"{run.unread}; what it would show is left out." for run in study.runs if run.unread]
     if study.missing:
         notes.append(f"Planned but not started: {listed(study.missing)}.")
     return notes
-
-
-def _how_far(row: VariantRow) -> str:
-    if row.finished:
-        return f"{row.label} ({row.finished} of {len(row.runs)} seeds finished, whose numbers these are)"
-    steps = row.runs[0].steps
-    return f"{row.label} at step {row.step:,}" + (f" of {steps:,}" if steps else "")
 
 
 def _last(study: Study, baseline: str | None) -> int:
@@ -303,19 +304,19 @@ def _what_the_losses_error_is(rows: list[VariantRow]) -> list[str]:
     return [f"Held-out loss: ± is its standard error over {over}{shared}."]
 
 
-def _what_the_error_is(study: Study, found: dict[str, Paired], baseline: str) -> str:
+def _what_the_error_is(study: Study, pairs_by_label: dict[str, Paired], baseline: str) -> str:
     """Return the sentence about the rule of the intervals, and what the errors are over."""
-    pairs = list(found.values())
+    pairs = list(pairs_by_label.values())
     windows = listed([f"{count:,}" for count in sorted({pair.windows for pair in pairs})])
     what = f"Difference: loss minus that of {baseline} on the same {windows} held-out windows. "
-    others = [label for label in found if not is_planned(study, label, baseline)]
+    others = [label for label in pairs_by_label if not is_planned(study, label, baseline)]
     holm = f" ({listed(others)} held together by Holm's procedure)" if len(others) > 1 else ""
     if not any(pair.over_seeds for pair in pairs):
         return what + (
             "± is its standard error over windows; it does not include what other seeds would change "
             f"(that takes {SEEDS_FOR_SEED_ERROR} seeds); bold is beyond its 95 % interval{holm}."
         )
-    by_windows = [label for label, pair in found.items() if pair.basis == "windows"]
+    by_windows = [label for label, pair in pairs_by_label.items() if pair.basis == "windows"]
     over = "over windows, wider here than that over seeds"
     if len(by_windows) < len(pairs):
         over = "from all runs under equal conditions (loss = variant + seed)"

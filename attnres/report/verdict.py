@@ -29,18 +29,20 @@ def verdict(study: Study, table: ComparisonTable) -> str:
     if base not in [row.label for row in done]:
         return f"{base}, the baseline, has not finished yet: nothing can be said."
     unpaired = [row for row in done if row.paired is None and row.label != base]
-    if sweeps_lr(study):
+    equal_rates = []
+    if sweeps_lr(study):  # each variant is judged at its best rate
         equal_rates = _at_equal_rates(study, done, base)
-        done = _best_of_each(done)
-    else:
-        equal_rates = []
+        best = {kind(row.runs[0]): row for row in sorted(done, key=lambda row: -row.loss)}
+        done = [row for row in done if row is best[kind(row.runs[0])]]
     compared = [row for row in done if row.paired is not None]
     controls = [row for row in compared if row.traits.is_control]
     tested = [row for row in compared if not row.traits.is_control]
     same = [row for row in controls if row.traits.is_chance]
     other = [row for row in compared if not row.traits.is_chance]
     controls = [row for row in controls if not row.traits.is_chance]  # a gain over a placebo control is not reported
-    sentences = [_against_baseline(other, base, _placebo(same))] if other else []
+    chance = [number(pair.mean, digits_for(pair.mean, pair.se), signed=True) for row in same if (pair := row.paired)]
+    placebo = f" (placebo control: {listed(chance)})" if chance else ""
+    sentences = [_against_baseline(other, base, placebo)] if other else []
     sentences += [_chance(row, base) for row in same]
     reasons: dict[str, list[str]] = {}
     for row in unpaired:
@@ -65,14 +67,6 @@ def _apart(pairs: Iterable[tuple[str, Paired | None]]) -> tuple[Pairs, Pairs, Pa
     decided = [(label, pair) for label, pair in known if pair.decided]
     tied = [(label, pair) for label, pair in known if not pair.decided]
     return [item for item in decided if item[1].mean < 0], [item for item in decided if item[1].mean > 0], tied
-
-
-def _placebo(rows: list[VariantRow]) -> str:
-    """Return how far placebo controls ended from the baseline, to stand beside an error."""
-    sizes = [
-        number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True) for row in rows if row.paired
-    ]
-    return f" (placebo control: {listed(sizes)})" if sizes else ""
 
 
 def _against_baseline(rows: list[VariantRow], base: str, placebo: str) -> str:
@@ -137,13 +131,6 @@ def _among_best(study: Study, rows: list[VariantRow]) -> list[str]:
         return [f"{ranked[0]} and {ranked[1]} are not told apart: the interval includes 0 ({_interval(pair)})."]
     ahead, behind = ranked[:2] if pair.mean < 0 else ranked[1::-1]
     return [f"{ahead} is below {behind} by {_size(pair)}."]
-
-
-def _best_of_each(rows: list[VariantRow]) -> list[VariantRow]:
-    """Return the row with the lowest loss of each variant: in a sweep of learning rates each is judged at its best
-    one."""
-    best = {kind(row.runs[0]): row for row in sorted(rows, key=lambda row: -row.loss)}
-    return [row for row in rows if row is best[kind(row.runs[0])]]
 
 
 def _at_equal_rates(study: Study, rows: list[VariantRow], base: str) -> list[str]:

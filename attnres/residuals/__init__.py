@@ -15,6 +15,7 @@ from attnres.residuals.layout import (
     sublayer_name,
 )
 from attnres.residuals.mechanisms.compose import compose
+from attnres.residuals.mechanisms.standard import OneStream
 from attnres.residuals.registry import (
     RESIDUALS,
     changed_settings,
@@ -39,6 +40,7 @@ __all__ = [
     "Learned",
     "NormLike",
     "Observer",
+    "OneStream",
     "Read",
     "Residual",
     "Slot",

@@ -99,18 +99,18 @@ def _fastest(optimizers: Iterable[torch.optim.Optimizer], kinds: Mapping[int, st
 
 
 def _home(
-    optimizers: Iterable[torch.optim.Optimizer], own: torch.optim.Optimizer, group: dict[str, Any]
+    optimizers: Iterable[torch.optim.Optimizer], former: torch.optim.Optimizer, group: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
     """Return the optimizer for a group's moved parameters, and the fields of their new group."""
-    candidates = [(own, group), *((one, other) for one in optimizers for other in one.param_groups)]
+    candidates = [(former, group), *((one, other) for one in optimizers for other in one.param_groups)]
     for one, fields in candidates:
         if not is_muon(one, fields) and MARK not in fields:
             return one, {key: value for key, value in fields.items() if key not in ("params", "param_names")}
     if "fallback_lr_scale" in group:  # timm's Muon uses AdamW for groups with this field
-        return own, {key: value for key, value in group.items() if key != "params"} | {"use_muon": False}
+        return former, {key: value for key, value in group.items() if key != "params"} | {"use_muon": False}
     raise UserError(
-        f"{type(own).__name__} has queries and gains, which it would make orthogonal, and there is no other optimizer: "
-        "give regroup both, [muon, adamw]"
+        f"{type(former).__name__} has queries and gains, which it would make orthogonal, and there is no other "
+        "optimizer: give regroup both, [muon, adamw]"
     )
 
 

@@ -1,1 +1,1 @@
-"""More processes than one: stages of a pipeline, shares of every parameter, and checkpoints that fit any of them."""
+"""Distributed training: pipeline stages, sharded and split parameters, and checkpoints that fit any layout."""

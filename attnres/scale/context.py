@@ -1,8 +1,8 @@
-"""The tokens of a pass in shares and every parameter whole: context parallelism by keys and values that are gathered.
+"""Context parallelism: the tokens of a pass are split over ranks, parameters are not; keys and values are gathered.
 
-Everything of a layer but attention is per token. So a rank passes its own tokens through whole layers, and each
-attention gathers the keys and values of all tokens (B, heads, T, head_dim) and lets its rank's queries at them. No
-ring: keys and values are whole on every rank while a layer works, T d of them, where the stream is T/P N d.
+Everything in a layer but attention is per token. So a rank passes its tokens through whole layers, and each attention
+gathers the keys and values of all tokens (B, heads, T, head_dim) for its rank's queries. No ring: all keys and values
+are on every rank while a layer runs, T d of them, where the stream is T/P N d.
 """
 
 from functools import partial
@@ -19,18 +19,18 @@ from transformers.masking_utils import sdpa_mask
 
 from attnres.errors import UserError
 from attnres.models import DepthMixin
-from attnres.scale.tensor import Given, TokenSlices
+from attnres.scale.tensor import InputHook, TokenSlices
 
 _numbers = count()
 
 
 def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> TokenSlices:
-    """Share out the tokens of a model's passes over `mesh` (of one dimension): passes of training, without a cache.
+    """Split the tokens of a model's training passes over `mesh` (of one dimension).
 
     Every parameter gets gradients of this rank's tokens: their sum over the mesh is the gradient.
 
     Raises:
-        UserError: layers that mix tokens by something else than softmax attention.
+        UserError: layers that mix tokens by something other than softmax attention.
     """
     config: Any = model.config
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -51,7 +51,7 @@ def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> TokenSlices:
     if config._attn_implementation != name:
         raise UserError(f"{type(model).__name__} keeps an attention of its own: train it with dp, shard or pp")
     layers = model.depth_layers
-    layers[0].register_forward_pre_hook(Given(slices.begin), prepend=True, with_kwargs=True)
+    layers[0].register_forward_pre_hook(InputHook(slices.begin), prepend=True, with_kwargs=True)
     layers[0].register_forward_pre_hook(attention.begin)
     for layer in layers:
         layer.register_forward_pre_hook(partial(_positions, slices), with_kwargs=True)
@@ -60,7 +60,7 @@ def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> TokenSlices:
 
 
 class _Attention:
-    """Transformers' attention function, of a rank's queries and all keys and values."""
+    """Transformers' attention function, for a rank's queries and all keys and values."""
 
     def __init__(self, slices: TokenSlices) -> None:
         self.slices, self.calls = slices, 0
@@ -90,17 +90,14 @@ class _Attention:
         **options: Any,
     ) -> tuple[Tensor, None]:
         if key.shape[2] != query.shape[2]:
-            raise UserError(
-                "a pass whose tokens are in shares was given a cache: cp trains, tp and plain models generate"
-            )
+            raise UserError("a pass with cp was given a cache: cp trains, tp and plain models generate")
         self.calls += 1
         keys, values = self._gathered(key), self._gathered(value)
         options["is_causal"] = False
         return sdpa_attention_forward(module, query, keys, values, attention_mask, **options)
 
     def _gathered(self, part: Tensor) -> Tensor:
-        """Return all tokens of keys or values (B, heads, T/P, head_dim); gradients of all ranks' queries are added
-        up."""
+        """Return all tokens of keys or values (B, heads, T/P, head_dim); gradients of all ranks' queries are summed."""
         shape = torch.Size((*part.shape[:2], self.slices.shape[1], part.shape[3]))
         stride = torch.empty(shape, device="meta").stride()
         whole = DTensor.from_local(part.contiguous(), self.slices.mesh, [Shard(2)], shape=shape, stride=stride)
@@ -108,14 +105,14 @@ class _Attention:
 
 
 def _mask(slices: TokenSlices, q_length: int, q_offset: Any = 0, **options: Any) -> Tensor | None:
-    """Return Transformers' mask of a rank's queries, (B, 1, T/P, T), which is never left out: they begin anywhere."""
+    """Return Transformers' mask of a rank's queries, (B, 1, T/P, T): never None, because they may begin anywhere."""
     ours = slices.of(torch.arange(q_length)[None])[0]
     options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     return sdpa_mask(q_length=len(ours), q_offset=q_offset + int(ours[0]), **options)
 
 
 def _positions(slices: TokenSlices, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Give a layer the rotary embeddings and positions of this rank's tokens."""
+    """Replace a layer's rotary embeddings and positions by those of this rank's tokens."""
     whole, places, ours = kwargs.get("position_embeddings"), kwargs.get("position_ids"), {}
     if whole is not None:
         ours["position_embeddings"] = tuple(slices.of(part) for part in whole)

@@ -36,7 +36,7 @@ class PipelineCut(NamedTuple):
     """Where a network is cut into stages, and which rank of the pipeline has which stage.
 
     Attributes:
-        bounds: stage s makes sublayers bounds[s] to bounds[s+1] - 1; the last bound is L.
+        bounds: stage s has sublayers bounds[s] to bounds[s+1] - 1; the last bound is L.
         ranks: the rank of each stage.
     """
 
@@ -53,12 +53,12 @@ class PipelineCut(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """The way from one stage to the next.
+    """What crosses from one stage to the next.
 
     Attributes:
-        slots: the state there, all of it.
-        sent: places in it that travel; the others the receiving rank holds.
-        local: both stages are of one rank, so that nothing goes over a link.
+        slots: the slots of the state there.
+        sent: places of the slots that are sent; the receiving rank holds the others.
+        local: whether both stages are on one rank, so that nothing goes over a link.
     """
 
     slots: tuple[Slot, ...]
@@ -67,12 +67,12 @@ class Crossing(NamedTuple):
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Places of the slots that the receiving rank has kept."""
+        """Return the places of the slots that the receiving rank holds."""
         return tuple(place for place in range(len(self.slots)) if place not in self.sent)
 
     @property
     def vectors(self) -> int:
-        """Vectors a token that go over a link, forward; as many gradients come back."""
+        """Return the number of vectors a token that go over a link, forward; as many gradients come back."""
         return 0 if self.local else sum(math.prod(self.slots[place].axes) for place in self.sent)
 
 
@@ -82,8 +82,8 @@ def crossings(
     """Return the crossings between the stages of a cut, in order.
 
     Args:
-        cached: whether ranks keep slots at all.
-        keep_made: whether a rank keeps what it made, beside what it received.
+        cached: whether ranks keep slots.
+        keep_made: whether a rank keeps the slots that it computed, in addition to those that it received.
     """
     has: dict[int, set[str]] = {rank: set() for rank in cut.ranks}
     table = []
@@ -93,7 +93,7 @@ def crossings(
         kept = {slot.name for slot in slots if slot.kept} if cached else set()
         if keep_made:
             has[sender] |= kept
-        # Neighbours on one rank hand everything over: it costs nothing.
+        # Between two stages of one rank everything is passed on, which costs nothing.
         there = set() if sender == receiver else has[receiver]
         sent = tuple(place for place, slot in enumerate(slots) if slot.name not in there)
         table.append(Crossing(slots, sent, sender == receiver))
@@ -102,12 +102,12 @@ def crossings(
 
 
 def vectors(table: Sequence[Crossing]) -> int:
-    """Return how many vectors a token go over links in one forward pass."""
+    """Return the number of vectors a token that go over links in a forward pass."""
     return sum(crossing.vectors for crossing in table)
 
 
 def most_kept(table: Sequence[Crossing], cut: PipelineCut) -> dict[int, int]:
-    """Return how many vectors a token each rank keeps at most for one microbatch, for its later stages."""
+    """Return the largest number of vectors a token that each rank keeps for a microbatch, for its later stages."""
     most = dict.fromkeys(cut.ranks, 0)
     for rank in most:
         names: dict[str, int] = {}
@@ -120,7 +120,7 @@ def most_kept(table: Sequence[Crossing], cut: PipelineCut) -> dict[int, int]:
 
 
 def placed(stages: int, ranks: int, *, v_shaped: bool = False) -> tuple[int, ...]:
-    """Return the rank of each stage: round and round, or there and back again.
+    """Return the rank of each stage: in rounds, or as a V, there and back.
 
     >>> placed(4, 2), placed(4, 2, v_shaped=True)
     ((0, 1, 0, 1), (0, 1, 1, 0))
@@ -129,12 +129,11 @@ def placed(stages: int, ranks: int, *, v_shaped: bool = False) -> tuple[int, ...
     return tuple(ranks - 1 - place if v_shaped and turn % 2 else place for turn, place in turns)
 
 
-def balanced(costs: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Return how many layers each stage gets so that the dearest stage costs the least, every stage one at least.
+def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple[int, ...]:
+    """Return the number of layers of each stage, at least one, such that the dearest stage costs the least.
 
     Args:
-        costs: of each layer.
-        first, last: what the first stage has besides (the embedding) and the last (the head).
+        costs: of each layer. last: the cost of what only the last stage has (the head).
 
     >>> balanced([1.0] * 8, 4, last=2.0)
     (2, 2, 3, 1)
@@ -145,13 +144,13 @@ def balanced(costs: Sequence[float], stages: int, *, first: float = 0.0, last: f
     layers = len(costs)
     if stages > layers:
         raise UserError(
-            f"{stages} stages were asked for and the model has {layers} layers: use fewer ranks (pp) or fewer stages a "
+            f"{stages} stages were given and the model has {layers} layers: use fewer ranks (pp) or fewer stages a "
             "rank (virtual), or name the layers of each stage (layers), which may be 0 for the first and the last"
         )
     upto = [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, stop: int) -> float:
-        return upto[stop] - upto[start] + first * (stage == 0) + last * (stage == stages - 1)
+        return upto[stop] - upto[start] + last * (stage == stages - 1)
 
     # best[stop]: (dearest stage, sum of squares, bounds) of the stages so far over layers [0, stop)
     best = {0: (0.0, 0.0, (0,))}
@@ -184,7 +183,7 @@ def cut_of(layers: Sequence[int], ranks: Sequence[int], *, sublayers: int = 2) -
 
 
 def layers_of(cut: PipelineCut, sublayers: int) -> list[range]:
-    """Return the layers of each stage, where a layer has so many sublayers.
+    """Return the layers of each stage, for layers of `sublayers` sublayers.
 
     >>> layers_of(cut_of([2, 1], [0, 1]), 2)
     [range(0, 2), range(2, 3)]
@@ -196,17 +195,17 @@ def layers_of(cut: PipelineCut, sublayers: int) -> list[range]:
 
 
 ROUNDS = 7
-"""Timed forward passes, after one that is not."""
+"""Number of timed forward passes, after a warm-up."""
 
 
 def layer_times(model: DepthMixin, *, batch: int, tokens: int, rounds: int = ROUNDS) -> tuple[list[float], float]:
-    """Measure the seconds of each layer's forward pass with its reads, and of the head with the loss: medians.
+    """Measure the median seconds of each layer's forward pass with its reads, and of the head with the loss.
 
-    A backward pass takes about twice its forward everywhere, so that the shares are those of a step.
+    A backward pass takes about twice as long as its forward in every part, so the proportions are those of a step.
 
     Args:
-        model: on the device that is meant, whose parameters are not changed.
-        batch, tokens: sequences of a micro-batch, tokens of a sequence; the words are drawn.
+        model: on the device to measure; it is not changed.
+        batch, tokens: sequences of a micro-batch, tokens of a sequence, which are drawn at random.
     """
     head: Any = model.get_output_embeddings()
     table: Any = model.get_input_embeddings()

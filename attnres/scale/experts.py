@@ -1,9 +1,9 @@
-"""Experts of a mixture distributed over processes: each has some of them whole, and tokens travel to them and back.
+"""Expert parallelism: every process has some experts of a mixture, and tokens are sent to their experts and back.
 
-A process sorts its tokens by the experts that its router chose, tells every other how many it will get, sends the
-tokens (all-to-all), runs its own experts on what it received, and gets its tokens' results back, which it weighs and
-sums up. No token is dropped, however uneven the loads. What an expert computes is the forward of its own module, so
-that any family's activation, biases and grouped products are used as they are.
+A process sorts its tokens by the experts that its router chose, sends every other process the number of tokens to
+expect, then the tokens (all-to-all), runs its experts on the tokens that it received, and weighs and sums the results
+for its own tokens. No token is dropped, however uneven the loads. An expert computes the forward of its module, so any
+family's activation, biases and grouped products are used unchanged.
 
 Messages a layer: three in a forward pass (counts, tokens, results), two in its backward (gradients of the latter two).
 """
@@ -60,8 +60,8 @@ def check_experts(model: nn.Module, ep: int) -> None:
 def distribute_experts(model: nn.Module, mesh: DeviceMesh) -> None:
     """Leave each process of `mesh` (of one dimension) its part of every layer's experts, in place.
 
-    A process's loss has to be that of its own tokens, and gradients have to be averaged over all processes as usual:
-    those of an expert, which come from all processes of `mesh`, are divided by their number here.
+    The loss of a process must be that of its tokens, and gradients must be averaged over all processes as usual:
+    gradients of an expert, which come from all processes of `mesh`, are divided by their number here.
 
     Args:
         model: equal on every process, with a number of experts that `check_experts` accepts.

@@ -1,8 +1,8 @@
-"""A pipeline stage whose receive buffers come with a microbatch and go with it.
+"""A pipeline stage that allocates the receive buffers of a microbatch when needed and frees them after use.
 
-torch's own stage allocates a buffer for every tensor of every microbatch when training starts and keeps all of them,
-which with several depth sources is more than all that caching saves. This is the one file that uses names of torch that
-are not public: `OVERRIDDEN` lists them, and `stage_class` gives torch's own stage where one is missing.
+torch's stage allocates a buffer for every tensor of every microbatch when training starts and keeps them all, which
+with several depth sources takes more memory than caching saves. This is the only file that uses private names of torch:
+`OVERRIDDEN` lists them, and `stage_class` returns torch's stage if one is missing.
 """
 
 import inspect
@@ -29,7 +29,7 @@ _log = logging.getLogger("attnres")
 
 
 def missing() -> list[str]:
-    """Return the private names that this torch lacks or that have other parameters; empty with a torch that fits."""
+    """Return the private names that the installed torch lacks, or has with other parameters."""
     names = []
     for name, parameters in OVERRIDDEN.items():
         method = getattr(PipelineStage, name, None)
@@ -41,7 +41,7 @@ def missing() -> list[str]:
 
 
 def stage_class() -> type[PipelineStage]:
-    """Return `LeanStage`; where it does not fit the installed torch, torch's own stage, and say so."""
+    """Return `LeanStage`; if the installed torch lacks a name that it needs, torch's stage, with a warning."""
     if names := missing():
         _log.warning(
             "attnres: this torch's pipeline stage lacks %s: receive buffers of all microbatches stay allocated",
@@ -52,10 +52,10 @@ def stage_class() -> type[PipelineStage]:
 
 
 class LeanStage(PipelineStage):
-    """torch's stage with buffers from their receive to their use.
+    """torch's stage, with receive buffers that exist from the receive until their use.
 
     Attributes:
-        stock: bytes that torch's own stage would hold all the time.
+        stock: bytes that torch's stage would hold all the time.
         live, peak: bytes of receive buffers now, and at most.
     """
 
@@ -120,7 +120,7 @@ class LeanStage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._drop(self.grad_recv_info, [bwd_chunk_id])
         if loss is not None and full_backward:
-            loss.detach_()  # the schedule keeps the losses to the end of the step, and their graphs all leaves
+            loss.detach_()  # the schedule keeps losses until the end of the step, and their graphs hold all leaves
 
 
 def _size(tensor: Tensor) -> int:

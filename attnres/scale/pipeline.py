@@ -32,8 +32,8 @@ from attnres.scale.stage import RankCache, StageModule, refuse_stages, shapes, s
 
 
 class Schedule(NamedTuple):
-    """A schedule of torch's: its name there, whether a rank has several stages, whether they are placed as a V, and
-    whether it makes gradients of inputs and of weights apart."""
+    """A schedule of torch's: its name in torch, whether a rank has several stages, whether they are placed as a V, and
+    whether it computes gradients of inputs and of weights separately."""
 
     torch_name: str
     several: bool = False
@@ -60,24 +60,24 @@ def schedule_named(name: str) -> Schedule:
 
 
 def stages_each(name: str) -> int:
-    """Return the stages of a rank where nothing else is asked for."""
+    """Return the default number of stages of a rank."""
     return 2 if schedule_named(name).several else 1
 
 
 def fitting_microbatches(name: str, ranks: int, virtual: int, *, at_least: int = 1, divides: int | None = None) -> int:
-    """Return the least number of micro-batches that the schedule takes, that divides `divides` if one does."""
+    """Return the smallest number of micro-batches that the schedule accepts, and that divides `divides` if possible."""
     taken = []
     for count in range(at_least, at_least + 2 * ranks * virtual + 1):
         with contextlib.suppress(UserError):
             check_schedule(name, ranks, virtual, count)
             taken.append(count)
     if not taken:
-        check_schedule(name, ranks, virtual, at_least)  # which says what no number of micro-batches would mend
+        check_schedule(name, ranks, virtual, at_least)  # raises the error that no number of micro-batches avoids
     return next((count for count in taken if divides is not None and divides % count == 0), taken[0])
 
 
 def check_schedule(name: str, ranks: int, virtual: int, microbatches: int) -> None:
-    """Raise UserError for numbers that the schedule cannot take."""
+    """Raise UserError for numbers that the schedule does not accept."""
     schedule = schedule_named(name)
     if virtual != 1 and not schedule.several:
         raise UserError(f"virtual is {virtual} and the schedule {name} has one stage a rank: choose interleaved")
@@ -116,12 +116,13 @@ def plan_cut(
     layers: tuple[int, ...] | None = None,
     costs: tuple[list[float], float] | None = None,
 ) -> PipelineCut:
-    """Return where the model is cut: as `layers` a stage say, or balanced by the costs of its layers and of its head.
+    """Return where the model is cut: with these `layers` in each stage, or balanced by the costs of layers and head.
 
-    Costs are `layer_costs`, multiplications, unless others are given, as `layer_times` measures them.
+    Args:
+        costs: for example of `layer_times`; by default `layer_costs`, multiplications.
 
     Raises:
-        UserError: more stages than layers, or other numbers than stages.
+        UserError: more stages than layers, or `layers` of another number of stages.
     """
     stages = ranks * virtual
     where = placed(stages, ranks, v_shaped=schedule_named(schedule).v_shaped)
@@ -134,17 +135,17 @@ def plan_cut(
 
 
 def refuse_schedule(model: DepthMixin, cut: PipelineCut, name: str, *, shards: int, loss: str) -> None:
-    """Raise UserError for a model, in so many shares and with this kind of loss, that the schedule would train wrongly
-    or not at all."""
+    """Raise UserError for a model that the schedule would train wrongly or not at all with this number of shards and
+    kind of loss."""
     if shards > 1 and cut.stages > 1 and cut.ranks[0] == cut.ranks[-1] and _tied(model):
         raise UserError(
-            f"the schedule {name} has both ends of the model in one process, whose one table of embedding and head "
-            "cannot be shared out with each: use --shard 1, --pp-schedule interleaved, or a model whose head is untied"
+            f"the schedule {name} has both ends of the model in one process, and a tied table of embedding and head "
+            "cannot be sharded with each: use --shard 1, --pp-schedule interleaved, or a model whose head is untied"
         )
     if schedule_named(name).apart and loss != "whole":
         raise UserError(
-            f"the loss is {loss} and the schedule {name} makes gradients of inputs and of weights apart, which needs "
-            "it whole: give --loss whole or --pp-schedule interleaved"
+            f"the loss is {loss} and the schedule {name} computes gradients of inputs and of weights separately, which "
+            "needs a whole loss: give --loss whole or --pp-schedule interleaved"
         )
 
 
@@ -158,7 +159,7 @@ class Pipeline:
     """This rank's stages of a model that is cut, and the schedule that runs them.
 
     Attributes:
-        stages: its stages' modules. `model` is taken apart: use it no more.
+        stages: the modules of its stages. `model` is taken apart: do not use it afterwards.
         sent: elements of tensors that were sent to other ranks, `forward` and `backward`.
 
     Args:
@@ -166,9 +167,9 @@ class Pipeline:
         batch, tokens: sequences of a microbatch on this rank, tokens of a sequence.
         group: the ranks of this pipeline.
         losses: (model, keyword arguments of its forward, targets (B, T)) -> their sum (1,), without gradients (B, T).
-        cast: makes the context of a forward pass.
+        cast: returns the context of a forward pass.
         cached: whether ranks keep slots that do not change.
-        prepare: called with each stage before it is wrapped: shards it, say.
+        prepare: called with each stage before it is wrapped, for example to shard it.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class Pipeline:
         self.schedule = self._schedule(schedule, tokens)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give what this rank trains, each once, by its name in the whole model."""
+        """Yield the parameters that this rank trains, each once, by their names in the whole model."""
         for name, (stage, path) in self.parameters.items():
             yield name, stage.model.get_parameter(path)
 
@@ -265,11 +266,11 @@ class Pipeline:
         return self.cut.ranks[-1] == self.rank
 
     def step(self, x: Tensor, y: Tensor, weight: float) -> Tensor:
-        """Make the gradients of `weight` times the summed losses of a batch, and return that in fp64: zero on a rank
-        without the last stage.
+        """Compute the gradients of `weight` times the summed losses of a batch, and return that sum in fp64; zero on a
+        rank without the last stage.
 
         x, y: (microbatches * batch, tokens), the same on every rank of the pipeline. Gradients are those of this
-        rank's own stages; `reduce_gradients` completes them.
+        rank's stages; `reduce_gradients` completes them.
 
         Raises:
             RuntimeError: a gradient that no stage collected.
@@ -285,8 +286,8 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return the losses (B, T) of microbatches of `batch` sequences, as many as there are; zeros on ranks without
-        the last stage.
+        """Return the losses (B, T) of any number of microbatches of `batch` sequences; zeros on ranks without the last
+        stage.
 
         Microbatch by microbatch, through all stages of this rank: torch's schedules that place stages as a V cannot run
         forward alone (2.13), and stage by stage two ranks could each wait for the other to receive.
@@ -321,7 +322,7 @@ class Pipeline:
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:
-        """After a step: add up the gradients of the residual over the stages, and of tied tables over the two ends."""
+        """Sum the gradients of the residual over the stages, and of tied tables over the two ends, after a step."""
         for parameter in self.residual.parameters():
             if parameter.requires_grad:
                 if parameter.grad is None:
@@ -337,13 +338,13 @@ class Pipeline:
         return [parameter for name, parameter in self.named_parameters() if name in names]
 
     def buffers(self) -> dict[str, int]:
-        """Return bytes of receive buffers: at most at once, and what torch's own stages would hold all the time."""
+        """Return the bytes of receive buffers: the most at once, and what torch's stages would hold all the time."""
         lean = [stage for stage in self.wrapped if isinstance(stage, LeanStage)]
         return {"peak": sum(stage.peak for stage in lean), "stock": sum(stage.stock for stage in lean)}
 
 
 def _add_between(parameter: nn.Parameter, first: int, last: int, group: dist.ProcessGroup) -> None:
-    """Make the gradient the sum of the two ends' own."""
+    """Sum the gradients of the two ends."""
     gradient = parameter.grad
     assert gradient is not None
     ours = local(gradient)

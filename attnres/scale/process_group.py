@@ -1,8 +1,8 @@
-"""Let processes find one another under torchrun, and recognise the errors that say that one of them is lost.
+"""Rendezvous of processes under torchrun, and recognition of the errors of a lost process.
 
-torchrun (2.13) keeps one store when it starts lost processes again, and their groups look for one another under the
-same names: a process that is early finds the address of one that is gone, and is refused. `fresh_store` gives each
-start of all processes a part of the store of its own.
+torchrun (2.13) keeps its store when it restarts lost processes, and their groups use the same keys: a process that is
+early finds the address of one that has ended, and is refused. `fresh_store` gives each start of all processes a part of
+the store for itself.
 """
 
 import secrets
@@ -17,8 +17,8 @@ POLL_S = 0.02
 def fresh_store(store: Store, rank: int, world_size: int, patience_s: float) -> Store:
     """Return a part of the store that belongs to this start of all processes, once all of them agree on it.
 
-    Each process says a number of its own; the first gives each one the name of the part with the number it heard, until
-    all have answered. What was said in an earlier start has other numbers, and nobody answers to it.
+    Each process publishes a random number; the first sends each one the name of the part together with that number,
+    until all have answered. Messages of an earlier start hold other numbers, and are not answered.
 
     Raises:
         TimeoutError: not all of them answer.
@@ -58,11 +58,11 @@ WORDS = (
     "failed to recv",
     "failed to send",
 )
-"""Of gloo, NCCL and torch's store, whose errors have no class of their own."""
+"""Parts of messages of gloo, NCCL and torch's store, which raise no specific exception class."""
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it wraps or comes from, is that another process is gone."""
+    """Return whether an error, or one that it wraps or was raised from, means that another process was lost."""
     looked_at = set[int]()
     left = [error]
     while left:

@@ -1,6 +1,5 @@
-"""Parameters in shares (FSDP2, HSDP), and the norm of gradients that lie in several forms on several ranks."""
+"""Sharded parameters (FSDP2, HSDP), and the norm of gradients that are sharded, replicated or both."""
 
-import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable
@@ -27,22 +26,19 @@ def shard(
     reshard: bool = True,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Give each rank of `mesh` its share of every parameter but the residual's, which stay whole and fp32.
+    """Shard every parameter over `mesh` but the residual's, which stay replicated and fp32.
 
-    Each layer is gathered and let go by itself; what is in no layer (embedding, final norm, head) belongs to `root`.
-    The residual's gradients are each rank's own: `mean_gradients` makes them one.
+    Each layer is gathered and resharded separately; what is in no layer (embedding, final norm, head) belongs to
+    `root`. The residual's gradients differ between ranks: `mean_gradients` averages them.
 
     Args:
         root: the module that is called: the model, or the stage around it.
         experts: the processes with the same experts, among which these are sharded instead (`distribute_experts`).
-        reshard: let go of a layer's parameters after its forward pass, to gather them again in backward.
-        dtype: what layers gather, half the bytes of fp32 in bf16; autocast would keep copies of what it had cast until
-            backward, all layers' at once. The root gathers the same where it is the stream's dtype. Gradients
-            are summed in the parameters' own.
+        reshard: reshard a layer's parameters after its forward pass, and gather them again in backward.
+        dtype: dtype in which layers are gathered: bf16 halves the bytes, and autocast would keep its casts of all
+            layers until backward. The root is gathered in it if it is the stream's dtype. Gradients are summed in the
+            parameters' dtype.
     """
-    if experts is not None:
-        # Gathering them whole, as saving the model at the end does, takes two messages: torch warns of each tensor's.
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # Nothing here changes a layer's output in place, which is all that this warning is about.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
@@ -53,28 +49,25 @@ def shard(
     for layer in model.depth_layers:
         if not isinstance(layer, Skipped):
             fully_shard(layer, **options, mp_policy=precision)
-    if (
-        dtype is not None and model.residual.itself().stream_dtype == dtype
-    ):  # an embedding gathered in fp32 would be rounded all the same
-        options["mp_policy"] = precision
+    if dtype is not None and model.residual.itself().stream_dtype == dtype:
+        options["mp_policy"] = precision  # an embedding gathered in fp32 would be rounded to it anyway
     fully_shard(root, **options, ignored_params=set(model.residual.parameters()))
 
 
 def let_go(root: nn.Module) -> None:
-    """Let go of every parameter that a forward pass gathered: without a backward behind it nothing else would, and what
-    is saved or stepped then would be memory on loan."""
+    """Reshard every parameter that a forward pass gathered, which nothing else does if no backward pass follows."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's share of a DTensor, the memory itself; another tensor as it is."""
+    """Return this rank's shard of a DTensor, not copied; another tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shards_of(tensor: Tensor) -> int:
-    """Return in how many shares a tensor lies; 1 where each rank has all of it."""
+    """Return the number of shards of a tensor; 1 if it is replicated."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
@@ -83,7 +76,7 @@ def shards_of(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, over: int = 1) -> None:
-    """Make gradients their sum over a group, by `over`, all in one message; of shares those of the same place.
+    """Replace gradients by their sum over a group divided by `over`, in one message; sharded ones shard by shard.
 
     A parameter without a gradient on one rank counts as zero there.
     """
@@ -103,7 +96,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, 
 
 
 def mean_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Make gradients their mean over a group, as `sum_gradients` their sum."""
+    """Replace gradients by their mean over a group."""
     sum_gradients(parameters, group, dist.get_world_size(group))
 
 
@@ -112,7 +105,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, copies: Cal
     """Scale gradients so that their norm over all ranks is at most `limit`; return the norm it was.
 
     Args:
-        copies: on how many ranks the same values of a gradient lie; each counts once.
+        copies: returns the number of ranks that hold the same values of a gradient, which count once.
     """
     gradients = [(parameter, local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
     device = gradients[0][1].device if gradients else torch.device("cpu")

@@ -1,7 +1,7 @@
-"""A checkpoint in shares: one flat dict of named tensors, which any layout of processes writes and any other reads.
+"""Sharded checkpoints: one flat dict of named tensors, which any layout of processes writes and any other reads.
 
-torch's distributed checkpoint does the work: each rank writes what it has, and a reader asks for the parts it needs,
-whole tensors or shares of any mesh. Names are those of the whole model, so that nothing has to be translated.
+torch's distributed checkpoint writes what each rank has and reads the parts that a rank asks for, whole tensors or
+shards of any mesh. Names are those of the unsharded model, so nothing has to be translated.
 """
 
 import pickle
@@ -40,8 +40,8 @@ DESCRIPTION = {
     "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
     "torch": ("Size",),
 }
-"""All that torch's description of a checkpoint, a pickle, is made of, by module, besides torch's dtypes: anything else
-could run code."""
+"""The names in torch's description of a checkpoint, a pickle, by module, besides torch's dtypes: any other could run
+code."""
 
 
 class _Description(pickle.Unpickler):
@@ -55,7 +55,7 @@ class _Description(pickle.Unpickler):
 
 
 class _CheckedReader(FileSystemReader):
-    """Torch's reader, which would run what the description of a checkpoint names; here it is looked at first."""
+    """torch's reader, which would run what a checkpoint's description names: the description is checked first."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
@@ -64,7 +64,7 @@ class _CheckedReader(FileSystemReader):
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's part of `tensors` into `folder`, which all ranks name; the first one's metadata come last.
+    """Write this rank's part of `tensors` into `folder`, which is the same on all ranks; the metadata come last.
 
     Raises:
         UserError: a rank could not write, on every rank.
@@ -79,13 +79,14 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def begin_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> "Future[None]":
-    """Begin what `save_shards` does: tensors may change once this returns, for copies of them are written.
+    """Start `save_shards` in the background, from copies: tensors may change once this returns.
 
     Args:
-        group: of all ranks, on the CPU, whose messages are those of saving alone: they go on beside the run's.
+        group: a group of all ranks on the CPU for the messages of saving, beside the run's.
 
     Returns:
-        What is done when every rank has written (on the first rank) or this one has; its `result` raises UserError.
+        A future that is done when every rank has written (on the first rank) or this one has; `result` raises
+        UserError.
     """
     done: Future[None] = Future()
 
@@ -110,16 +111,12 @@ def shapes_in(folder: Path) -> dict[str, torch.Size]:
     try:
         described = _CheckedReader(folder).read_metadata().state_dict_metadata
     except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError) as error:
-        raise UserError(f"{folder} is no finished checkpoint in shares ({first_line(error)})") from error
+        raise UserError(f"{folder} is no finished sharded checkpoint ({first_line(error)})") from error
     return {name: value.size for name, value in described.items() if isinstance(value, TensorStorageMetadata)}
 
 
 def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill `tensors`, which are there already, from a checkpoint; each rank reads what it needs.
-
-    Raises:
-        UserError: a tensor is not there or has another shape.
-    """
+    """Load `tensors`, in place, from a checkpoint; each rank reads what it needs. Raises UserError."""
     there = shapes_in(folder)
     for name, tensor in tensors.items():
         if name not in there:
@@ -131,7 +128,7 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
             )
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # in one process
             dcp.load(dict(tensors), storage_reader=_CheckedReader(folder), no_dist=not dist.is_initialized())
     except (OSError, RuntimeError, ValueError, EOFError, dcp.api.CheckpointException) as error:
         raise UserError(f"cannot read the checkpoint {folder}: {_cause(error)}") from error

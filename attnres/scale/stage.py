@@ -1,14 +1,13 @@
 """One stage of a pipeline: some layers of a Hugging Face decoder, from the tensors it receives to those it sends.
 
-The decoder's own forward runs. Layers of other stages are replaced in place by `Skipped`, so that indices, layer types,
-the choice of masks and the names of parameters stay those of the whole model. A hook on the first layer's place puts in
-the stream that came from the stage before. On all stages but the last an `Exit` replaces the final norm and takes the
-stream out.
+The decoder's forward runs. Layers of other stages are replaced in place by `Skipped`, so that indices, layer types, the
+choice of masks and the names of parameters are those of the whole model. A hook before the first layer inserts the
+received stream. On all stages except the last an `Exit` replaces the final norm and takes the stream out.
 
-Stages of one rank share slots that never change. Three autograd nodes do it, without a private name of torch: a later
-stage `Borrow`s a slot that the rank holds and leaves its gradient with the rank; the stage which received or computed
-the slot `Collect`s that gradient in its own backward, which is later in every schedule, and sends one gradient. `Lend`
-hands the residual's parameters to a stage.
+Stages of one rank share slots that never change, by three autograd nodes and no private name of torch: a later stage
+`Borrow`s a slot that the rank holds and leaves its gradient with the rank; the stage that received or computed the slot
+`Collect`s that gradient in its backward, which is later in every schedule, and sends one gradient. `Lend` makes the
+residual's parameters tensors of a stage's graph.
 """
 
 import copy
@@ -28,11 +27,11 @@ from attnres.streams.stream import Stream
 
 
 class RankCache:
-    """Slots held by (microbatch, name), and gradients owed to the stage that they came by.
+    """Slots held by (microbatch, name), and gradients owed to the stage that received or computed them.
 
     Attributes:
-        unwanted: slots that no gradient is owed to.
-        peak: bytes held at once, at most. The tensors are aliases of what autograd keeps anyway.
+        unwanted: slots that need no gradient.
+        peak: the most bytes held at once. The tensors are aliases of those that autograd stores anyway.
     """
 
     def __init__(self) -> None:
@@ -42,23 +41,23 @@ class RankCache:
         self.peak = 0
 
     def keep(self, microbatch: int, name: str, tensor: Tensor) -> None:
-        """Hold a slot until `drop`; the first one of its name counts."""
+        """Hold a slot until `drop`, unless one of its name is held."""
         self.held.setdefault(microbatch, {}).setdefault(name, tensor.detach())
         held = sum(t.numel() * t.element_size() for slots in self.held.values() for t in slots.values())
         self.peak = max(self.peak, held)
 
     def drop(self, microbatch: int) -> None:
-        """Hold nothing of this microbatch any more."""
+        """Release the slots of a microbatch."""
         self.held.pop(microbatch, None)
 
     def owe(self, microbatch: int, name: str, gradient: Tensor | None) -> None:
-        """Leave a gradient for the stage that brought or made the slot, if it wants one."""
+        """Leave a gradient for the stage that received or computed the slot, if it needs one."""
         if gradient is not None and (microbatch, name) not in self.unwanted:
             owed = self.owed.setdefault(microbatch, {})
             owed[name] = owed[name] + gradient if name in owed else gradient
 
     def collect(self, microbatch: int, name: str, gradient: Tensor | None) -> Tensor | None:
-        """Return `gradient` with what is owed to the slot; nothing is owed to it then."""
+        """Return `gradient` plus the gradients owed to the slot, which are removed."""
         owed = self.owed.get(microbatch, {})
         left = owed.pop(name, None)
         if not owed:
@@ -68,24 +67,24 @@ class RankCache:
         return gradient + left
 
     def want_none(self, microbatch: int, names: Sequence[str]) -> None:
-        """Take no gradients for these slots until the step ends: all before them is frozen, so that nobody collects."""
+        """Accept no gradients for these slots until the step ends: all layers before them are frozen."""
         self.unwanted.update((microbatch, name) for name in names)
 
     def check(self) -> None:
-        """After a step: nothing is held, nothing is owed. Raises RuntimeError."""
+        """Raise RuntimeError if slots are held or gradients owed after a step."""
         self.unwanted.clear()
         if self.held or self.owed:
             held, owed = ({key: sorted(names) for key, names in part.items()} for part in (self.held, self.owed))
             self.held.clear()
             self.owed.clear()
-            raise RuntimeError(f"a pipeline step left slots held {held} and gradients that nobody collected {owed}")
+            raise RuntimeError(f"a pipeline step ended with slots held {held} and gradients owed {owed}")
 
 
 class Borrow(torch.autograd.Function):
     """Slots that the rank holds, for a later stage; their gradients are left with the rank.
 
-    `anchor` is a tensor that the stage received: the node then lies on the way to the stage's inputs, and schedules
-    that ask for gradients of these alone reach it.
+    `anchor` is a tensor that the stage received: it puts the node on a path to the stage's inputs, so that schedules
+    that ask only for their gradients reach it.
     """
 
     @staticmethod
@@ -105,9 +104,9 @@ class Borrow(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """Slots as they are; backward adds what later stages of the rank owe them.
+    """The identity on slots; backward adds the gradients that later stages of the rank left.
 
-    What comes out is no view and has gradients that are contiguous, as sending asks.
+    The results are no views, and their gradients are contiguous, as sending requires.
     """
 
     @staticmethod
@@ -124,11 +123,11 @@ class Collect(torch.autograd.Function):
 
 
 class Lend(torch.autograd.Function):
-    """Parameters as tensors of a microbatch's graph; their gradients are added to the parameters in the very pass that
-    makes the gradients of the stage's inputs.
+    """Parameters as tensors of a microbatch's graph; their gradients are added to the parameters in the pass that
+    computes the gradients of the stage's inputs.
 
-    As parameters they would tie all reads of a stage into one group for the zero-bubble schedules' pass of weights,
-    which then runs through a graph that is freed.
+    As parameters they would join all reads of a stage into one group for the weight pass of zero-bubble schedules,
+    which would then run through a freed graph.
     """
 
     @staticmethod
@@ -146,7 +145,7 @@ class Lend(torch.autograd.Function):
 
 
 def lent(residual: Residual, anchor: Tensor) -> Residual:
-    """Return the residual as a view whose parameters are lent; itself where no gradient is wanted."""
+    """Return a view of the residual with lent parameters; the residual itself if no gradient is needed."""
     named = dict(residual.named_parameters())
     if not named or not anchor.requires_grad:
         return residual
@@ -165,7 +164,7 @@ def lent(residual: Residual, anchor: Tensor) -> Residual:
 
 
 class Skipped(nn.Module):
-    """Stands for a layer of another stage: hands on what it is given, and says of itself what the layer would."""
+    """Stands for a layer of another stage: returns its input, and has the layer's plain attributes."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -179,8 +178,8 @@ class Skipped(nn.Module):
 
 
 class Entry:
-    """A hook before the first layer, or what stands in its place: the stream is the one that came, whatever the decoder
-    made of its input; on the first stage one begins with that, of which a state can be taken."""
+    """A hook before the first layer, or its `Skipped`: inserts the received stream in place of the decoder's hidden
+    state; on the first stage a new stream that begins with it."""
 
     stream: Stream | None = None
 
@@ -195,7 +194,7 @@ class Entry:
 
 
 class Exit(nn.Module):
-    """Stands for the final norm: keeps the stream for the stage, and gives the decoder a tensor to go on with."""
+    """Stands for the final norm: stores the stream for the stage, and returns a tensor for the rest of the decoder."""
 
     stream: Stream | None = None
 
@@ -209,7 +208,7 @@ def refuse_stages(model: DepthMixin) -> None:
     """Raise UserError for a model that cannot be cut into stages."""
     residual = model.residual.itself()
     if residual.watched:
-        raise UserError("someone watches or edits the reads of the model: a pipeline's stages cannot be watched")
+        raise UserError("the reads of the model are recorded or edited: a pipeline's stages cannot be watched")
     if residual.value_mix is not None:
         raise UserError(
             "the first layer's values go to every later layer (value_residual), which stages do not send: train it "
@@ -224,24 +223,24 @@ def refuse_stages(model: DepthMixin) -> None:
 
 
 def shell(model: DepthMixin) -> DepthMixin:
-    """Return the model's modules once more around the same parameters and the same residual."""
+    """Return a copy of the model's modules with the same parameters and the same residual."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
     memo[id(model.residual)] = model.residual
     return copy.deepcopy(model, memo)
 
 
 class StageModule(nn.Module):
-    """Stage `stage` of a cut of `model`, which is taken apart: make it from a `shell`.
+    """Stage `stage` of a cut of `model`, a `shell`, which is taken apart.
 
-    `forward(*received, microbatch, targets)` takes the tensors that the crossing before names (the first stage: ids),
-    and gives those that the one behind it names; the last stage gives the losses of `losses(model, call, targets)`.
-    `microbatch` is the number of the microbatch.
+    `forward(*received, microbatch, targets)` takes the tensors of the crossing before the stage (the first stage: ids)
+    and the number of the microbatch, and returns the tensors of the crossing after it; the last stage returns
+    `losses(model, call, targets)`.
 
     Args:
         table: the crossings of the cut.
-        cache: that of the rank.
-        losses: of the whole model's head: (model, keyword arguments of its forward, targets) -> (B, T).
-        cast: makes the context of a forward pass.
+        cache: the rank's.
+        losses: (model, keyword arguments of its forward, targets) -> (B, T).
+        cast: returns the context of a forward pass.
     """
 
     def __init__(
@@ -295,8 +294,8 @@ class StageModule(nn.Module):
             yield from self.model.get_output_embeddings().parameters()
 
     def named_owned(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Give the parameters that this stage trains or shares in training, by their names in the whole model: not a
-        table of positions, say, that a later stage looks up in vain."""
+        """Yield the parameters that this stage trains, alone or with others, by their names in the whole model: for
+        example no position embeddings on a later stage, which looks them up without effect."""
         if self.first:
             yield from self.model.named_parameters()
             return
@@ -316,7 +315,7 @@ class StageModule(nn.Module):
             return self._left(stream, number)
 
     def _entered(self, received: tuple[Tensor, ...], number: int) -> dict[str, Any]:
-        """Put the stream that came where the first layer takes it; return what the decoder is called with."""
+        """Put the received stream where the first layer takes it; return the decoder's arguments."""
         assert self.came is not None
         slots, anchor = self.came.slots, received[0]
         names = [slots[place].name for place in self.came.sent]

@@ -1,12 +1,12 @@
-"""Matrices of layers in slices, and the tokens of the stream: tensor and sequence parallelism, no layer rewritten.
+"""Tensor and sequence parallelism: layers' matrices and the stream's tokens are split over ranks, layers unchanged.
 
-Which matrix is shared out how is Transformers' `tp_plan` of the family, as it is: columns of what makes queries, keys,
-values and gates, rows of what follows them. Between those the stream is shared out along the sequence. Masks and
-rotary embeddings are made by the decoder for all tokens; a pass begins with a rank's own tokens, which are gathered
-before an attention or MLP and come back as their sum's share. Depth reads and norms are per token, so nothing of them
-has to be told of the others, and the N sources of a network are N/P vectors a token on each of P ranks.
+How a matrix is split is Transformers' `tp_plan` of the family: by columns where queries, keys, values and gates are
+computed, by rows after them. Between those the stream is split along the sequence. The decoder makes masks and rotary
+embeddings for all tokens; a pass begins with a rank's tokens, which are gathered before an attention or MLP and
+reduce-scattered after it. Depth reads and norms are per token, so they need no communication, and the N sources of a
+network are N/P vectors a token on each of P ranks.
 
-A pass of fewer tokens than can be shared out (a token that is decoded) keeps the stream whole on every rank.
+A pass of fewer tokens than ranks (a decoded token) keeps the stream replicated.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,14 +25,14 @@ from attnres.models import DepthMixin
 from attnres.streams.stream import Stream
 
 COLUMNS, ROWS, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
-"""Styles of a tp_plan that are carried out: others hand whole heads around, or share out experts."""
+"""Styles of a tp_plan that are implemented; others distribute whole heads or experts."""
 
 
 class TokenSlices:
-    """Which tokens of a pass this rank has.
+    """The tokens of a pass that this rank has.
 
     Attributes:
-        shape: of the hidden state of the running pass, (B, T, d), all tokens.
+        shape: shape of the running pass's hidden state with all tokens, (B, T, d).
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -40,25 +40,25 @@ class TokenSlices:
         self.shape = torch.Size()
 
     def splits(self, tokens: int) -> bool:
-        """Return whether so many are shared out: every rank must have one."""
+        """Return whether so many tokens are split: every rank must have one."""
         return -(-tokens // self.ranks) * (self.ranks - 1) < tokens
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return this rank's tokens of all, (B, T, ...): the ranks' shares are those of `torch.chunk`."""
+        """Return this rank's part of all tokens (B, T, ...), split as by `torch.chunk`."""
         return tensor.chunk(self.ranks, 1)[self.rank].contiguous() if self.splits(tensor.shape[1]) else tensor
 
     def begin(self, hidden: Tensor) -> Tensor:
-        """Take note of the pass that begins with (B, T, d); return this rank's tokens of it."""
+        """Record the shape of the pass that begins with (B, T, d), and return this rank's tokens."""
         self.shape = hidden.shape
         return self.of(hidden)
 
     @property
     def placement(self) -> Shard | Replicate:
-        """How the stream lies on the ranks."""
+        """Return the placement of the stream on the ranks."""
         return Shard(1) if self.splits(self.shape[1]) else Replicate()
 
     def gathered(self, ours: Tensor) -> DTensor:
-        """Return all tokens (B, T, d') of what each rank has its own of."""
+        """Return all tokens (B, T, d') from each rank's."""
         shape = torch.Size((*self.shape[:2], *ours.shape[2:]))
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(ours.contiguous(), self.mesh, [self.placement], shape=shape, stride=stride)
@@ -66,17 +66,17 @@ class TokenSlices:
 
 
 def share_out_layers(model: DepthMixin, mesh: DeviceMesh, *, whole_output: bool = False) -> TokenSlices:
-    """Share out the matrices of a model's layers over `mesh` (of one dimension), and the tokens of its passes.
+    """Split the matrices of a model's layers over `mesh` (of one dimension), and the tokens of its passes.
 
-    Parameters that are not shared out (embedding, norms, residual, head) get gradients of this rank's tokens or heads:
-    their sum over the mesh is the gradient.
+    Parameters that are not split (embedding, norms, residual, head) get gradients of this rank's tokens or heads: their
+    sum over the mesh is the gradient.
 
     Args:
-        whole_output: the final norm's output is gathered, so that every rank has the logits of all tokens, as
-            generation needs; else those of its own tokens.
+        whole_output: gather the final norm's output, so that every rank has the logits of all tokens, as generation
+            needs; otherwise each has those of its tokens.
 
     Raises:
-        UserError: a model that does not divide by the mesh, or whose plan or residual is not worked out for it.
+        UserError: a model that does not divide by the mesh, or whose plan or residual is not supported.
     """
     check_slices(model, mesh.size())
     styles = plan_of(model)
@@ -89,10 +89,10 @@ def share_out_layers(model: DepthMixin, mesh: DeviceMesh, *, whole_output: bool 
         plan |= dict.fromkeys(rows, RowwiseParallel(output_layouts=Partial(), use_local_output=False))
         parallelize_module(layer, mesh, plan)
         for name in dict.fromkeys(name.rpartition(".")[0] for name in columns):
-            layer.get_submodule(name).register_forward_pre_hook(Given(slices.gathered), with_kwargs=True)
+            layer.get_submodule(name).register_forward_pre_hook(InputHook(slices.gathered), with_kwargs=True)
         for name in rows:
             layer.get_submodule(name).register_forward_hook(partial(_scattered, slices))
-    layers[0].register_forward_pre_hook(Given(slices.begin), prepend=True, with_kwargs=True)
+    layers[0].register_forward_pre_hook(InputHook(slices.begin), prepend=True, with_kwargs=True)
     if whole_output:
         norm = model.depth_base.get_submodule(model.family.final_norm)
         norm.register_forward_hook(partial(_whole, slices))
@@ -100,23 +100,20 @@ def share_out_layers(model: DepthMixin, mesh: DeviceMesh, *, whole_output: bool 
 
 
 def plan_of(model: DepthMixin) -> dict[str, str]:
-    """Return the styles that Transformers' plan names, by path in a layer.
-
-    Raises:
-        UserError: the family has no plan, or one with styles that are not carried out here.
-    """
+    """Return the styles of Transformers' plan, by path in a layer. Raises UserError without a plan, or for another
+    style."""
     config: Any = model.config
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     prefix = f"{model.family.layers}.*."
     styles = {name.removeprefix(prefix): style for name, style in plan.items() if name.startswith(prefix)}
     if not styles:
         raise UserError(f"Transformers has no tp_plan for {type(model).__name__}: train it with dp, shard or pp")
-    other = {name: style for name, style in styles.items() if style not in (COLUMNS, ROWS, WHOLE)}
-    for name, style in other.items():
-        raise UserError(
-            f"Transformers' tp_plan for {type(model).__name__} shares out {name} as '{style}', which is not worked out "
-            f"({COLUMNS} and {ROWS} are): train it with dp, shard or pp"
-        )
+    for name, style in styles.items():
+        if style not in (COLUMNS, ROWS, WHOLE):
+            raise UserError(
+                f"Transformers' tp_plan for {type(model).__name__} splits {name} as '{style}', which is not "
+                f"implemented ({COLUMNS} and {ROWS} are): train it with dp, shard or pp"
+            )
     return styles
 
 
@@ -125,7 +122,7 @@ def _has(layer: nn.Module, path: str) -> bool:
 
 
 def check_slices(model: DepthMixin, ranks: int) -> None:
-    """Raise UserError for a model whose layers cannot be shared out among so many ranks."""
+    """Raise UserError for a model whose layers cannot be split over so many ranks."""
     plan_of(model)
     config = cast(Any, model.config)
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -135,7 +132,7 @@ def check_slices(model: DepthMixin, ranks: int) -> None:
     for path, style, weight in sliced_weights(model):
         size = weight.shape[0 if style == COLUMNS else 1]
         if size % ranks:
-            raise UserError(f"{path} has {size} features to share out, which does not divide by tp {ranks}")
+            raise UserError(f"{path} has {size} features, which do not divide by tp {ranks}")
     residual = model.residual.itself()
     several = any(isinstance(way, str) for index in range(residual.num_sublayers) for way in residual.ways(index))
     if several or residual.value_mix is not None:
@@ -146,16 +143,16 @@ def check_slices(model: DepthMixin, ranks: int) -> None:
 
 
 def sliced_weights(model: DepthMixin) -> Iterator[tuple[str, str, Tensor]]:
-    """Give the matrices that are shared out: path in a layer, style, weight."""
+    """Yield the matrices that are split: path in a layer, style, weight."""
     for path, style in plan_of(model).items():
         for layer in model.depth_layers if style in (COLUMNS, ROWS) else ():
             if _has(layer, path):
                 yield path, style, layer.get_parameter(f"{path}.weight")
 
 
-class Given:
-    """A pre-hook that changes a module's input by a function: `TokenSlices.begin` before the first layer takes a rank's
-    own tokens of the embedding, `TokenSlices.gathered` before an attention or MLP gathers all tokens."""
+class InputHook:
+    """A pre-hook that applies a function to a module's input: `TokenSlices.begin` before the first layer takes this
+    rank's tokens of the embedding, `TokenSlices.gathered` before an attention or MLP gathers all tokens."""
 
     def __init__(self, change: Callable[[Any], Any]) -> None:
         self.change = change
@@ -167,11 +164,10 @@ class Given:
 
 
 def _scattered(slices: TokenSlices, module: nn.Module, args: Any, output: DTensor) -> Tensor:
-    """Return, behind the last matrix of a part, this rank's tokens of the sum over ranks."""
+    """Return this rank's tokens of the sum over ranks, after the last matrix of an attention or MLP."""
     return output.redistribute(placements=[slices.placement]).to_local()
 
 
 def _whole(slices: TokenSlices, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-    """Return, behind the read of the final norm, all tokens."""
-    # A norm whose arithmetic is not known is called once more, by the read.
+    """Return all tokens after the read of the final norm, which calls an unknown norm once more with a tensor."""
     return slices.gathered(output).to_local() if isinstance(args[0], Stream) else None

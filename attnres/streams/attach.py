@@ -97,28 +97,8 @@ def attach(
     first, *_ = [_part(layer, path) for layer in stack for path in places.reads] or [None]
     if places.final_norm is not None:
         _part(module, places.final_norm)
-    # without a pass, the norms are assumed to be an attention's and an MLP's
-    counted = run is not None or not places.reads
-    kinds = tuple(sublayers or kinds_of(len(places.reads) if counted else 2))
-    if len(kinds) != (len(places.reads) or 1):
-        raise UserError(
-            f"{len(places.reads)} norms and {len(kinds)} sublayers were given: one kind for each norm is expected"
-        )
-    parameter = next(stack[0].parameters(), torch.empty(0))
-    with torch.device(parameter.device):
-        depth = len(stack) * len(kinds)
-        width = width or places.width or _width(first)
-        connection = make_residual(name, depth, width, sublayers=kinds, **settings).float()
-    if connection.value_kind != "none":
-        raise UserError(
-            f"value_residual is '{connection.value_kind}', and attach does not know where a module's attention "
-            "computes its values: leave it out"
-        )
-    if connection.branch_scale() != 1.0:
-        raise UserError(
-            f"residual '{name}' scales the start values of a layer's branches, and attach does not know those "
-            "weights: choose another residual"
-        )
+    kinds = _kinds(places.reads, sublayers, counted=run is not None)
+    connection = _residual(name, stack, kinds, width or places.width or _width(first), settings)
     connection.train(module.training)
     wait_for_values(connection)
     parts = attach_stream(module, connection, stack, places.reads, places.final_norm, normed=places.normed)
@@ -126,13 +106,40 @@ def attach(
     if run is not None:
         # exact up to the eps of norms
         exact = settings.get("read_scale") != "mean" or not (places.normed and places.reads)
-        same = connection.traits.starts_standard and exact
         try:
-            run.compare(compared=same)
+            run.compare(compared=connection.traits.starts_standard and exact)
         except UserError:
             detach(module)
             raise
     return connection
+
+
+def _kinds(reads: Sequence[str], sublayers: Sequence[str] | None, *, counted: bool) -> tuple[str, ...]:
+    """Return the kinds of a layer's sublayers. Norms that no pass `counted` are an attention's and an MLP's."""
+    kinds = tuple(sublayers or kinds_of(len(reads) if counted or not reads else 2))
+    if len(kinds) != (len(reads) or 1):
+        raise UserError(f"{len(reads)} norms and {len(kinds)} sublayers were given: one kind for each norm is expected")
+    return kinds
+
+
+def _residual(
+    name: str, stack: Sequence[nn.Module], kinds: Sequence[str], width: int, settings: Mapping[str, Any]
+) -> Residual:
+    """Return a new residual on the device of the layers. Raises UserError for one that needs more of them than norms
+    and additions."""
+    with torch.device(next(stack[0].parameters(), torch.empty(0)).device):
+        residual = make_residual(name, len(stack) * len(kinds), width, sublayers=kinds, **settings).float()
+    if residual.value_kind != "none":
+        raise UserError(
+            f"value_residual is '{residual.value_kind}', and attach does not know where a module's attention "
+            "computes its values: leave it out"
+        )
+    if residual.branch_scale() != 1.0:
+        raise UserError(
+            f"residual '{name}' scales the start values of a layer's branches, and attach does not know those "
+            "weights: choose another residual"
+        )
+    return residual
 
 
 # ---------------------------------------------------------------------------------------------- what is found by a pass
@@ -198,9 +205,7 @@ class _Example:
             after = self._tensors()
         except Exception as error:
             raise UserError(f"{name} does not run with depth reads there ({first_line(error)}): {_WHOLE}") from error
-        if not compared:
-            return
-        for one, other in zip(self.before, after, strict=True):
+        for one, other in zip(self.before, after, strict=True) if compared else ():
             scale = one.abs().max().item() if one.numel() else 0.0
             difference = (one - other).abs().max().item() if one.numel() else 0.0
             bound = _BOUND if one.dtype in (torch.float32, torch.float64) else _BOUND_16

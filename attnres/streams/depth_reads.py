@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.ops.norms import Norm
 from attnres.residuals import NormLike, make_residual
-from attnres.residuals.mechanisms.one_stream import OneStream
+from attnres.residuals.mechanisms.standard import OneStream
 from attnres.residuals.program import has_hooks
 from attnres.residuals.state import as_it_is
 from attnres.streams.inputs import Inputs

@@ -244,10 +244,10 @@ class Parts:
             if isinstance(holder, nn.ModuleList) and len(holder) != count:
                 raise UserError(f"'{path}' of {base} has {len(holder)} layers, which had {count}: {REMEDY}")
         for number, path in enumerate(self.paths):
-            found = _reach(self.base, path)
-            layer = None if found is None else next((m for m in found.modules() if self._is_layer(m, number)), None)
+            present = _reach(self.base, path)
+            layer = None if present is None else next((m for m in present.modules() if self._is_layer(m, number)), None)
             if layer is None:
-                raise self._changed(path, found)
+                raise self._changed(path, present)
             layers.append(layer)
             for read in self.reads:
                 norm = _reach(layer, read)
@@ -266,12 +266,12 @@ class Parts:
         hooks: list[Any] = [hook for hook in module._forward_pre_hooks.values() if owner(hook) is self]
         return any(hook.args[1:2] == (number,) for hook in hooks)
 
-    def _changed(self, path: str, found: nn.Module | None) -> UserError:
+    def _changed(self, path: str, present: nn.Module | None) -> UserError:
         base = type(self.base).__name__
-        if found is None:
+        if present is None:
             return UserError(f"'{path}' of {base} is missing, which reads the depth stream: {REMEDY}")
         return UserError(
-            f"'{path}' of {base} is a {type(found).__name__} that was put in place of what reads the depth stream: "
+            f"'{path}' of {base} is a {type(present).__name__} that was put in place of what reads the depth stream: "
             f"{REMEDY}"
         )
 

@@ -1,8 +1,9 @@
 """Save and load everything that a run needs to continue bit for bit, in one folder that is complete or absent.
 
-    checkpoint/model/ the model in Hugging Face layout (safetensors), with its tokenizer checkpoint/adapter.safetensors
-    LoRA's tensors, if there are any; the model is then stored without them checkpoint/optimizer.safetensors
-    PARAMETER::ENTRY -> tensor checkpoint/state.json step, configuration, data, random-number states, checksums
+    checkpoint/model/                   the model in Hugging Face layout (safetensors), with its tokenizer
+    checkpoint/adapter.safetensors      LoRA's tensors, if there are any; the model is then stored without them
+    checkpoint/optimizer.safetensors    PARAMETER::ENTRY -> tensor
+    checkpoint/state.json               step, configuration, data, random-number states, checksums
 
 For a sharded, pipelined or tensor-parallel model every process writes its shard, which any layout of processes can
 read:

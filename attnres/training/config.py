@@ -19,9 +19,8 @@ class ModelConfig:
     """Which model is trained."""
 
     size: str | dict[str, Any] | None = None
-    """Named size (pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, kimi-nano, kimi-48b, k3-nano, k3-2.8t); in a
-    file also a mapping {family: qwen3, hidden_size: 64, ...}; none is nano, or with finetune.init_from the size of that
-    model."""
+    """Named size (a key of `attnres.models.build.SIZES`), or a mapping {family: qwen3, hidden_size: 64, ...}; none is
+    nano, or with finetune.init_from the size of that model."""
     residual: str = "block"
     """How sublayers read earlier outputs: a mechanism's name, or FILE.py:CLASS for one of your own file."""
     residual_file: str | None = None
@@ -42,8 +41,8 @@ class DataConfig:
 
     source: str = "stdlib"
     """stdlib (Python's own sources), a file or folder (.txt, .md, .jsonl, .json, .csv, .parquet, .arrow, .py; text
-    also as .gz or .zst), a pattern ('data/**/*.txt'), hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several by weight:
-    mix:SOURCE=3,SOURCE=1; see attnres prepare."""
+    also as .gz or .zst), a pattern ('data/**/*.txt'), hub:NAME[:CONFIG[:SPLIT]] or task:NAME; see attnres
+    prepare."""
     tokenizer: str | None = None
     """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name; none is
     bpe:4096, or with finetune.init_from that of the model."""
@@ -197,7 +196,7 @@ class TrainConfig:
     few calls; if that is impossible, steps are eager, and environment.json says why."""
     gradient_checkpointing: Literal["none", "layer", "sublayer", "reads"] = "none"
     """What is recomputed in the backward pass instead of stored: each layer, each attention and MLP (sublayer), or
-    depth reads alone, which saves the least memory and costs little time."""
+    depth reads and parallel streams alone (reads), which saves the least memory and costs little time."""
     loss: Literal["auto", "whole", "chunked"] = "auto"
     """Compute the loss from all logits of a micro-batch (whole) or from few rows of them at a time (chunked); auto is
     whole up to 33 million logits (268 million on a GPU), else chunked."""
@@ -304,7 +303,7 @@ def unused(values: Mapping[str, Any]) -> dict[str, str]:
         "train_only lora": (values["finetune.train_only"] == "lora", "finetune.lora_rank", "finetune.lora_alpha"),
         "a distill_weight above 0": (bool(values["finetune.distill_weight"]), "finetune.distill_temperature"),
     }
-    return {name: what for what, (given, *names) in needed.items() if not given for name in names}
+    return {name: what for what, (is_set, *names) in needed.items() if not is_set for name in names}
 
 
 GONE = {

@@ -96,20 +96,16 @@ class Numbers:
 
 class Arriving:
     """Results and times of the last steps: read at once on a CPU, and one step later on a GPU, so that the device need
-    not wait."""
+    not wait.
+
+    Attributes:
+        numbers: steps and their results. moments: the start and end of each step, and whether it was an ordinary one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.behind = 1 if device.type == "cuda" else 0
         self.numbers: deque[tuple[int, Numbers]] = deque()
         self.moments: deque[tuple[Moment, Moment, bool]] = deque()
-
-    def add_numbers(self, step: int, values: Tensor) -> None:
-        """Add a step's numbers."""
-        self.numbers.append((step, Numbers(values)))
-
-    def add_moments(self, began: Moment, ended: Moment, usual: bool) -> None:
-        """Add the start and end of a step, and whether it was an ordinary step."""
-        self.moments.append((began, ended, usual))
 
     def steps(self, *, to_come: int = 0) -> Iterator[tuple[int, list[float]]]:
         """Yield each step's numbers in order, except for the last `to_come` steps."""

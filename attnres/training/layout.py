@@ -8,7 +8,7 @@ losses, and gives the named tensors of a checkpoint and the complete model at th
 import contextlib
 import copy
 import functools
-import math
+import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
-from attnres.head import called_losses, evaluating
+from attnres.head import called_losses
 from attnres.training import validate
 from attnres.training.checkpoint import saved_buffers
 from attnres.training.config import ParallelConfig
@@ -139,13 +139,11 @@ class PlacedModel:
         """Return the part of (B, T) whose losses a pass of this process computes."""
         return targets
 
-    @contextlib.contextmanager
-    def syncing(self, last: bool) -> Generator[None]:
+    def syncing(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Average gradients over the processes in the backward of a micro-batch inside the block if it is the last."""
-        with contextlib.ExitStack() as stack:
-            if not last and isinstance(self.objective, nn.parallel.DistributedDataParallel):
-                stack.enter_context(self.objective.no_sync())
-            yield
+        if not last and isinstance(self.objective, nn.parallel.DistributedDataParallel):
+            return self.objective.no_sync()
+        return contextlib.nullcontext()
 
     def clip(self, limit: float) -> Tensor:
         """Clip the gradients to a norm of `limit` and return their norm before."""
@@ -185,11 +183,6 @@ class ShardedModel(PlacedModel):
         super().__init__(objective, layout)
         self.rank = self.mesh["dp"].get_local_rank() * parallel.shard + self.mesh["shard"].get_local_rank()
 
-    @property
-    def _products(self) -> torch.dtype | None:
-        """Return the dtype of matrix products; None is the dtype of the parameters."""
-        return torch.bfloat16 if self.layout.dtype == "bf16" else None
-
     def _shard(self, model: Any, root: nn.Module, *, reshard: bool = True) -> None:
         """Shard a model or a stage, with replicas of the shards where there are more processes (HSDP)."""
         from attnres.scale.experts import distribute_experts
@@ -201,7 +194,8 @@ class ShardedModel(PlacedModel):
             distribute_experts(model, self.expert_mesh["ep"])
         if parallel.shard > 1:
             experts = self.expert_mesh[axes] if parallel.ep > 1 else None
-            shard(model, root, self.mesh[axes], experts=experts, reshard=reshard, dtype=self._products)
+            dtype = torch.bfloat16 if self.layout.dtype == "bf16" else None  # None is the dtype of the parameters
+            shard(model, root, self.mesh[axes], experts=experts, reshard=reshard, dtype=dtype)
 
     def place(self) -> None:
         self.objective = self.plain
@@ -220,11 +214,10 @@ class ShardedModel(PlacedModel):
             compile_parts(self.model)
         self._shard(self.model, self.plain)
 
-    @contextlib.contextmanager
-    def syncing(self, last: bool) -> Generator[None]:
+    def syncing(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self.layout.parallel.shard > 1:
             self.plain.set_requires_gradient_sync(last)  # ty: ignore[not-callable]
-        yield
+        return contextlib.nullcontext()
 
     def tokens_here(self, targets: Tensor) -> Tensor:
         return self.slices.of(targets) if self.summed > 1 else targets
@@ -326,30 +319,18 @@ class PipelinedModel(ShardedModel):
 
         return clip_gradients((p for _, p in self.named_parameters()), limit, copies)
 
-    @torch.no_grad()
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
         from attnres.scale.shard import let_go
 
-        losses = torch.zeros(len(windows), 2, dtype=torch.float64, device=self.who.device)
-        weights = validate.token_weights(windows.shape[1] - 1).to(self.who.device)
-        share = torch.arange(len(windows))[self.rank :: self.shares]
-        size = rows * self.layout.accumulation
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for stage in self.pipeline.stages:
-                stack.enter_context(evaluating(stage))
-            for start in range(0, math.ceil(len(windows) / self.shares), size):
-                part = share[start : start + size]
-                # a pipeline takes complete batches, so window 0 fills the last one
-                filled = torch.zeros(size, dtype=torch.long)
-                filled[: len(part)] = part
-                tokens = windows[filled].to(self.who.device)
-                values = self.pipeline.evaluate(tokens[:, :-1], tokens[:, 1:]).double()
-                values = (values[:, None] * weights).sum(-1)
-                losses[part.to(self.who.device)] = values[: len(part)]
-        for stage in self.pipeline.stages:
+        stages = nn.ModuleList(self.pipeline.stages)
+        size, place = rows * self.layout.accumulation, (self.rank, self.shares)
+        with torch.compiler.set_stance("force_eager"):
+            losses = validate.shared_out(
+                self.pipeline.evaluate, lambda weights: weights, stages, windows, self.who, size, place, filled=True
+            )
+        for stage in stages:
             let_go(stage)
-        return self.who.sum(losses).cpu().numpy()
+        return losses
 
 
 def _axes(parameter: Tensor) -> tuple[str, ...]:
@@ -391,12 +372,14 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
     """
     names = who.gather(list(tensors))
     owners = {name: rank for rank in reversed(range(who.world_size)) for name in names[rank]}
-    shapes = {name: value for part in who.gather(_forms(tensors)) for name, value in part.items()}
+    forms = {name: (list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()}
+    shapes = {name: form for part in who.gather(forms) for name, form in part.items()}
     gathered: dict[str, Tensor] = {}
     for name, owner in owners.items():
         tensor = tensors.get(name)
         if isinstance(tensor, DTensor):
-            tensor = tensor.full_tensor()
+            with _one_warning_less():
+                tensor = tensor.full_tensor()
         if owner and who.rank == owner:
             assert tensor is not None
             torch.distributed.send(tensor.detach().contiguous(), 0)
@@ -410,5 +393,13 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
     return gathered if who.first else None
 
 
-def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:
-    return {name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+@contextlib.contextmanager
+def _one_warning_less() -> Generator[None]:
+    """Let torch not warn, tensor by tensor, that experts sharded along two axes take two messages to gather."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -47,8 +47,8 @@ class StackedMuon(torch.optim.Muon):
         """Construct torch's Muon, which refuses stacked experts and so gets a matrix in their place."""
         torch.optim.Muon.__init__(self, [nn.Parameter(torch.zeros(1, 1))], **options)
         self.param_groups.clear()
-        given = list(params)
-        for group in given if isinstance(given[0], dict) else [{"params": given}]:
+        params = list(params)
+        for group in params if isinstance(params[0], dict) else [{"params": params}]:
             self.add_param_group(dict(group))
 
     @torch.no_grad()
@@ -135,9 +135,6 @@ def rate_of(shape: torch.Size, group: dict[str, Any]) -> float | Tensor:
 
 
 # ------------------------------------------------------------------ sharded parameters
-
-
-_OPTIONS = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
 
 class OwnedMuon(StackedMuon):
@@ -252,6 +249,6 @@ def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
         return orthogonal([update], group)[0].to(update.dtype) * -rate_of(update.shape, group)
     parameter = nn.Parameter(torch.zeros_like(update))
     parameter.grad = update
-    options = {name: group[name] for name in _OPTIONS}
+    options = {name: group[name] for name in ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
     torch.optim.Muon([parameter], **options, weight_decay=0.0, momentum=0.0, nesterov=False).step()
     return parameter.detach()

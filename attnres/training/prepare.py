@@ -343,10 +343,10 @@ def _refuse_layout(config: TrainConfig) -> None:
             f"optim.balance is {config.optim.balance} and parallel.{cuts[0]} above 1: loads are counted where every "
             "process has all layers and whole sequences, use dp and shard"
         )
-    if parallel.ep > 1 and (given := [name for name in ("tp", "cp") if getattr(parallel, name) > 1]):
+    if parallel.ep > 1 and (sliced := [name for name in ("tp", "cp") if getattr(parallel, name) > 1]):
         raise UserError(
-            f"parallel.ep and parallel.{given[0]} are above 1: tokens are sent to experts from whole sequences, use ep "
-            "with dp, shard and pp"
+            f"parallel.ep and parallel.{sliced[0]} are above 1: tokens are sent to experts from whole sequences, use "
+            "ep with dp, shard and pp"
         )
     if parallel.shard % parallel.ep:
         raise UserError(
@@ -380,18 +380,18 @@ def _refuse_layout(config: TrainConfig) -> None:
     # A default was not chosen by the user: `_fit_defaults` notes that nothing is measured.
     if not sees_all_depths(parallel) and config.depth_every not in (0, TrainConfig().depth_every):
         raise UserError(
-            f"depth_every is given and parallel.{table} above 1: nobody sees all depths of a model that is cut into "
-            "stages, or all tokens of a sequence in slices; give --depth-every 0"
+            f"depth_every is given and parallel.{table} above 1: no process has all layers of a model that is split "
+            "into stages, or all tokens of a split sequence; give --depth-every 0"
         )
     if parallel.pp > 1:
         from attnres.scale.pipeline import check_schedule, schedule_named, stages_each
 
         virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
         check_schedule(parallel.pp_schedule, parallel.pp, virtual, config.accumulation)
-        given = "compile is on" if config.compile else f"parallel.ep is {parallel.ep}" if parallel.ep > 1 else None
-        if given and schedule_named(parallel.pp_schedule).apart:
+        option = "compile is on" if config.compile else f"parallel.ep is {parallel.ep}" if parallel.ep > 1 else None
+        if option and schedule_named(parallel.pp_schedule).apart:
             raise UserError(
-                f"{given} and parallel.pp_schedule is {parallel.pp_schedule}, which makes gradients of inputs and of "
+                f"{option} and parallel.pp_schedule is {parallel.pp_schedule}, which makes gradients of inputs and of "
                 "weights apart: compiled layers and distributed experts make them at once. Choose 1f1b, interleaved or "
                 "gpipe"
             )

@@ -72,7 +72,12 @@ class Run:
         self.record = data_record(self.prepared, self.windows)
         self.data = {name: value for name, value in self.record.items() if name != "windows_sha256"}
         here = self.output.folder / "checkpoint"
-        state = who.of_first(lambda: self._saved_state(here))
+
+        def saved_state() -> dict[str, Any] | None:
+            same_data(self.output.folder, self.record)
+            return checkpoint.read_state(here, to_dict(config), self.data)
+
+        state = who.of_first(saved_state)
 
         # The model, complete on every process, and its properties as a whole.
         environment.reset_peak_memory(who.device)
@@ -115,28 +120,16 @@ class Run:
             with who.alike():
                 self._restore(here, state)
 
-        # Everything that affects the last bits. Differences from the checkpoint are refused before a file changes.
-        ours = who, self.model.residual("itself").width, self.kind if config.loss == "auto" else None
-        self.computed_with = partial(environment.arithmetic, *ours)
-        self.arithmetic = partial(
-            environment.restored_arithmetic, self._recorded(state), *ours, different=config.allow_different
-        )
-        with who.alike(), self.arithmetic():
-            pass
+        self._compare_arithmetic(state)
 
         # The folder with its files, and messages for the user.
         self.resumed = state is not None
         self.described = environment.describe(who.device, config.dtype) | {"loss": self.kind, "step": update.path}
-        who.of_first(lambda: self.output.open(self.described, self._records(), self.run_state.step if state else -1))
-        name = config.name or ""
-        self.bars = Bars(STEPS, shown=progress)
-        self.bar = self.bars.add(name, config.steps, self.run_state.step)
-        if warning := environment.emulated(who.device, config.dtype):
-            self.bars.say(f"{name}: {warning}")
-        if update.path.startswith("eager: "):
-            self.bars.say(f"{name}: --cuda-graphs: steps are {update.path}")
-        if state:
-            self.bars.say(f"{name}: resumed at step {self.run_state.step} of {config.steps}")
+        records = {"data.json": self.record}
+        if self.start is not None:
+            records["start.json"] = {**self.start, "trainable": self.trainable}
+        who.of_first(lambda: self.output.open(self.described, records, self.run_state.step if state else -1))
+        self._show(progress=progress)
 
         # The steps.
         share = {"rank": self.placed.rank, "world_size": self.placed.shares}
@@ -182,6 +175,29 @@ class Run:
         if who.rank < len(state["random"]):  # processes beyond the former number start from the seed
             numbers = state["random"][who.rank]
             checkpoint.as_saved(here, lambda: set_random_state(numbers, who.device))
+
+    def _compare_arithmetic(self, state: dict[str, Any] | None) -> None:
+        """Refuse a checkpoint computed with something else that affects the last bits, before a file changes."""
+        config, who = self.config, self.who
+        compared = who, self.model.residual("itself").width, self.kind if config.loss == "auto" else None
+        self.computed_with = partial(environment.arithmetic, *compared)
+        self.arithmetic = partial(
+            environment.restored_arithmetic, self._recorded(state), *compared, different=config.allow_different
+        )
+        with who.alike(), self.arithmetic():
+            pass
+
+    def _show(self, *, progress: bool) -> None:
+        """Open the progress bar, and say what the user may not expect of this run."""
+        config, path, name = self.config, self.described["step"], self.config.name or ""
+        self.bars = Bars(STEPS, shown=progress)
+        self.bar = self.bars.add(name, config.steps, self.run_state.step)
+        if warning := environment.emulated(self.who.device, config.dtype):
+            self.bars.say(f"{name}: {warning}")
+        if path.startswith("eager: "):
+            self.bars.say(f"{name}: --cuda-graphs: steps are {path}")
+        if self.resumed:
+            self.bars.say(f"{name}: resumed at step {self.run_state.step} of {config.steps}")
 
     # -------------------------------------------------------------- its steps
 
@@ -329,11 +345,6 @@ class Run:
         if tensors:
             write_snapshot(self.output.folder, self.run_state.step, tensors)
 
-    def _saved_state(self, here: Path) -> dict[str, Any] | None:
-        """Return the state of the checkpoint, if there is one. Raises UserError for a folder of a run on other data."""
-        same_data(self.output.folder, self.record)
-        return checkpoint.read_state(here, to_dict(self.config), self.data)
-
     def _recorded(self, state: dict[str, Any] | None) -> dict[str, Any]:
         """Return the arithmetic recorded in the checkpoint; with another layout, without how the loss is computed,
         because passes then have another size."""
@@ -360,12 +371,6 @@ class Run:
             f"{self.output.gone} was removed or renamed, or files in it, while the run was going on: what it had up to "
             f"step {self.run_state.step} is saved in {folder}, where --out {folder} --resume continues"
         )
-
-    def _records(self) -> dict[str, dict[str, Any]]:
-        """Return the records that are written at the start of the run, by file name."""
-        if self.start is None:
-            return {"data.json": self.record}
-        return {"data.json": self.record, "start.json": {**self.start, "trainable": self.trainable}}
 
     def _write(self, kind: str, **values: Any) -> None:
         self.output.write(kind, self.run_state.step, **values)

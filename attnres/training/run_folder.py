@@ -58,13 +58,6 @@ def same_data(folder: str | Path, record: dict[str, Any]) -> None:
         same_text(record, read_json(path), f"the run in {folder}")
 
 
-def forget_after(folder: str | Path, step: int) -> None:
-    """Remove the held-out losses and snapshots of steps after `step`; metrics.jsonl drops its lines itself."""
-    for measured, path in (*windows_files(folder).items(), *snapshots(folder).items()):
-        if measured > step:
-            path.unlink()
-
-
 # ------------------------------------------------------------------ the folder of a run in progress
 
 
@@ -117,7 +110,9 @@ class Output:
             write_json(folder / name, content)
         self.describe(described, resumed=kept > 0)
         (folder / DIVERGED).unlink(missing_ok=True)
-        forget_after(folder, kept)
+        for step, path in (*windows_files(folder).items(), *snapshots(folder).items()):
+            if step > kept:  # `Metrics` drops the lines of later steps
+                path.unlink()
         if self.gone is None and kept in config.keep_at and not checkpoint.kept(folder, kept).exists():
             checkpoint.keep(folder, kept)  # the run was killed after the checkpoint was saved
         self.metrics = Metrics(folder, kept, tracker)

@@ -24,6 +24,7 @@ import torch
 from attnres.errors import UserError, foreign
 from attnres.head import evaluating
 from attnres.residuals import Residual, changed_settings, make_residual, residual_class, settings_in_full
+from attnres.training.checkpoint import checksum
 from attnres.training.config import FinetuneConfig, ModelConfig, TrainConfig, size_or_default
 from attnres.training.environment import tune
 from attnres.training.objective import Teacher
@@ -140,7 +141,7 @@ def first_model(
         "kind": start.kind,
         "residual": start.residual,
         "settings": start.settings,
-        "crc32": weights_crc32(source),
+        "crc32": checksum(source.named_parameters()),
         "logits": None,
     }
     chosen = changed_settings(wanted.residual, wanted.settings)
@@ -159,13 +160,6 @@ def first_model(
 
         model.generation_config = GenerationConfig()
     return model, record
-
-
-def weights_crc32(model: Any) -> int:
-    """Return the checksum of the names and bytes of the parameters, as in a checkpoint."""
-    from attnres.training.checkpoint import checksum
-
-    return checksum(model.named_parameters())
 
 
 def extra_files(start: "Checkpoint | None", prepared: "Prepared") -> dict[str, Path]:
@@ -257,7 +251,7 @@ def load_teacher(
     if start is None or not finetune.distill_weight:
         return None
     model = start.load("fp32")
-    if weights_crc32(model) != record.get("crc32"):
+    if checksum(model.named_parameters()) != record.get("crc32"):
         raise UserError(
             f"{start.name} has changed since the run started from it, and it is the teacher: restore it, or "
             "start a new run in another folder"
@@ -277,18 +271,14 @@ def check_tokenizer(start: "Checkpoint", prepared: "Prepared") -> None:
     """
     from attnres.data import load_tokenizer
 
-    ours, theirs = (_makes_ids(load_tokenizer(folder)) for folder in (prepared.path, start.folder))
-    different = [name for name in ours if ours[name] != theirs[name]]
+    ours, theirs = (json.loads(load_tokenizer(folder).to_str()) for folder in (prepared.path, start.folder))
+    parts = ("model", "added_tokens", "normalizer", "pre_tokenizer")
+    different = [name for name in parts if ours.get(name) != theirs.get(name)]
     if different:
         raise UserError(
             f"the tokens in {prepared.path} were made by another tokenizer than that of {start.name} (they differ in "
             f"{different[0]}): prepare the text with --tokenizer {start.folder}"
         )
-
-
-def _makes_ids(tokenizer: Any) -> dict[str, Any]:
-    parts = json.loads(tokenizer.to_str())
-    return {name: parts.get(name) for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
 
 
 def _check_fit(start: "Checkpoint", model: Any, seq_len: int, prepared: "Prepared") -> None:

@@ -18,7 +18,7 @@ from attnres.errors import UserError
 from attnres.training import graphs
 from attnres.training.balance import Balancer
 from attnres.training.config import TrainConfig
-from attnres.training.feed import Arriving, Feed, Moment, to_device
+from attnres.training.feed import Arriving, Feed, Moment, Numbers, to_device
 from attnres.training.inspection import magnitudes, recorded
 from attnres.training.interrupt import Signals
 from attnres.training.layout import PlacedModel
@@ -95,7 +95,7 @@ class Steps:
         # takes it apart: loss, divergence, interrupts, terminations, folder away, norm.
         counts = to_device([signals.interrupts, signals.terminations, int(self.folder_is_away())], sums)
         shared = who.sum(torch.cat([sums / self.placed.shares, counts]))
-        self.arriving.add_numbers(step, torch.cat([shared, norm.to(shared)[None]]))
+        self.arriving.numbers.append((step, Numbers(torch.cat([shared, norm.to(shared)[None]]))))
         if not self.arriving.behind:
             self.read()  # raises before the optimizers use a gradient that is not finite
 
@@ -103,7 +103,7 @@ class Steps:
         update.apply()
 
         self.run_state.step, self.learning_rate = step, factor * config.optim.lr
-        self.arriving.add_moments(began, Moment.now(who.device), update.depth is None)
+        self.arriving.moments.append((began, Moment.now(who.device), update.depth is None))
         self.read(to_come=self.arriving.behind)
 
     def read(self, to_come: int = 0) -> None:

@@ -50,6 +50,8 @@ def shared_out(
     who: Processes,
     batch: int,
     place: tuple[int, int],
+    *,
+    filled: bool = False,
 ) -> np.ndarray:
     """Compute `window_losses` with `of_tokens` as the pass through `model`: x, y (B, T) int64 -> losses (B, T), or the
     losses of this process's tokens.
@@ -57,9 +59,10 @@ def shared_out(
     Args:
         tokens_here: returns the part of (B, T) whose losses `of_tokens` computes.
         place: (index, number of parts) of this process's windows.
+        filled: whether every pass has `batch` windows, as a pipeline's must.
 
-    All processes make equally many passes, because a pass of a sharded model involves all of them: a process without
-    windows left repeats the first one.
+    All processes make equally many passes, because a pass of a sharded model involves all of them. Window 0 is what a
+    process without windows left passes, and what fills a batch.
     """
     rank, shares = place
     losses = torch.zeros(len(windows), 2, dtype=torch.float64, device=who.device)
@@ -68,7 +71,8 @@ def shared_out(
     with evaluating(model):
         for start in range(0, math.ceil(len(windows) / shares), batch):
             part = share[start : start + batch]
-            tokens = windows[part if len(part) else [0]].to(who.device)
+            missing = batch - len(part) if filled else int(not len(part))
+            tokens = windows[nn.functional.pad(part, (0, missing))].to(who.device)
             values = (of_tokens(tokens[:, :-1], tokens[:, 1:]).double()[:, None] * weights).sum(-1)
             losses[part.to(who.device)] = values[: len(part)]
     return who.sum(losses).cpu().numpy()

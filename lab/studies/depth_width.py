@@ -2,13 +2,10 @@
 
 import math
 
-import numpy as np
-
-from attnres.figures.chart import Chart, Curves, Grid, Line
+from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
-from attnres.stats import pooled, widened
 from attnres.text import number
-from lab.analyses import optimum
+from lab.analyses import optimum, pooled, widened
 from lab.contrast import NO_NOISE
 from lab.cost import flops_a_token, vocabulary_of
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
@@ -74,16 +71,9 @@ def analyse(setting: Setting, measured: Measured) -> StudyResult:
             if apart
             else "The intervals of the two optima overlap."
         )
-    columns = [f"{ratio:.1f}" for ratio in ratios]
-    grid = np.array([panels[label] for label in VARIANTS])
     lines = [Line(label, ratios, losses) for label, losses in panels.items() if any(map(math.isfinite, losses))]
     caption = "Held-out loss of models of equal FLOPs; small ratios are deep and narrow."
-    charts: list[Chart] = (
-        [Curves("depth-width", "Shape", caption, "d / layers", LOSS, {"": lines}, log_x=True)] if lines else []
-    )
-    if np.isfinite(grid).any():
-        caption = "The same losses; framed: the lowest of each."
-        charts.append(Grid("depth-width-grid", "Shape", caption, "", list(VARIANTS), "d / layers", columns, {"": grid}))
+    charts = [Curves("depth-width", "Shape", caption, "d / layers", LOSS, {"": lines}, log_x=True)] if lines else []
     values = {label: {"at": one.at, "inside": one.inside} for label, one in best.items()}
     return StudyResult(" ".join(sentences) or "Too few shapes have finished.", [table], charts, values)
 

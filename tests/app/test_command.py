@@ -45,8 +45,8 @@ def test_a_port_in_use(refused, folders):
 
 
 def test_addresses_that_cannot_be(refused, folders, port):
-    assert "expected 1 to 65535" in refused(folders["block"], "--port", 0)
-    assert "expected 1 to 65535" in refused(folders["block"], "--port", 70000)
+    assert "expected 0 to 65535" in refused(folders["block"], "--port", -1)
+    assert "expected 0 to 65535" in refused(folders["block"], "--port", 70000)
     assert "--host of this machine" in refused(folders["block"], "--port", port, "--host", "192.0.2.1")
 
 

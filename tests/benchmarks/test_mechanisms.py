@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from subprocess import CompletedProcess
+from types import SimpleNamespace
 
 import mechanisms
 import pytest
@@ -11,6 +13,14 @@ from attnres.models import build
 from attnres.residuals import RESIDUALS, make_residual
 from attnres.residuals.registry import ships
 from attnres.training.config import DataConfig, ModelConfig, TrainConfig
+from fuzz.forked import forked
+
+
+def in_a_fork(command, **_):
+    """Run `python -m attnres ...` in a child of this process, which has imported what it needs."""
+    assert command[1:3] == ["-m", "attnres"]
+    outcome = forked(command[3:])
+    return CompletedProcess(command, outcome.code, "", outcome.said)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +41,7 @@ def bench(tmp_path_factory):
             val_every=2,
             depth_every=1,
         )
+        patch.setattr(mechanisms, "subprocess", SimpleNamespace(run=in_a_fork))
         yield mechanisms.Bench(base, root / "runs", seconds=0.0)
 
 

@@ -176,53 +176,6 @@ def test_a_data_set_in_memory_is_prepared_once(tmp_path: Path):
         open_source(row for row in data)
 
 
-def test_a_mixture_without_weights_is_all_of_each(tmp_path: Path):
-    one, two = write_jsonl(tmp_path / "k=1.jsonl", ["a", "b"]), write_jsonl(tmp_path / "two.jsonl", ["c", " "])
-    source = open_source(f"mix:{one}, {two}")
-    assert list(source.read()) == list(source.read()) == ["a", "b", "c"]
-    assert source.size == one.stat().st_size + two.stat().st_size
-
-
-def test_a_mixture_of_many_files_may_be_longer_than_the_name_of_a_file(tmp_path: Path):
-    paths = [tmp_path / f"{letter * 60}.txt" for letter in "abcde"]
-    for path in paths:
-        path.write_text(f"{path.name} and more\n" * 50)
-    prepare(f"mix:{','.join(map(str, paths))}", tokenizer="bpe:257", out=tmp_path / "data", held_out=0.5)
-    assert (tmp_path / "data" / "header.json").is_file()
-
-
-def test_a_mixture_has_the_shares_of_its_weights_until_one_is_used_up(tmp_path: Path):
-    long = write_jsonl(tmp_path / "long.jsonl", ["l" * 30 for _ in range(100)])
-    short = write_jsonl(tmp_path / "short.jsonl", ["s" * 7 for _ in range(100)])
-    spec = f"mix:{long}=3,{short}=1"
-    texts = read(spec)
-    lengths = {letter: sum(len(text) for text in texts if text[0] == letter) for letter in "ls"}
-    assert lengths["s"] == 700  # all of it, where there is too little
-    assert abs(lengths["l"] - 3 * lengths["s"]) <= 30
-    half = "".join(texts)[: 14 * 100]
-    assert abs(half.count("l") - 3 * half.count("s")) <= 60  # at every place
-    assert "".join(read(spec, limit=100)) == "".join(texts)[:100]
-    assert open_source(spec).fingerprint != open_source(f"mix:{long}=2,{short}=1").fingerprint
-    data_set = prepare(spec, "bpe:300", progress=False)
-    assert sum(split["documents"] for split in data_set.header["splits"].values()) == len(texts)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("mix:{0}=1,{0}", "has weights for 1 of 2: give all of them one, or none"),
-        ("mix:{0}=0,{0}=1", "the weight of source '.*' is 0: expected a number above 0"),
-        ("mix:{0}=inf,{0}=1", "is inf: expected a number above 0"),
-        ("mix:{0},", "is not mix:SOURCE,SOURCE"),
-        ("mix:mix:{0}", "is not mix:SOURCE,SOURCE"),
-        ("mix:{0}=two", "=two' does not exist"),
-    ],
-)
-def test_mistakes_in_a_mixture_are_sentences(corpus: Path, spec: str, message: str):
-    with pytest.raises(UserError, match=message):
-        open_source(spec.format(corpus))
-
-
 def test_another_column_can_be_chosen(tmp_path: Path):
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "x"}))

@@ -1,6 +1,7 @@
 """Text from a model: the tokens that Transformers would generate, streamed, seeded, with the depth they read from."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from attnres import UserError
 from attnres.evals.config import GenerateConfig
-from attnres.evals.generate import generate, speak
-from attnres.evals.speaker import Replays, Speaker, beside, open_speaker
+from attnres.evals.decoding import Replays
+from attnres.evals.generate import Speaker, beside, generate, open_speaker, speak
 from attnres.inspect import record
 from attnres.models import build
 from attnres.models.encoding import piece
@@ -269,12 +270,11 @@ def test_two_models_are_timed_in_turn(speakers):
                 return self.real.generate(*args, **kwargs)
 
         watched.append(dataclasses.replace(speaker, model=Model(speaker, name)))
-    speeds = beside(watched, PROMPT, 6, rounds=3)
+    sentence = beside(watched, PROMPT, 6, rounds=3)
     assert order == ["block", "plain", *("block", "plain"), *("plain", "block"), *("block", "plain")]
-    assert speeds.tokens == 6
-    assert speeds.quartiles[0] <= speeds.ratio <= speeds.quartiles[1]
-    assert speeds.medians[0] > 0
-    assert f"3 rounds of 6 tokens in turn, {speeds.device}" in speeds.line()
+    first, second, ratio, low, high = map(float, re.findall(r"[\d,]+\.\d+", sentence.replace(",", ""))[:5])
+    assert first > 0 and second > 0 and low <= ratio <= high
+    assert "3 rounds of 6 tokens in turn" in sentence
     with pytest.raises(UserError, match="timing needs two tokens or more"):
         beside(watched, PROMPT, 1)
 

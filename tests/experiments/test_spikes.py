@@ -103,6 +103,7 @@ def test_a_zero_query_has_no_spike(study):
         assert variant["spikes"]["other tokens"]["se_seeds"][4] > 0
 
 
+@pytest.mark.long
 def test_the_spike_is_the_starts_weight_less_the_mean_of_the_others(study):
     """Held against the weights of every token, read one by one."""
     from attnres.inspect.recording import record
@@ -124,6 +125,7 @@ def test_the_spike_is_the_starts_weight_less_the_mean_of_the_others(study):
     assert full["spikes"]["other tokens"]["mean"][5] == pytest.approx(np.mean(spikes), abs=1e-6)
 
 
+@pytest.mark.long
 def test_the_same_token_elsewhere_is_what_a_start_is_held_against(study):
     """Token by token, over those that are a start here and none there."""
     from attnres.inspect.recording import record
@@ -160,6 +162,7 @@ def test_a_weight_of_the_token_alone_has_no_spike_over_the_same_token():
     assert np.isnan(same_token(weights, np.ones(4), start, np.arange(4))).all()
 
 
+@pytest.mark.long
 def test_an_edge_removed_at_starts_of_the_last_read_changes_nothing_elsewhere(study):
     _, outcome = study
     for variant in outcome["variants"]:
@@ -182,6 +185,7 @@ def test_figures_leave_out_documents_without_such_tokens():
     assert figures(np.array([[1.0]])) == {"mean": 1.0, "se_documents": None, "se_seeds": None}
 
 
+@pytest.mark.long
 def test_kinds_of_a_window_are_those_of_the_document(study):
     """A window that begins inside a statement does not begin one."""
     folder, _ = study
@@ -201,6 +205,7 @@ def test_the_command_writes_a_folder_for_each_comparison_and_one_picture(study, 
     assert (tmp_path / "runs" / "findings.json").is_file()
 
 
+@pytest.mark.long
 def test_files(study, tmp_path):
     _, outcome = study
     paths = save(outcome, tmp_path / "out")
@@ -211,6 +216,7 @@ def test_files(study, tmp_path):
     assert "largest spike, boundary" in paths[3].read_text() == table(outcome)
 
 
+@pytest.mark.long
 def test_a_picture_with_a_panel_for_each_variant(study):
     _, outcome = study
     with style.style():
@@ -233,6 +239,7 @@ def test_reads_beyond_their_errors_are_counted():
     assert beyond(spike) == (1, 1, 3)
 
 
+@pytest.mark.long
 def test_mistakes_are_told(study, tmp_path):
     folder, _ = study
     with pytest.raises(UserError, match="expected at least 4 documents"):

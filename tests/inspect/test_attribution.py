@@ -192,7 +192,7 @@ def test_cuts_begin_at_their_layer_and_weigh_once_what_the_copies_share(monkeypa
     count = len(model.depth_layers)
     tokens, read = torch.ones(8, dtype=torch.bool), 12
     cuts = [Change(read, tokens, partial(Ablate, source, read)) for source in source_names(model)[read][:3]]
-    ((part, _),) = each_alone(model, ids, (), cuts, 8)
+    ((part, _),) = each_alone(model, ids, (), cuts, (0, None), 8, None)
     assert part == [0, 1, 2] and layers == [1] * count + [3] * (count - read // 2)
     assert weighed == [(1, 8, model.config.hidden_size)] * (read + 1)
     groups = [start for start, stop in dict.fromkeys(model.residual._groups)]

@@ -194,21 +194,6 @@ def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tm
 
 
 @pytest.mark.long
-def test_runs_that_are_named_run_alone(setting, noise, tmp_path):
-    other, first = dataclasses.replace(setting, out=tmp_path), Here()
-    with pytest.raises(UserError, match=r"no run of the study rates is called 'best.*' by now: expected ARM.* own, "):
-        conduct(STUDIES["rates"], other, ExecutionOptions(QUIET, jobs=1, run=Here(most=0), only=["model/*", "best/*"]))
-    assert not (other.folder("rates") / "study.json").exists()
-    named = ExecutionOptions(QUIET, jobs=1, run=first, only=["model/*", "own/block-res*"])
-    lefts = {name for arm, left in left_of(STUDIES["rates"], other, named) for name in left}
-    outcome = conduct(STUDIES["rates"], other, named)
-    assert {name.partition("/")[0] for name in first.names} == {"own", "model"}
-    assert all(name.startswith("model/") or name == "own/block-residual_lr0.004-seed0" for name in first.names)
-    assert {name.partition("/")[2] for name in first.names} == lefts
-    assert outcome.counts[0] == len(first.names) < outcome.counts[1]
-
-
-@pytest.mark.long
 def test_what_finished_before_a_stop_has_been_measured(setting, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     with pytest.raises(Interrupted):
@@ -316,17 +301,14 @@ def test_what_another_study_has_trained_is_not_trained_again(setting, noise, tmp
     other = dataclasses.replace(setting, out=tmp_path)
     runner = Here()
     conduct(STUDIES["noise"], other, ExecutionOptions(QUIET, jobs=1, run=runner))
-    lefts = {arm.name: len(left) for arm, left in left_of(STUDIES["exchange"], other, ExecutionOptions(QUIET))}
+    lefts = {arm.name: len(left) for arm, left in left_of(STUDIES["exchange"], other)}
     assert lefts == {"x0.25": 1, "x0.5": 0, "x1": 0, "x2": 1}, "runs of 2 and of 4 steps are the noise's"
     runner.names.clear()
     outcome = conduct(STUDIES["exchange"], other, ExecutionOptions(QUIET, jobs=1, run=runner))
     assert sorted(runner.names) == ["x0.25/standard-seed0", "x2/standard-seed0"]
     assert outcome.counts == (4, 4)
     elsewhere = dataclasses.replace(setting, out=tmp_path / "elsewhere")
-    adopted, alone = (
-        left_of(STUDIES["exchange"], elsewhere, ExecutionOptions(QUIET), adopted=folders)[2]
-        for folders in ([outcome.folder], [])
-    )
+    adopted, alone = (left_of(STUDIES["exchange"], elsewhere, adopted=folders)[2] for folders in ([outcome.folder], []))
     assert adopted[0].name == alone[0].name == "x1"
     assert (adopted[1], alone[1]) == (set(), {"standard-seed0"})
 
@@ -340,7 +322,7 @@ def test_a_run_that_two_arms_ask_for_is_trained_once(setting, noise, tmp_path):
         return [setting.arm("a", ["standard"], [0], of=run), setting.arm("b", ["standard", "block"], [0], of=run)]
 
     design = dataclasses.replace(STUDIES["exchange"], arms=arms, analyse=lambda s, m: StudyResult("done"))
-    assert [len(left) for _, left in left_of(design, other, ExecutionOptions(QUIET))] == [1, 1]
+    assert [len(left) for _, left in left_of(design, other)] == [1, 1]
     outcome = conduct(design, other, ExecutionOptions(QUIET, jobs=1, run=runner))
     assert sorted(runner.names) == ["a/standard-seed0", "b/block-seed0"] and outcome.counts == (3, 3)
 
@@ -565,7 +547,6 @@ def test_images_that_were_wrong_are_no_images_of_the_study(setting, tmp_path):
         (["noise", "--preset", "seconds", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
         (["noise", "--source", "absent.txt", "--dry-run"], "source 'absent.txt' does not exist"),
         (["noise", "--preset", "seconds", "--source", "text.txt", "--jobs", "0"], "jobs is 0: expected 1 or"),
-        (["noise", "rates", "--runs", "own/*"], "--runs applies to one study: name one"),
         (["resnet", "--preset", "seconds", "--images", "absent"], "images 'absent' does not exist"),
         (
             ["noise", "--preset", "seconds", "--adopt", "absent"],

@@ -13,8 +13,8 @@ from attnres.app.opened import Opened
 from attnres.cli import main
 from attnres.data.tokenizer import train_tokenizer
 from attnres.evals.figures import ask
+from attnres.evals.generate import open_speaker
 from attnres.evals.scoring import encode_pairs
-from attnres.evals.speaker import open_speaker
 from attnres.evals.tasks import read_task
 from attnres.inspect.subject import prompt_ids
 from attnres.inspect.survey import encode

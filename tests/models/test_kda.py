@@ -14,8 +14,7 @@ from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearDelta
 from attnres.models import build, convert
 from attnres.models import kda as module
 from attnres.models.kda import use_tiles
-from attnres.models.kimi import KimiK3Config
-from attnres.models.kimi.model import KimiK3DeltaAttention
+from attnres.models.kimi import KimiK3Config, KimiK3DeltaAttention
 
 VOCAB = 61
 IDS = torch.randint(0, VOCAB, (2, 37), generator=torch.Generator().manual_seed(3))

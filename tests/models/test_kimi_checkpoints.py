@@ -17,7 +17,7 @@ from attnres import cli
 from attnres.models import export_model, load
 from attnres.models.classes import CLASSES
 from attnres.models.foreign import FORMATS
-from attnres.models.foreign.kimi import mxfp4
+from attnres.models.foreign.mxfp4 import unpacked
 from attnres.models.foreign.weights import foreign_config, foreign_state
 
 D, VOCAB, LAYERS, EXPERTS, HEADS = 64, 61, 5, 4, 3
@@ -351,13 +351,13 @@ def test_mxfp4_is_what_the_specification_and_torchao_say():
     """Every byte with every scale that fp32 can say; E8M0 has no zero, and its largest is no number."""
     packed = torch.arange(256, dtype=torch.uint8).view(2, 128)
     scale = torch.tensor([[0, 1, 64, 126, 127, 128, 130, 250], [3, 5, 7, 200, 251, 9, 100, 127]], dtype=torch.uint8)
-    numbers = mxfp4(packed, scale)
+    numbers = unpacked(packed, scale)
     assert torch.equal(numbers.double(), dequantised(packed, scale))
     theirs = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor").to_dtype(
         packed, scale.view(torch.float8_e8m0fnu), torch.float4_e2m1fn_x2, 32, torch.float32
     )
     assert torch.equal(numbers, theirs)
-    assert mxfp4(packed, torch.full_like(scale, 255)).isnan().all()
+    assert unpacked(packed, torch.full_like(scale, 255)).isnan().all()
 
 
 def test_a_folder_goes_through_ours_and_back_bit_for_bit(tmp_path, caplog):

@@ -18,9 +18,8 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 
 from attnres import UserError
-from attnres.models import build
+from attnres.models import build, kimi
 from attnres.models.kimi import KimiK3Config, KimiK3ForCausalLM
-from attnres.models.kimi import model as kimi
 from attnres.training.balance import Balancer
 
 VOCAB = 61

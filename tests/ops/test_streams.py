@@ -126,7 +126,7 @@ def plainly(inputs, norm, streams, earlier, output, table, weight, bias):
 def by(backend):
     def compute(inputs, norm, *leaves):
         given = None if norm is None else norm._replace(weight=None, bias=None)
-        return _Connect.apply(backend, inputs.form, given, *leaves)
+        return _Connect.apply(backend, inputs.form, given, None, None, *leaves)
 
     return compute
 

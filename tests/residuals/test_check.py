@@ -17,8 +17,7 @@ from attnres.residuals.mechanisms.cumulative import Cumulative
 from attnres.residuals.mechanisms.full import Full
 from attnres.residuals.mechanisms.hyper_connections import HyperConnections
 from attnres.residuals.mechanisms.layer_sums import DenseFormer
-from attnres.residuals.mechanisms.one_stream import OneStream
-from attnres.residuals.mechanisms.standard import Standard
+from attnres.residuals.mechanisms.standard import OneStream, Standard
 
 pytestmark = pytest.mark.usefixtures("registered")
 

@@ -1,17 +1,20 @@
 """What a pass keeps for its backward, counted on shapes: what PyTorch's allocator says of the same pass."""
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from tiny import K3
 from torch.profiler import ProfilerActivity, profile
 
 from attnres import UserError
 from attnres.head import called_losses
 from attnres.models import build
 from attnres.models.bases import checkpoint_activations
+from attnres.scale import activation_bytes
 from attnres.scale.activation_bytes import kept_bytes, kept_of
 
 SIZE = {
@@ -74,6 +77,16 @@ def test_the_count_is_what_the_allocator_says(residual, kind, checkpointing, bf1
     counted = sum(kept.values()) + copies * (checkpointing == "none")
     assert counted == pytest.approx(allocated(model, losses, bf16=bf16), rel=0.01, abs=states)
     assert all(parameter.device.type == "cpu" and parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.long
+def test_what_is_run_once_and_repeated_keeps_as_much_as_what_is_run_each_time(monkeypatch):
+    """Of Kimi K3's layers, which are of several kinds."""
+    model = model_of("block", K3)
+    once = kept_bytes(model, BATCH, TOKENS, 2, WHOLE)
+    monkeypatch.setattr(activation_bytes, "_run_one_of_each_kind", lambda *_: None)
+    monkeypatch.setattr(activation_bytes, "_remembering_reads", nullcontext)
+    assert +kept_bytes(model, BATCH, TOKENS, 2, WHOLE) == +once
 
 
 def test_stages_keep_what_they_made():

@@ -135,6 +135,17 @@ def test_kimi_k3_is_planned(capsys):
     assert "0.0713 billion parameters on 4 h100" in capsys.readouterr().out
 
 
+def test_a_misspelt_size_is_not_looked_up_on_the_hub(monkeypatch, capsys):
+    def looked_up(name, patterns):
+        raise UserError(f"{name} was looked up")
+
+    monkeypatch.setattr("attnres.models.model_files.fetch", looked_up)
+    for name, said in {"kimi-nan": "did you mean 'kimi-nano'", "7B": "'7b'", "gpt2": "gpt2 was looked up"}.items():
+        with pytest.raises(SystemExit):
+            main(["plan", name])
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_models_of_the_hub_are_planned_from_their_config_alone(tmp_path, monkeypatch, capsys):
     described: Any = KimiLinearConfig(num_hidden_layers=27)

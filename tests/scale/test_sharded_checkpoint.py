@@ -1,4 +1,4 @@
-"""Checkpoints in shares are read as data: what they name is not run."""
+"""Sharded checkpoints are read as data: what they name is not run."""
 
 import dataclasses
 import os
@@ -44,7 +44,7 @@ def test_code_in_a_description_is_refused_and_not_run(folder, tmp_path):
         planted = dataclasses.replace(description, **{place: Planted(tmp_path / "marker")})
         (path / ".metadata").write_bytes(pickle.dumps(planted))
         for call in (lambda: shapes_in(path), lambda: load_shards(path, tensors)):
-            with pytest.raises(UserError, match=r"no finished checkpoint in shares \(it names posix.mkdir"):
+            with pytest.raises(UserError, match=r"no finished sharded checkpoint \(it names posix.mkdir"):
                 call()
         assert not (tmp_path / "marker").exists()
     pickle.loads((path / ".metadata").read_bytes())

@@ -1,4 +1,4 @@
-"""Models that cannot be shared out are refused before anything is sent."""
+"""Models that cannot be distributed are refused before anything is sent."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ GPT2 = {"family": "gpt2", "n_embd": 12, "n_layer": 2, "n_head": 3}
         ("block", SIZE, "num_attention_heads is 4, which does not divide by tp 3"),
         ("block", {**SIZE, "num_attention_heads": 6}, "num_key_value_heads is 2, which does not divide"),
         ("block", {**SIZE, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 49}, "49 features"),
-        ("block", {**WITHOUT, "family": "olmo2"}, "self_attn.q_proj as 'colwise_gather_output', which is not worked"),
+        ("block", {**WITHOUT, "family": "olmo2"}, "splits self_attn.q_proj as 'colwise_gather_output'"),
         ("block", GPT2, "Transformers has no tp_plan for AttnResGPT2LMHeadModel"),
         ("muddformer", {**SIZE, "num_attention_heads": 3, "num_key_value_heads": 3}, "gives an attention several"),
     ],

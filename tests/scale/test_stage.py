@@ -175,7 +175,7 @@ def test_a_lost_gradient_is_noticed():
     cache = RankCache()
     cache.keep(0, "block 1", torch.ones(2))
     cache.owe(1, "block 2", torch.ones(2))
-    with pytest.raises(RuntimeError, match=r"\{0: \['block 1'\]\}.*nobody collected \{1: \['block 2'\]\}"):
+    with pytest.raises(RuntimeError, match=r"\{0: \['block 1'\]\}.*gradients owed \{1: \['block 2'\]\}"):
         cache.check()
     cache.check()  # and said once
 
@@ -190,14 +190,14 @@ def test_models_that_stages_cannot_be_made_of_are_refused():
 
 
 def test_schedules_that_would_train_a_model_wrongly_are_refused():
-    """A V of stages has both ends on one rank: of a tied table in shares each would have a copy of its own, and one
+    """A V of stages has both ends on one rank: each would have a copy of a sharded tied table, and one
     would never be trained. And a loss in parts hands out its gradients once, where zero bubbles ask twice."""
     tied, untied = (
         build(FIVE | {"tie_word_embeddings": tie}, "block", vocab_size=31, settings={"num_blocks": 2})
         for tie in (True, False)
     )
     ends = {name: plan_cut(tied, 2, name, 2) for name in ("zbv", "interleaved")}
-    with pytest.raises(UserError, match="both ends of the model in one process, whose one table"):
+    with pytest.raises(UserError, match="both ends of the model in one process, and a tied table"):
         refuse_schedule(tied, ends["zbv"], "zbv", shards=2, loss="whole")
     with pytest.raises(UserError, match="loss is chunked and the schedule interleaved_zero_bubble"):
         refuse_schedule(tied, ends["interleaved"], "interleaved_zero_bubble", shards=1, loss="chunked")

@@ -130,7 +130,7 @@ def test_how_the_loss_is_made_is_kept_where_it_was_left_open(
 def test_a_checkpoint_that_was_being_written_where_the_folder_was_keeps_no_one_from_saving_beside(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model in shares, which are written while training goes on."""
+    """Of a sharded model, whose shards are written while training goes on."""
 
     class Saving:
         def __init__(self, folder: Path, *_: object) -> None:

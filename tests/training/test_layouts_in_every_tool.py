@@ -14,8 +14,8 @@ from attnres import UserError, cli, convert, generate
 from attnres.comparison.compare import compare
 from attnres.comparison.plan import CompareConfig
 from attnres.evals.config import EvalConfig
+from attnres.evals.generate import open_speaker
 from attnres.evals.run import evaluate
-from attnres.evals.speaker import open_speaker
 from attnres.inspect import record
 from attnres.models import export_model, load
 from attnres.models.foreign import WRITTEN

@@ -23,7 +23,7 @@ def formats_of(fields: Mapping[str, Any]) -> list[Format]:
     """Return the formats whose fields a config.json has: none for a plain model's or one of ours, else mostly one."""
     if str(fields.get("model_type")).startswith("attnres_"):
         return []
-    return [kind for kind in FORMATS.values() if kind.says(dict(fields))]
+    return [kind for kind in FORMATS.values() if kind.matches(dict(fields))]
 
 
 def format_of(name: str, fields: Mapping[str, Any]) -> Format:

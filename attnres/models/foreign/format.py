@@ -16,7 +16,7 @@ Config = dict[str, Any]
 
 
 class Target(NamedTuple):
-    """What a foreign config is here: a family, its fields, a residual and its settings."""
+    """A foreign config as one of this package: a family, its fields, a residual and its settings."""
 
     family: str
     fields: Config
@@ -25,7 +25,8 @@ class Target(NamedTuple):
 
 
 class WeightRule(NamedTuple):
-    """One foreign tensor of the depth reads: row `index` of our `residual.{ours}`, of the shape it has there."""
+    """One foreign tensor of the depth reads: row `index` of our `residual.{ours}`, with its shape in the foreign
+    file."""
 
     ours: str
     index: int
@@ -66,12 +67,12 @@ class Format:
     """One project's format.
 
     Attributes:
-        name: what it is called here.
+        name: its name in this package.
         renamed: parts of names of the other weights, (theirs, ours).
-        transposed: ends of names of matrices that lie the other way round there.
+        transposed: ends of names of matrices that are stored transposed.
         ignored: ends of names of buffers that are no weights.
         beside: starts of names of weights outside the text decoder, which are left out.
-        optional: ends of names, ours, of weights that are zero where they are missing there.
+        optional: ends of our names of weights that are zero if the checkpoint lacks them.
         table: our name of the token embedding.
     """
 
@@ -83,12 +84,12 @@ class Format:
     optional: ClassVar[tuple[str, ...]] = ()
     table: ClassVar[str] = "model.embed_tokens.weight"
 
-    def says(self, config: Config) -> bool:
+    def matches(self, config: Config) -> bool:
         """Return whether a config is of this kind."""
         raise NotImplementedError
 
     def read(self, config: Config) -> Target:
-        """Raise UserError for what our classes do not compute."""
+        """Return a config of this format as ours. Raises UserError for anything that our classes do not compute."""
         raise NotImplementedError
 
     def rows(self, residual: Residual) -> list[WeightRule]:
@@ -113,54 +114,55 @@ class Format:
         return None
 
     def ours(self, name: str, config: Any) -> str:
-        """Our name of one of the other weights, or of the parameter that it is a part of, in a model of this config."""
+        """Return our name of one of the other weights, or of the parameter that it is a part of, in a model of this
+        config."""
         for theirs, ours in self.renamed:
             name = name.replace(theirs, ours)
         return name
 
     def theirs(self, name: str, config: Any) -> str:
-        """Their name of one of the other weights of a model of this config; of a `Stack` the first."""
+        """Return the foreign name of one of the other weights of a model of this config; of a `Stack` the first."""
         for theirs, ours in self.renamed:
             name = name.replace(ours, theirs)
         return name
 
 
 class WrittenFormat(Format):
-    """A format that models of ours are written in too."""
+    """A format in which our models can be written too."""
 
     def written(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         """Return the tensors, by their foreign names, as their files hold them."""
         return tensors
 
     def write(self, config: Any, residual: Residual, stored: Config) -> Config:
-        """Say our model's config as theirs.
+        """Return our model's config in this format.
 
         Args:
             config, residual: of the model.
             stored: the config that it was loaded from, or {}.
 
         Raises:
-            UserError: what they cannot say.
+            UserError: the format cannot express it.
         """
         raise NotImplementedError
 
 
 def cannot(kind: Format, reason: str) -> UserError:
-    """Return an error for a model that this format has no words for."""
+    """Return an error for a model that this format cannot express."""
     return UserError(f"'{kind.name}' cannot hold this model: {reason}")
 
 
-def serve(name: str, config: Config, fields: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises UserError for a field with a value whose computation our class does not have."""
-    for field, served in fields.items():
+def check_supported(name: str, config: Config, fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise UserError for a field with a value that no class of this package computes."""
+    for field, supported in fields.items():
         value = config.get(field)
-        if value is not None and value not in served:
-            expected = " or ".join(repr(v) for v in served) or "none"
+        if value is not None and value not in supported:
+            expected = " or ".join(repr(v) for v in supported) or "none"
             raise UserError(f"{name} has {field}={value!r}, which is computed by no class here: expected {expected}")
 
 
 def need(kind: Format, config: Config, *fields: str) -> None:
-    """Raises UserError for a field that is not there."""
+    """Raise UserError for a missing field."""
     for field in fields:
         if config.get(field) is None:
             raise UserError(f"config.json has no '{field}', which a '{kind.name}' checkpoint needs: copy it again")
@@ -193,13 +195,13 @@ def one_block_size(kind: Format, residual: Any) -> int:
 
 
 def same_eps(kind: Format, residual: Any, eps: float) -> None:
-    """Raises UserError where the key norms have an eps of their own."""
+    """Raise UserError if the eps of the key norms is not that of the other norms."""
     if residual.key_norm_eps != eps:
         raise cannot(kind, f"key_norm_eps is {residual.key_norm_eps}, and theirs is that of the other norms, {eps}")
 
 
 def plain_config(config: Any) -> Config:
-    """Return the family's own config, without what makes it ours."""
+    """Return the plain config of the model's family, without the fields that this package adds."""
     key = config.model_type.removeprefix("attnres_")
     classes: Any = CLASSES[key]
     base, model = classes[0].__bases__[1], classes[1].plain_class
@@ -210,7 +212,7 @@ def plain_config(config: Any) -> Config:
 
 
 def query_and_gain(starts: list[str], d: int) -> list[WeightRule]:
-    """Return rows of reads whose names start with these, a projection (1, d) and a norm (d,) each."""
+    """Return the rows of reads whose names start with `starts`: a projection (1, d) and a norm (d,) each."""
     rows = []
     for index, start in enumerate(starts):
         rows += [

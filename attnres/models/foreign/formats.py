@@ -1,4 +1,4 @@
-"""The formats of three projects (a fourth: `kimi.py`): how config, names and layout are said here, and for two back."""
+"""The formats of three projects (a fourth: `kimi.py`): their configs, names and layouts as ours, of two also back."""
 
 import math
 from typing import Any, ClassVar
@@ -11,13 +11,13 @@ from attnres.models.foreign.format import (
     WeightRule,
     WrittenFormat,
     cannot,
+    check_supported,
     need,
     one_block_size,
     plain_config,
     plain_reads,
     query_and_gain,
     same_eps,
-    serve,
 )
 
 
@@ -32,14 +32,14 @@ class OpenAttnRes(WrittenFormat):
         "learnable_alpha": {"alpha": "learnable"},
     }
 
-    def says(self, config: Config) -> bool:
+    def matches(self, config: Config) -> bool:
         return config.get("model_type") == "qwen3_attnres" or "attnres_mode" in config
 
     def read(self, config: Config) -> Target:
         need(self, config, "num_hidden_layers", "hidden_size", "rms_norm_eps")
         mode, gate = config.get("attnres_mode", "block"), config.get("attnres_gate_type", "bias")
-        serve("this checkpoint", config, {"attnres_mode": ("block", "full")})
-        serve("this checkpoint", config, {"attnres_gate_type": tuple(self.gate_types)})
+        check_supported("this checkpoint", config, {"attnres_mode": ("block", "full")})
+        check_supported("this checkpoint", config, {"attnres_gate_type": tuple(self.gate_types)})
         blocks = config.get("attnres_num_blocks", 8)
         layers = config["num_hidden_layers"]
         size = 1 if mode == "full" else 2 * max(1, math.ceil(layers / blocks))
@@ -109,14 +109,14 @@ class FLA(WrittenFormat):
         (False, False, True): "mistral",
     }
     QK_EPS = 1e-5
-    """eps of its norms of q and k, whatever `norm_eps` is."""
+    """The eps of its norms of q and k; `norm_eps` is that of the others."""
 
-    def says(self, config: Config) -> bool:
+    def matches(self, config: Config) -> bool:
         return config.get("attnres_block_size") is not None
 
     def read(self, config: Config) -> Target:
         need(self, config, "num_hidden_layers", "hidden_size", "vocab_size", "num_heads")
-        serve("this checkpoint", config, {"model_type": ("transformer",), "hidden_act": ("swish",)})
+        check_supported("this checkpoint", config, {"model_type": ("transformer",), "hidden_act": ("swish",)})
         width, heads, layers = config["hidden_size"], config["num_heads"], config["num_hidden_layers"]
         size, eps, window = config["attnres_block_size"], config.get("norm_eps", 1e-6), config.get("window_size")
         options = (bool(config.get("qkv_bias")), bool(config.get("qk_norm")), window is not None)
@@ -219,17 +219,17 @@ class NanoGPT(Format):
     table = "transformer.wte.weight"
     KEY_EPS = 1e-8
 
-    def says(self, config: Config) -> bool:
+    def matches(self, config: Config) -> bool:
         return "residual_mode" in config
 
     def read(self, config: Config) -> Target:
         need(self, config, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-        served = {
+        supported = {
             "residual_mode": ("full_attnres", "block_attnres"),
             "use_moe": (False,),
             "use_value_residual": (False,),
         }
-        serve("this checkpoint", config, served)
+        check_supported("this checkpoint", config, supported)
         layers, full = config["n_layer"], config["residual_mode"] == "full_attnres"
         blocks = layers if full else config.get("attnres_n_blocks", 4)
         if type(blocks) is not int or blocks < 1 or layers % blocks:

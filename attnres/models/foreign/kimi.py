@@ -4,7 +4,6 @@ import logging
 import re
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -12,6 +11,7 @@ from attnres.errors import UserError
 from attnres.models.classes import CLASSES
 from attnres.models.config import field_names
 from attnres.models.families import FAMILIES
+from attnres.models.foreign import mxfp4
 from attnres.models.foreign.format import (
     Config,
     Stack,
@@ -20,18 +20,18 @@ from attnres.models.foreign.format import (
     WeightRule,
     WrittenFormat,
     cannot,
+    check_supported,
     one_block_size,
     plain_config,
     plain_reads,
     query_and_gain,
     same_eps,
-    serve,
 )
 from attnres.text import first_of
 
 _log = logging.getLogger("attnres")
 
-_OWN = ("kimi_linear", "kimi_k3")
+_KIMI_FAMILIES = ("kimi_linear", "kimi_k3")
 """Families whose layers have Kimi's names; with any other family those of the depth reads alone are Kimi's."""
 _EXPERT = re.compile(r"\.block_sparse_moe\.experts\.\d+\.(w[123])\.weight$")
 _EXPERTS = re.compile(r"\.mlp\.experts\.(gate_up_proj|down_proj)$")
@@ -42,12 +42,14 @@ _WITHOUT_EFFECT = (
     *("first_k_dense_replace", "use_grouped_topk", "auto_map", "torch_dtype", "head_dim", "rope_theta", "rope_scaling"),
 )
 """Fields of published configs that a class has under other names, or that change nothing here."""
+_TRANSFORMERS_ALONE = (
+    *("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
+    *("head_dim", "qk_head_dim", "rope_parameters"),
+)
+"""Fields that Transformers' config has, and the release's says otherwise or not at all."""
 _AHEAD = "num_nextn_predict_layers"
 _PADDED = 128
 """K3's release pads vectors with one number a head to a multiple of this."""
-_MXFP4 = "mxfp4-pack-quantized"
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of four bits by the lower three; the highest is the sign."""
 
 
 class Kimi(WrittenFormat):
@@ -67,7 +69,7 @@ class Kimi(WrittenFormat):
         *((f".self_attn.{part}", f".self_attn.forget_gate.{part}") for part in ("f_a_proj", "f_b_proj", "dt_bias")),
         (".self_attn.A_log", ".self_attn.forget_gate.A_log"),
     )
-    served: ClassVar[dict[str, tuple[Any, ...]]] = {
+    supported: ClassVar[dict[str, tuple[Any, ...]]] = {
         "mla_use_nope": (True,),
         "moe_layer_freq": (1,),
         "moe_router_activation_func": ("sigmoid",),
@@ -84,7 +86,7 @@ class Kimi(WrittenFormat):
     """Fields of K3's layers with the values that other families have; where one is missing, the release has these."""
     plain_kda: ClassVar[Config] = {"use_full_rank_gate": False, "gate_lower_bound": None}
 
-    def says(self, config: Config) -> bool:
+    def matches(self, config: Config) -> bool:
         return self.text(config).get("attn_res_block_size") is not None
 
     @staticmethod
@@ -93,14 +95,18 @@ class Kimi(WrittenFormat):
         text = config.get("text_config")
         return text if isinstance(text, dict) else config
 
+    def _is_quantised(self, config: Config) -> bool:
+        """Return whether there are weights in MXFP4. Raises UserError for those of another method."""
+        return mxfp4.is_format_of(config.get("quantization_config") or self.text(config).get("quantization_config"))
+
     # ------------------------------------------------------------------ the config
 
     def read(self, config: Config) -> Target:
         text = self.text(config)
-        _quantisation(config)
-        serve("this checkpoint", text, self.served)
+        self._is_quantised(config)
+        check_supported("this checkpoint", text, self.supported)
         if (groups := text.get("num_expert_group")) not in (None, 1):
-            serve(f"this checkpoint has num_expert_group={groups} and", text, {"use_grouped_topk": (True,)})
+            check_supported(f"this checkpoint has num_expert_group={groups} and", text, {"use_grouped_topk": (True,)})
         nested = text.get("linear_attn_config") or {}
         family = self._family(str(text.get("model_type")))
         if family == "kimi_linear" and (
@@ -119,7 +125,9 @@ class Kimi(WrittenFormat):
                     raise UserError("config.json has hidden_act 'situ' and no 'activation_situ_beta': copy it again")
                 del fields["activation_situ_beta"]
         else:
-            serve("this checkpoint", text, {name: () if off is None else (off,) for name, off in self.plain.items()})
+            check_supported(
+                "this checkpoint", text, {name: () if off is None else (off,) for name, off in self.plain.items()}
+            )
         config_class: Any = CLASSES[family][0]
         named = config_class.attribute_map
         layers = text.get("num_hidden_layers") or text.get(named.get("num_hidden_layers", ""))
@@ -128,28 +136,27 @@ class Kimi(WrittenFormat):
             raise UserError(f"attn_res_block_size is {size!r}: expected a whole number of layers, at least 1")
         if not layers:
             raise UserError("config.json has no 'num_hidden_layers': copy it again")
-        if family in _OWN:
+        if family in _KIMI_FAMILIES:
             if sorted([*nested.get("kda_layers", ()), *nested.get("full_attn_layers", ())]) != [*range(1, layers + 1)]:
                 raise UserError(
                     "linear_attn_config of config.json does not say which layers are KDA: expected kda_layers and "
                     f"full_attn_layers, in which each of 1 to {layers} is once"
                 )
-            known = {*field_names(config_class), *named, *named.values(), *self.served, *_WITHOUT_EFFECT}
-            given = {**fields, **nested}
-            if unread := sorted(name for name, value in given.items() if value and name not in known):
+            known = {*field_names(config_class), *named, *named.values(), *self.supported, *_WITHOUT_EFFECT}
+            if unread := sorted(name for name, value in {**fields, **nested}.items() if value and name not in known):
                 _log.warning("config.json has %s, which no class here reads", first_of(unread, "other field"))
         return Target(family, fields, "block", {"block_size": 2 * min(size, layers), "key_norm_eps": eps})
 
     @staticmethod
     def _family(model_type: str) -> str:
         """Return the family of that name, else the one with the longest name that it goes on from. Raises UserError."""
-        served = [key for key in CLASSES if FAMILIES.get(key) is not None and FAMILIES[key].layers == "layers"]
-        if model_type in served:
+        supported = [key for key in CLASSES if FAMILIES.get(key) is not None and FAMILIES[key].layers == "layers"]
+        if model_type in supported:
             return model_type
-        begun = [key for key in served if model_type.startswith(f"{key}_")]
+        begun = [key for key in supported if model_type.startswith(f"{key}_")]
         if not begun:
             raise UserError(
-                f"a '{model_type}' with Kimi's names is no family here: expected one of {', '.join(served)}"
+                f"a '{model_type}' with Kimi's names is no family here: expected one of {', '.join(supported)}"
             )
         family = max(begun, key=len)
         _log.warning("model type '%s' with Kimi's names is read as a %s with depth reads", model_type, family)
@@ -165,8 +172,8 @@ class Kimi(WrittenFormat):
     def write(self, config: Any, residual: Any, stored: Config) -> Config:
         plain_reads(self, residual)
         same_eps(self, residual, config.rms_norm_eps)
-        if not _is_own(config):
-            raise cannot(self, f"its family is {_family(config)}, expected {' or '.join(_OWN)}")
+        if not _has_kimi_layers(config):
+            raise cannot(self, f"its family is {_family(config)}, expected {' or '.join(_KIMI_FAMILIES)}")
         if not getattr(config, "mla_use_nope", True):
             raise cannot(self, "its latent attention has positions (mla_use_nope is off)")
         layers, size = config.num_hidden_layers, one_block_size(self, residual)
@@ -177,11 +184,9 @@ class Kimi(WrittenFormat):
             raise cannot(self, "a layer with a dense MLP follows one with experts")
         old = self.text(stored)
         blocks = old.get("attn_res_block_size", size // 2)
-        own = plain_config(config)
-        for name in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
-            own.pop(name, None)
-        for name in ("head_dim", "qk_head_dim", "rope_parameters"):  # which only Transformers has
-            own.pop(name, None)
+        fields = plain_config(config)
+        for name in _TRANSFORMERS_ALONE:
+            fields.pop(name, None)
         full = [i for i, kind in enumerate(config.layer_types, 1) if kind == "full_attention"]  # one-based there
         nested = {
             **(old.get("linear_attn_config") or {}),
@@ -191,10 +196,10 @@ class Kimi(WrittenFormat):
             "head_dim": config.linear_head_dim,
             "short_conv_kernel_size": config.linear_conv_kernel_dim,
         }
-        nested |= {name: own.pop(name) for name in self.plain_kda if name in own}
+        nested |= {name: fields.pop(name) for name in self.plain_kda if name in fields}
         text = {
             **old,
-            **own,
+            **fields,
             "model_type": "kimi_linear",
             "architectures": ["KimiLinearForCausalLM"],
             "linear_attn_config": nested,
@@ -230,9 +235,9 @@ class Kimi(WrittenFormat):
                 first_of(sorted(after), "other tensor"),
             )
             tensors = {name: tensor for name, tensor in tensors.items() if name not in after}
-        if _quantisation(fields):
-            tensors = _dequantised(tensors, source)
-        if _is_own(config):
+        if self._is_quantised(fields):
+            tensors = mxfp4.dequantised(tensors, source)
+        if _has_kimi_layers(config):
             for name in [name for name in tensors if name.endswith(".A_log")]:
                 tensors[name] = _unpadded(tensors[name], config.linear_num_heads, f"'{name}' of {source}")
         return tensors
@@ -246,7 +251,7 @@ class Kimi(WrittenFormat):
         return {start + name: tensor for name, tensor in tensors.items()}
 
     def ours(self, name: str, config: Any) -> str:
-        if not _is_own(config):
+        if not _has_kimi_layers(config):
             return name
         if expert := _EXPERT.search(name):
             return f"{name[: expert.start()]}.mlp.experts.{'down' if expert[1] == 'w2' else 'gate_up'}_proj"
@@ -256,7 +261,7 @@ class Kimi(WrittenFormat):
         return super().ours(_CONV.sub(".self_attn.conv1d.", name), config)
 
     def theirs(self, name: str, config: Any) -> str:
-        if not _is_own(config):
+        if not _has_kimi_layers(config):
             return name
         if stack := self.stack(name, config):
             return stack.names[0]
@@ -265,7 +270,7 @@ class Kimi(WrittenFormat):
         return super().theirs(name, config)
 
     def stack(self, name: str, config: Any) -> Stack | None:
-        if not _is_own(config):
+        if not _has_kimi_layers(config):
             return None
         if experts := _EXPERTS.search(name):
             start, count = f"{name[: experts.start()]}.block_sparse_moe.experts", config.num_local_experts
@@ -280,73 +285,15 @@ def _family(config: Any) -> str:
     return config.model_type.removeprefix("attnres_")
 
 
-def _is_own(config: Any) -> bool:
+def _has_kimi_layers(config: Any) -> bool:
     """Return whether the names of the layers are Kimi's too, and not those of the depth reads alone."""
-    return _family(config) in _OWN
+    return _family(config) in _KIMI_FAMILIES
 
 
 def _is_nested(config: Any) -> bool:
     """Return whether the decoder's config is `text_config` there: as it was loaded, else K3's."""
     stored = getattr(config, "foreign_config", None)
     return "text_config" in stored if stored else _family(config) == "kimi_k3"
-
-
-def _quantisation(config: Config) -> bool:
-    """Return whether there are weights in MXFP4. Raises UserError for those of another method."""
-    given = config.get("quantization_config") or Kimi.text(config).get("quantization_config")
-    if not given:
-        return False
-    groups = (given.get("config_groups") or {}).values()
-    formats = {part["format"] for part in (given, *groups) if part.get("format")}
-    if formats != {_MXFP4}:
-        method = ", ".join(str(part) for part in (given.get("quant_method"), *sorted(formats)) if part)
-        raise UserError(
-            f"the weights are quantised by '{method}': expected '{_MXFP4}' of compressed-tensors or none; save a "
-            "dequantised copy first"
-        )
-    return True
-
-
-def _dequantised(tensors: dict[str, Stored], source: str) -> dict[str, Stored]:
-    """Return the tensors with one of fp32 for each matrix in MXFP4, `weight_packed` and `weight_scale`."""
-    numbers = dict(tensors)
-    for name, packed in tensors.items():
-        if not name.endswith(".weight_packed"):
-            continue
-        matrix = name.removesuffix("_packed")
-        scale = numbers.pop(f"{matrix}_scale", None)
-        if scale is None:
-            raise UserError(f"{source} lacks '{matrix}_scale': copy it again")
-        rows, size = packed.shape if len(packed.shape) == 2 else (0, 0)
-        if packed.dtype != torch.uint8 or scale.dtype != torch.uint8 or scale.shape != (rows, size / 16):
-            raise UserError(
-                f"'{name}' of {source} has shape {packed.shape}, and its scale {scale.shape}: expected bytes, a scale "
-                "for 32 values of four bits"
-            )
-        if matrix in tensors:
-            raise UserError(f"{source} has '{matrix}' twice, quantised and not: keep one")
-        del numbers[name]
-        numbers[matrix] = _unpacked(packed, scale)
-    if len(numbers) < len(tensors):
-        _log.warning("%s has weights in MXFP4, which are dequantised, and are written so", source)
-    return numbers
-
-
-def _unpacked(packed: Stored, scale: Stored) -> Stored:
-    return Stored(lambda: mxfp4(packed[...], scale[...]), (packed.shape[0], 2 * packed.shape[1]), torch.float32)
-
-
-def mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
-    """Return a matrix (rows, columns) in fp32 of one in MXFP4 (OCP Microscaling Formats 1.0).
-
-    Args:
-        packed: bytes (rows, columns / 2) of two values in E2M1, the first in the lower half.
-        scale: bytes (rows, columns / 32), for 32 values a power of two in E8M0.
-    """
-    values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], 1)  # of each byte
-    powers = scale.view(torch.float8_e8m0fnu).float()
-    return (pairs[packed.int()].view(*scale.shape, 32) * powers.unsqueeze(2)).flatten(1)
 
 
 def _unpadded(stored: Stored, heads: int, what: str) -> Stored:

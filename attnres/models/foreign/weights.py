@@ -23,21 +23,20 @@ from attnres.text import first_of
 _log = logging.getLogger("attnres")
 
 _READ = re.compile(r"(_res_(proj|norm|bias|gate_logit|gate_proj|alpha)|\.res_(proj|norm)|depth_attn\.)")
-"""In the name of every tensor of a depth read, of whatever format."""
-_WRAPPERS = ("_orig_mod.", "language_model.")  # of torch.compile; of a model that sees images too
+"""Matches the names of the tensors of depth reads in all formats."""
+_WRAPPERS = ("_orig_mod.", "language_model.")  # of torch.compile, and of a model with a vision tower
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 """Of tensors in safetensors that are weights, or weights in fewer bits."""
 
 
 def foreign_config(name: str, fields: dict[str, Any]) -> Any:
-    """Return the config of the model that the checkpoint called `name` makes here; `foreign_config` in it is the one it
-    had.
+    """Return our config for the checkpoint called `name`; its `foreign_config` is the checkpoint's.
 
     Args:
         fields: its config.json.
 
     Raises:
-        UserError: fields of two formats, or what no class here computes.
+        UserError: fields of two formats, or values that no class of this package computes.
     """
     kind = format_of(name, fields)
     with foreign(f"config.json of {name} is no valid one of format '{kind.name}'", "copy it again"):
@@ -57,9 +56,9 @@ def assemble(
     """Return the model of the checkpoint called `name`, in evaluation mode.
 
     Args:
-        fields, config: its config.json, and what `foreign_config` made of it.
+        fields, config: its config.json, and the result of `foreign_config`.
         files: its safetensors.
-        dtype: of the weights, "auto" for the one of the token embedding there; the residual's are fp32.
+        dtype: of the weights, "auto" for that of the stored token embedding; the residual's are fp32.
         options: for `from_pretrained`.
 
     Raises:
@@ -93,10 +92,10 @@ def assemble(
 
 
 def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
-    """Return the model's tensors under their names, or parts of them.
+    """Return the model's tensors, or parts of them, under their foreign names.
 
-    Those of the reads are in the weights' dtype where that loses nothing, else in fp32; a gate's or bias that ours does
-    not have is zero.
+    Tensors of reads are in the weights' dtype if that loses nothing, else in fp32; a gate or bias that our model lacks
+    is zero.
     """
     table: Any = model.get_input_embeddings().weight
     inner = model.residual("itself")

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.one_stream import OneStream, ScalarMix
+from attnres.residuals.mechanisms.standard import OneStream, ScalarMix
 from attnres.residuals.settings import positive, true_or_false, whole
 from attnres.residuals.state import as_it_is
 from attnres.residuals.watch import NormLike

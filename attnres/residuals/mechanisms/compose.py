@@ -314,8 +314,8 @@ class Compose(Residual):
         first, stop, rule = self.laid[number]
         if rule is None or not self.traits.linear:
             return super().mixing_row(read, weights, rows)
-        own = [torch.cat([r[:, :1], r[:, first + 1 : stop + 1]], 1) for r in rows[read - row : read]]
-        mixed = rule.mixing_row(row, weights, own)
+        inside = [torch.cat([r[:, :1], r[:, first + 1 : stop + 1]], 1) for r in rows[read - row : read]]
+        mixed = rule.mixing_row(row, weights, inside)
         if mixed is None:
             return None
         rest = mixed.new_zeros(len(mixed), self.num_sublayers - stop)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.one_stream import ScalarMix
+from attnres.residuals.mechanisms.standard import ScalarMix
 from attnres.residuals.settings import one_of, start_at, whole
 from attnres.residuals.watch import NormLike
 

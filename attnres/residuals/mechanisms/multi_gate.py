@@ -70,7 +70,7 @@ class MultiGate(Residual):
         self.read_weight = nn.Parameter(torch.empty(num_sublayers, width))
         self.write_weight = nn.Parameter(torch.empty(mixing, width))
         self.bias = nn.Parameter(torch.empty((mixing,) if self.competitive else (mixing, num_streams)))
-        self._made_of: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
         self.init_parameters()
 
     def init_parameters(self) -> None:
@@ -82,10 +82,10 @@ class MultiGate(Residual):
             start_at(self.bias, torch.full_like(self.bias, start if self.competitive else -start))
 
     def forget(self) -> None:
-        self._made_of = {}
+        self._weights = {}
 
     def start(self, embedding: Tensor) -> Tensor:
-        self._made_of = {0: embedding.new_ones(*embedding.shape[:-1], 1, 1)} if self.watched else {}
+        self._weights = {0: embedding.new_ones(*embedding.shape[:-1], 1, 1)} if self.watched else {}
         return embedding.unsqueeze(-2)
 
     def _scores(self, streams: Tensor, weight: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class MultiGate(Residual):
         weights = None
         if self.watched:
             with looking(self):
-                weights = (alpha @ self._made_of[index].to(alpha)).reshape(-1, index + 1)
+                weights = (alpha @ self._weights[index].to(alpha)).reshape(-1, index + 1)
         return self.normed(h, index, norm, weights), state
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
@@ -111,9 +111,9 @@ class MultiGate(Residual):
         if index + 1 < self.num_streams:
             if self.watched:
                 with looking(self):
-                    made = nn.functional.pad(self._made_of[index], (0, 1, 0, 1))
-                    made[..., -1, -1] = 1.0
-                    self._made_of[index + 1] = made
+                    weights = nn.functional.pad(self._weights[index], (0, 1, 0, 1))
+                    weights[..., -1, -1] = 1.0
+                    self._weights[index + 1] = weights
             return torch.cat([state, new.to(state.dtype)], -2)
         place = index + 1 - self.num_streams
         with full_precision(streams):
@@ -126,7 +126,7 @@ class MultiGate(Residual):
             mixed = torch.lerp(streams, new.to(streams.dtype), beta).to(state.dtype)
         if self.watched:
             with looking(self):
-                self._made_of[index + 1] = torch.cat([self._made_of[index].to(beta) * (1.0 - beta), beta], -1)
+                self._weights[index + 1] = torch.cat([self._weights[index].to(beta) * (1.0 - beta), beta], -1)
         return mixed
 
     def hidden_state(self, state: Tensor) -> Tensor:

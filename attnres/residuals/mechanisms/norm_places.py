@@ -5,8 +5,7 @@ from torch import Tensor, nn
 
 from attnres.ops import Norm, apply_norm
 from attnres.residuals.layout import About, Traits
-from attnres.residuals.mechanisms.one_stream import OneStream
-from attnres.residuals.mechanisms.standard import Standard
+from attnres.residuals.mechanisms.standard import OneStream, Standard
 from attnres.residuals.settings import positive, whole
 from attnres.residuals.watch import NormLike
 

@@ -1,6 +1,7 @@
 """The common base of mechanisms with several parallel streams: state, reads, writes, and a description of the
 streams."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from attnres.ops import Norm, Plan, compute_dtype
 from attnres.ops.backend import Call, Connection, why_not_connected
 from attnres.ops.dispatch import explain_connection
-from attnres.ops.streams import connect, split, write
+from attnres.ops.streams import Rewritten, connect, split, write
 from attnres.residuals.base import Residual
 from attnres.residuals.program import BankReads
 from attnres.residuals.settings import whole
@@ -27,12 +28,14 @@ class Streams(NamedTuple):
             read.
         output: a tuple of the sublayer's output (..., d) that has to be written, or empty.
         tables: the table of each sublayer, from which its coefficients are computed.
+        recomputed: how backward recomputes `streams`, or empty if it stores them.
     """
 
     streams: Tensor
     coefficients: tuple[Tensor, ...] = ()
     output: tuple[Tensor, ...] = ()
     tables: tuple[Tensor, ...] = ()
+    recomputed: tuple[Rewritten, ...] = ()
 
     @property
     def written(self) -> Tensor:
@@ -49,7 +52,8 @@ class ParallelStreams(Residual):
 
     watched_from_start = True
     heeds_recompute = True
-    """With `recompute_reads` a read stores the new streams, which the next read needs, and little else."""
+    """With `recompute_reads` the streams are stored once for as many sublayers as their square root, which takes the
+    least memory, and the others are recomputed from the outputs and coefficients."""
     connection: Connection
 
     @property
@@ -61,7 +65,7 @@ class ParallelStreams(Residual):
     def __init__(self, num_sublayers: int, width: int, num_streams: int) -> None:
         super().__init__(num_sublayers, width)
         self.num_streams = whole("num_streams", num_streams)
-        self._made_of: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
 
     def connection_tables(self) -> tuple[Tensor, ...]:
         """Return the table of each sublayer, (G + 1 + K, M) as in `ops.streams`; empty if a subclass computes its reads
@@ -76,52 +80,70 @@ class ParallelStreams(Residual):
         return self.hidden_state(state) / self.num_streams
 
     def forget(self) -> None:
-        self._made_of = {}
+        self._weights = {}
 
     def start(self, embedding: Tensor) -> Streams:
         shape = (*embedding.shape[:-1], self.num_streams)
-        self._made_of = {0: embedding.new_ones(*shape, 1)} if self.watched else {}
+        self._weights = {0: embedding.new_ones(*shape, 1)} if self.watched else {}
         return Streams(embedding.unsqueeze(-2).expand(*shape, self.width), tables=self.connection_tables())
 
     def read(self, state: Streams, index: int, norm: NormLike) -> tuple[Tensor, Streams]:
-        streams, x, coefficients = self._connect(state, index, state.tables[index], self.connection, norm)
+        after = self._recomputed(state, index)
+        streams, x, coefficients = self._connect(state, index, state.tables[index], self.connection, norm, after)
         assert coefficients is not None
-        return x, Streams(streams, (coefficients,), (), state.tables)
+        return x, Streams(streams, (coefficients,), (), state.tables, after)
+
+    def _recomputed(self, state: Streams, index: int) -> tuple[Rewritten, ...]:
+        """Return how backward recomputes the streams of read `index`, or nothing if it is to store them."""
+        stores = not self.recompute_reads or not state.output or index % math.isqrt(self.num_sublayers) == 0
+        if stores or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return ()
+        source = state.recomputed[0] if state.recomputed else state.streams
+        return (Rewritten(source, *state.coefficients, *state.output, self.connection),)
 
     def _connect(
-        self, state: Streams, index: int, table: Tensor | None, form: Connection, norm: NormLike
+        self,
+        state: Streams,
+        index: int,
+        table: Tensor | None,
+        form: Connection,
+        norm: NormLike,
+        after: tuple[Rewritten, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Compute `connect`, and show the read to observers and editors."""
         earlier = state.coefficients[0] if state.coefficients else None
         output = state.output[0] if state.output else None
         fused = norm if isinstance(norm, Norm) and self.editor is None else None
-        streams, x, made = connect(state.streams, table, form, earlier=earlier, output=output, norm=fused)
-        weights = self._follow(index, form, earlier, made) if self.watched else None
+        before, again = next(iter(state.recomputed), None), next(iter(after), None)
+        streams, x, coefficients = connect(
+            state.streams, table, form, earlier=earlier, output=output, norm=fused, before=before, after=again
+        )
+        weights = self._follow(index, form, earlier, coefficients) if self.watched else None
         if fused is None:
-            return streams, self.normed(x, index, norm, weights), made
+            return streams, self.normed(x, index, norm, weights), coefficients
         if self.watched:
             with looking(self):  # read and norm are one operation, so the read itself is recomputed to be shown
                 read = connect(state.streams, table, form, earlier=earlier, output=output)[1]
                 watched(self, read, index, weights)
-        return streams, x, made
+        return streams, x, coefficients
 
-    def _follow(self, index: int, form: Connection, earlier: Tensor | None, made: Tensor | None) -> Tensor | None:
+    def _follow(self, index: int, form: Connection, earlier: Tensor | None, newest: Tensor | None) -> Tensor | None:
         """Return the weights of read `index` over outputs, (tokens, index + 1), and store the streams (..., n, outputs)
         as weights over outputs after its write. They are stored by index outside the state, so that watching changes no
         state, and a layer that runs again finds them."""
         n = self.num_streams
         with looking(self):
-            outputs = self._made_of[index]
-            shares = earlier if form.late else made
+            outputs = self._weights[index]
+            shares = earlier if form.late else newest
             if shares is None:
                 dtype = compute_dtype(outputs.dtype)
                 shares = outputs.new_ones(n, dtype=dtype)
                 shares = torch.eye(1, n).to(shares)[0] if form.late else shares
             outputs = outputs.to(shares)
-            if made is not None and form.kind != "gate":
-                _, b, carry = split(made.to(shares), n)
+            if newest is not None and form.kind != "gate":
+                _, b, carry = split(newest.to(shares), n)
                 after = outputs if carry is None else carry.transpose(-1, -2) @ outputs
-                self._made_of[index + 1] = torch.cat([after, b.unsqueeze(-1)], -1)
+                self._weights[index + 1] = torch.cat([after, b.unsqueeze(-1)], -1)
             return (shares[..., None, :n] @ outputs).reshape(-1, index + 1) if self.traits.linear else None
 
     def write(self, state: Streams, index: int, output: Tensor) -> Streams:

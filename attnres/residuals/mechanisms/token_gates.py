@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.one_stream import OneStream
+from attnres.residuals.mechanisms.standard import OneStream
 from attnres.residuals.settings import number, one_of, positive
 from attnres.residuals.state import State
 from attnres.residuals.watch import NormLike, looking

@@ -129,8 +129,8 @@ class XHC(ParallelStreams):
                 rest = torch.eye(n, device=alpha.device, dtype=alpha.dtype).expand(*places.shape[:-1], n, n)
                 inside = torch.zeros_like(rest[..., :k, :]).scatter(-1, places.unsqueeze(-2).expand_as(carry), carry)
                 whole = rest.scatter(-2, places.unsqueeze(-1).expand_as(inside), inside)  # A over all streams
-                made = torch.cat([alpha.squeeze(-2), shares, whole.mT.flatten(-2)], -1)
-                weights = self._follow(index, self.connection, None, made)
+                coefficients = torch.cat([alpha.squeeze(-2), shares, whole.mT.flatten(-2)], -1)
+                weights = self._follow(index, self.connection, None, coefficients)
         coefficients = torch.cat([alpha.squeeze(-2), shares], -1)
         return self.normed(h, index, norm, weights), Streams(mixed, (coefficients,))
 

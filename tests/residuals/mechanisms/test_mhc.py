@@ -11,6 +11,7 @@ from formula import SHAPES, Network, check_formula, on_logarithms
 from torch.nn import functional as F
 
 from attnres import Norm, UserError, make_residual
+from attnres.ops import cpu
 from attnres.ops.streams import coefficients, split
 from attnres.residuals.check.subject import stir
 from attnres.residuals.mechanisms.mhc import STARTS
@@ -283,3 +284,61 @@ def test_it_has_no_parameter_of_a_matrix():
         "weight",
     ]
     assert at_start(residual, torch.randn(4, 8), 0)[2] is None
+
+
+# -- recomputation ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "settings", "kernels"),
+    [
+        ("mhc", {}, "C"),
+        ("mhc", {}, "none"),
+        pytest.param("mhc", {}, "Triton", marks=pytest.mark.long),
+        ("mhc", {"single_pass": True}, "C"),
+        ("hyper_connections", {}, "C"),
+        ("mhc_lite", {}, "none"),
+    ],
+)
+def test_gradients_of_recomputed_streams_are_the_same_and_few_streams_are_stored(name, settings, kernels, monkeypatch):
+    sublayers, width = 9, 32
+    if kernels == "Triton":
+        triton = pytest.importorskip("attnres.ops.gpu.streams")
+        monkeypatch.setattr("attnres.ops.streams.connection_backend", lambda inputs: triton)
+        sublayers = 4  # the interpreter is slow
+    residual = make_residual(name, sublayers, width, **settings)
+    stir(residual)
+    embedding, norm = torch.randn(2, 5, width).requires_grad_(), torch.randn(width).requires_grad_()
+    weights = [torch.randn(width, width) / 6 for _ in range(sublayers)]
+    stored: dict[int, torch.Tensor] = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if (
+            storage.nbytes() == 4 * 2 * 5 * 4 * width
+        ):  # of one stream a token, which the first ones are, it is a quarter
+            stored[storage.data_ptr()] = tensor
+        return tensor
+
+    def run(recompute):
+        stored.clear()
+        residual.recompute_reads = recompute
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), cpu.switched(kernels == "C"):
+            state = residual.start(embedding)
+            for index, weight in enumerate(weights):
+                x, state = residual("read", state, index, Norm(norm))
+                state = residual("write", state, index, torch.tanh(x @ weight))
+            out = residual("finish", state, Norm(norm))
+            count, loss = len(stored), out.pow(3).sum()
+            gradients = torch.autograd.grad(
+                loss, [embedding, norm, *residual.parameters()], allow_unused=True, retain_graph=True
+            )
+        assert torch.equal(torch.autograd.grad(loss, [embedding])[0], gradients[0])
+        return count, out, *gradients
+
+    before, *expected = run(False)
+    after, *actual = run(True)
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs) if theirs is not None else ours is None
+    if kernels == "none":
+        assert after < before  # checkpointing hands none of its own inputs to the hook
+    else:
+        assert (before, after) == {"C": (8, 2), "Triton": (4, 2)}[kernels]

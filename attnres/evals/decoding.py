@@ -1,4 +1,4 @@
-"""A loaded model with its tokenizer for generation; its passes as CUDA graphs; and the decoding speed of two models.
+"""Decode fast, and time it: a model's passes as CUDA graphs, and the tokens per second of greedy decoding.
 
 Without a graph, a token waits for the host's kernel launches. A graph needs fixed addresses: its memory pool holds the
 sources of a pass, as a bank holds those of a pass on a CPU. The KV cache must not move either, so it is Transformers'
@@ -9,32 +9,22 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
+from transformers import GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 from transformers.generation.streamers import BaseStreamer
 
-from attnres.device import in_turn, spread
-from attnres.errors import UserError, first_line
-from attnres.evals.config import Dtype
-from attnres.models.encoding import encode_prompt, rows_of
-from attnres.models.open import open_checkpoint
-from attnres.ops.devices import pick_device
+from attnres.errors import first_line
 from attnres.residuals import Residual
 from attnres.training import graphs
-from attnres.training.environment import name_of
 
 _log = logging.getLogger("attnres")
-
-# ------------------------------------------------------------------ passes as CUDA graphs
 
 STEP = 256
 """A cache's length is a multiple of this; a longer prompt needs a new cache and new graphs."""
@@ -118,114 +108,7 @@ class Replays:
         return graph.output
 
 
-# ------------------------------------------------------------------ a model that speaks
-
-
-@dataclass(frozen=True)
-class Speaker:
-    """A loaded model with its tokenizer, and its passes as CUDA graphs."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    context: int
-    replays: Replays = field(default_factory=Replays, compare=False, repr=False)
-
-    def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
-        """Return the token ids (1, T) of a prompt, or of a user's turn in the model's chat template.
-
-        Raises:
-            UserError: as `encode_prompt`; or the context has no room for a further token.
-        """
-        ids, _ = encode_prompt(
-            self.tokenizer,
-            prompt,
-            rows=rows_of(self.model),
-            context=self.context,
-            room=1,
-            chat=chat,
-            name=self.name,
-            what="the prompt",
-        )
-        return torch.tensor([ids], device=self.model.device)
-
-
-def open_speaker(
-    name: str | Path, *, dtype: Dtype = "auto", device: str = "auto", trust_remote_code: bool = False
-) -> Speaker:
-    """Load a run folder, a model folder or a hub model with its tokenizer. Raises UserError."""
-    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
-    model = checkpoint.load(dtype, str(pick_device(device)))
-    if not model.can_generate():
-        raise UserError(f"{name} is a {type(model).__name__}, which generates no text: give a causal language model")
-    return Speaker(checkpoint.name, model, checkpoint.tokenizer, checkpoint.context)
-
-
-ROUNDS = 7
-"""Timed rounds, after one untimed round; an odd number, for the median and quartiles of ratios."""
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Tokens per second while decoding with a KV cache; the prompt's own pass is not counted.
-
-    Attributes:
-        names, medians: of the two models, in tokens per second.
-        ratio, quartiles: median, first and third quartile of first / second, round by round.
-        tokens, rounds, device: tokens decoded in a round; number of rounds; the device.
-    """
-
-    names: tuple[str, str]
-    medians: tuple[float, float]
-    ratio: float
-    quartiles: tuple[float, float]
-    tokens: int
-    rounds: int
-    device: str
-
-    def line(self) -> str:
-        """Return both speeds and their ratio in one sentence."""
-        (first, second), (low, high) = self.medians, self.quartiles
-        return (
-            f"{self.names[0]} {first:,.1f} tokens/s, {self.names[1]} {second:,.1f}: ratio {self.ratio:.3f} (quartiles "
-            f"{low:.3f} to {high:.3f}, {self.rounds} rounds of {self.tokens} tokens in turn, {self.device})"
-        )
-
-
-def fitting(speakers: Sequence[Speaker], prompt: str, tokens: int) -> tuple[list[Tensor], int]:
-    """Return a prompt's ids (1, T) for each model's tokenizer, and how many of `tokens` new tokens fit into all
-    contexts.
-
-    Raises:
-        UserError: see `Speaker.encode`; fewer than two fit.
-    """
-    prompts = [speaker.encode(prompt) for speaker in speakers]
-    tokens = min(tokens, *(speaker.context - ids.shape[1] for speaker, ids in zip(speakers, prompts)))
-    if tokens < 2:
-        raise UserError("timing needs two tokens or more: raise --max-new-tokens, or shorten the prompt")
-    return prompts, tokens
-
-
-def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = ROUNDS) -> Speeds:
-    """Time two models greedily decoding `tokens` tokens after `prompt`, interleaved.
-
-    Raises:
-        UserError: see `fitting`.
-    """
-    first, second = speakers
-    prompts, tokens = fitting(speakers, prompt, tokens)
-    measures = [functools.partial(decode_rate, speaker.model, ids, tokens) for speaker, ids in zip(speakers, prompts)]
-    rates = in_turn(dict(zip("ab", measures, strict=True)), rounds=rounds, warm_up=1)
-    ratio = spread(rates["a"], rates["b"])
-    return Speeds(
-        (first.name, second.name),
-        (ratio.median, spread(rates["b"]).median),
-        ratio.ratio,
-        (ratio.ratio_quartiles[0], ratio.ratio_quartiles[1]),
-        tokens,
-        rounds,
-        name_of(first.model.device),
-    )
+# ------------------------------------------------------------------ speed
 
 
 class _Clock(BaseStreamer):
