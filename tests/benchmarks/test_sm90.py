@@ -14,9 +14,9 @@ from launch import PATIENCE_S
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NARROW_ENOUGH = 4096
-# Held programs at all their widths, other kernels at the widest width that must not spill: as the record has them, if
-# they were compiled from the same code. What was not is compiled, and of each kernel's code what compiles fastest, which
-# must be as it is recorded.
+# Held programs at all widths, other kernels at the widest width that must not spill: as the record has them, if they were
+# compiled from the same code. What was not is compiled, and of each kernel what compiles fastest, which must be as
+# recorded.
 SCRIPT = """
 import json
 import sys
