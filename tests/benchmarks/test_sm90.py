@@ -14,8 +14,8 @@ from launch import PATIENCE_S
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NARROW_ENOUGH = 4096
-# Held programs at all widths, other kernels at the widest width that must not spill: as the record has them, if they were
-# compiled from the same code. What was not is compiled, and of each kernel what compiles fastest, which must be as
+# Held programs at all widths, other kernels at the widest width that must not spill: as the record has them, if they
+# were compiled from the same code. What was not is compiled, and of each kernel what compiles fastest, which must be as
 # recorded.
 SCRIPT = """
 import json
