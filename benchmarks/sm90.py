@@ -5,7 +5,7 @@
     python benchmarks/sm90.py --json benchmarks/results/sm90.json
 
 Each specimen, what training launches at some width, is compiled for sm_90 (H100, H200) as the JIT would for aligned
-tensors, and its PTX is given to the `ptxas` that comes with Triton. Counts of loads, stores and copies are of
+tensors, and assembled by the `ptxas` that comes with Triton. Counts of loads, stores and copies are of
 instructions in the PTX, whose loops are not unrolled by Triton: they say how wide an access is, not how many are made.
 Scalars per token (logits, weights, statistics) are narrow by nature.
 
@@ -17,6 +17,7 @@ import argparse
 import ast
 import functools
 import hashlib
+import io
 import os
 import re
 import subprocess
@@ -25,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -177,21 +178,19 @@ def tool(name: str) -> str:
     return str(path)
 
 
-def assembled(ptx: str) -> tuple[int, int, int]:
-    """Registers, and bytes of spill stores and loads, that ptxas reports."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(ptx)
-        # wgmma is only known to the architecture-specific target, which is what Triton itself assembles for.
-        command = [tool("ptxas"), "-v", "--gpu-name", "sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"ptxas failed:\n{done.stderr}")
-    matches = [
-        re.search(p, done.stderr) for p in (r"(\d+) registers", r"(\d+) bytes spill st", r"(\d+) bytes spill lo")
-    ]
-    registers, stores, loads = (0 if match is None else int(match[1]) for match in matches)
-    return registers, stores, loads
+def compiled(specimen: Specimen) -> tuple[Any, int, int, int]:
+    """The compiled kernel; the registers, and bytes of spill stores and loads, that ptxas reports of it."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+
+    said = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(said):
+        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+        kernel = triton.compile(source_of(specimen), target=GPUTarget("cuda", 90, 32), options=dict(specimen.options))
+    patterns = (r"(\d+) registers", r"(\d+) bytes spill st", r"(\d+) bytes spill lo")
+    registers, stores, loads = (int(re.findall(pattern, said.getvalue())[-1]) for pattern in patterns)
+    return kernel, registers, stores, loads
 
 
 def accesses(ptx: str, operation: str) -> dict[int, int]:
@@ -207,13 +206,9 @@ def accesses(ptx: str, operation: str) -> dict[int, int]:
 
 def build(specimen: Specimen, sass: Path | None = None) -> Built:
     """Compile one specimen. With `sass`, its SASS and PTX are written into that folder."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
     started = time.perf_counter()
-    kernel = triton.compile(source_of(specimen), target=GPUTarget("cuda", 90, 32), options=dict(specimen.options))
+    kernel, registers, spill_stores, spill_loads = compiled(specimen)
     ptx = kernel.asm["ptx"]
-    registers, spill_stores, spill_loads = assembled(ptx)
     warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
     copies = Counter(re.findall(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]+\], \[[^]]+\], 0x(\w+)", ptx))
     ctas = occupancy(registers, shared, warps)
@@ -305,6 +300,7 @@ def of_merge() -> Iterator[Specimen]:
 def of_sealed() -> Iterator[Specimen]:
     """What training compiles for reads of sealed sources."""
     from attnres.ops.gpu.sealed import FEW, plan_backward, plan_read
+    from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
     bf16, fp32 = torch.bfloat16, torch.float32
 
@@ -316,16 +312,21 @@ def of_sealed() -> Iterator[Specimen]:
         n: int = 9,
         carried: bool = True,
         tokens: int = 4096,
+        held: bool = False,
     ) -> Iterator[Specimen]:
+        """The kernels of both ways; with `held` those alone that hold a token's sources in registers."""
         name = f"{n} sources, {reads} reads{name}"
         sources = [vector(tokens, width, dtype=dtypes[min(j, len(dtypes) - 1)]) for j in range(n)]
         queries, grads = vector(reads, width), [vector(tokens, width, dtype=dtypes[-1]) for _ in range(reads)]
         (launch,), result = plan_read(ReadInputs(queries, sources, 1e-6, dtypes[-1]))
-        yield specimen_of(launch, f"{name}, forward", width)
+        if not held or launch.kernel is read_token:
+            yield specimen_of(launch, f"{name}, forward", width)
         dtop = [vector(tokens) for _ in range(reads)]
         earlier = [source if carried else None for source in sources]
         inputs = ReadGradInputs(queries, sources, result.inv_rms, result.logits, grads, dtop, earlier)
         launches, _ = plan_backward(inputs)
+        if held and launches[0].kernel is not read_token_backward:
+            return
         for launch, what in zip(launches, ("backward", "backward, queries"), strict=False):
             yield specimen_of(launch, f"{name}, {what}", width)
 
@@ -334,9 +335,19 @@ def of_sealed() -> Iterator[Specimen]:
             yield from both("", width, reads)
     for width in (960, 1168, 1264, 1536):
         yield from both("", width, 4)
-    for width, reads, n in ((512, 3, 2), (512, 3, 8), (1024, 7, 4), (2048, 4, 4)):
-        yield from both(", fp32, held", width, reads, [fp32], n=n)
-    yield from both(", held", 2048, 4, n=4)
+    # the last shapes of the rows of `sealed.HELD` among them
+    for width, reads, n in (
+        (512, 3, 2),
+        (512, 3, 8),
+        (512, 4, 8),
+        (1024, 7, 4),
+        (2048, 4, 4),
+        (4096, 8, 8),
+        (512, 6, 20),
+    ):
+        yield from both(", fp32, held", width, reads, [fp32], n=n, held=True)
+    for width, reads, n in ((2048, 4, 4), (2048, 8, 8), (8192, 4, 4)):
+        yield from both(", held", width, reads, n=n, held=True)
     yield from both(", few tokens", 2304, 6, tokens=FEW)
     yield from both(", few tokens, fp32", 2304, 6, [fp32], tokens=FEW)
     yield from both(", fp32", 2304, 24, [fp32])

@@ -36,7 +36,7 @@ def held_up_to(most: int) -> AbstractContextManager[Any]:
     """Inside, phase 1 holds sources of so many reads, and values a thread, in registers, and has tiles of others."""
     from attnres.ops.gpu import sealed
 
-    return mock.patch.dict(sealed.HELD, dict.fromkeys(sealed.HELD, (most, most)))
+    return mock.patch.dict(sealed.HELD, dict.fromkeys(sealed.HELD, ((most, most, 16),)))
 
 
 @dataclass(frozen=True)

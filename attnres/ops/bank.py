@@ -34,6 +34,7 @@ class Step(NamedTuple):
         keeps: the row that stores the read before its norm, if that becomes a source; else None.
         scale: factor of the read.
         done: rows that no read after this one needs.
+        finished: rows that change no more from this read on, and are stored as finished sources are.
     """
 
     target: int | None
@@ -44,6 +45,7 @@ class Step(NamedTuple):
     keeps: int | None
     scale: float
     done: tuple[int, ...]
+    finished: tuple[int, ...] = ()
 
 
 class Group(NamedTuple):
@@ -60,7 +62,8 @@ class Program(NamedTuple):
 
     Attributes:
         count: number of rows; row 0 is the embedding.
-        sums: the rows that are memory of the bank.
+        sums: the rows that are memory of the bank. sealed: those of them that hold finished sums; None if finished
+            sources are stored as the stream is.
         eps: eps of the key norm.
         alone: the most rows of a read that belongs to no group.
     """
@@ -71,6 +74,7 @@ class Program(NamedTuple):
     sums: tuple[int, ...]
     eps: float
     alone: int = 1
+    sealed: frozenset[int] | None = None
 
     def shared(self, tokens: int, width: int, dtype: torch.dtype, *, cached: bool) -> list[Group]:
         """Return the groups whose reads are made in two phases. cached: small sources stay in a cache between reads."""
@@ -93,6 +97,8 @@ class Bank:
     memory of the previous group's.
 
     Attributes:
+        dtype: the dtype of the stream: of sums in progress, and of reads before their norm. stored: the dtype of
+            finished sources and of phase 1's outputs.
         order: the value of `Banks.order_of` for its pass.
         embedding: the embedding of the pass, (..., d); reads have its shape.
         index: the number of the next read; of the last read, once its output may be written.
@@ -106,8 +112,11 @@ class Bank:
     nbytes = 0
     order: Any = None
 
-    def __init__(self, program: Program, tokens: int, width: int, dtype: torch.dtype, backend: Any) -> None:
-        self.program, self.tokens, self.width, self.dtype, self.backend = program, tokens, width, dtype, backend
+    def __init__(
+        self, program: Program, tokens: int, width: int, dtype: torch.dtype, stored: torch.dtype, backend: Any
+    ) -> None:
+        self.program, self.tokens, self.width, self.backend = program, tokens, width, backend
+        self.dtype, self.stored = dtype, stored
         self.index, self.was_read, self.number = 0, False, 0
         self._groups = {group.start: group for group in program.shared(tokens, width, dtype, cached=self.cached)}
         self._in_group: dict[int, int] = {
@@ -147,18 +156,21 @@ class Bank:
         """Allocate the sums, and phase 1 of the largest group, in the shape of the embedding."""
         self._shape = embedding.shape
         rows = list(dict.fromkeys(step.target for step in self.program.steps if step.before is not None))
+        sealed = [row for row in rows if row in (self.program.sealed or ())]
+        rows = [*sealed, *(row for row in rows if row not in sealed)]
         counts = {start: group.stop - group.start for start, group in self._groups.items()}
         most = max(counts.values(), default=0)
-        memory = embedding.new_empty(len(rows) + most, *self._shape, dtype=self.dtype)
+        stored = embedding.new_empty(most + len(sealed), *self._shape, dtype=self.stored)
+        stream = embedding.new_empty(len(rows) - len(sealed), *self._shape, dtype=self.dtype)
         top, total = embedding.new_empty(2, most, self.tokens, dtype=torch.float32)
-        outputs, sums = memory.split((most, len(rows)))
+        each, sums = stored[:most].unbind(0), (stored[most:], stream)
         # Separate tensors for reading and writing: a replayed call needs as many inputs as the planned one had.
-        self._sums = dict(zip(rows, zip(sums.unbind(0), sums.unbind(0), strict=True), strict=True))
-        each = outputs.unbind(0)
+        read, written = ([row for part in sums for row in part.unbind(0)] for _ in range(2))
+        self._sums = dict(zip(rows, zip(read, written, strict=True), strict=True))
         self._phase1_of = {
             start: Sealed(list(each[:count]), top[:count], total[:count], None, None) for start, count in counts.items()
         }
-        self.nbytes = memory.nbytes
+        self.nbytes = stored.nbytes + stream.nbytes
 
     def set_norm(self, norm: Norm | None) -> None:
         """Set the norm fused with the next read, in this pass and later ones; its eps is divided by the square of the
@@ -174,16 +186,20 @@ class Bank:
         target: Any = step.target
         group = self._groups.get(index)
         opens = step.rows if index not in self._in_group else step.rows[len(step.rows) - step.opens :]
+        row, memory = self._sums.get(target, (None, None))
         # The read itself adds the latest output to its sum, if that sum is the read's last source.
         alone = group is not None or step.query is None or step.target not in opens[-1:] or opens.count(step.target) > 1
-        row, memory = self._sums.get(target, (None, None))
+        alone = alone or (memory is not None and memory.dtype != self.dtype)
         if added is not None and step.before is not None and alone:
             rounded_sum(rows[step.before], added, self.dtype, memory)
             rows[target], added = row, None
+        if self.stored != self.dtype:
+            for finished in step.finished:
+                rows[finished] = rows[finished].to(self.stored)
         if group is not None:
             queries = self._all_queries[group.query : group.query + group.stop - group.start]
             sources = [rows[row] for row in group.rows]
-            inputs = ReadInputs(queries, sources, self.program.eps, self.dtype)
+            inputs = ReadInputs(queries, sources, self.program.eps, self.stored)
             outputs, top, total, *_ = self.backend.read_sealed(inputs, self._phase1_of[index])
             self._read_parts = list(zip(outputs, top.unbind(0), total.unbind(0), strict=True))
         sources = [rows[row] for row in opens]
@@ -262,15 +278,16 @@ class Banks:
     def __reduce__(self) -> tuple[Any, ...]:
         return Banks, ()
 
-    def take(self, kind: type[Bank], backend: Any, program: Program, embedding: Tensor) -> Bank:
-        """Return an unused bank of this class for an embedding (..., d) of this shape, dtype and device."""
-        width, dtype, order = embedding.shape[-1], embedding.dtype, self.order_of(embedding)
-        tokens = embedding.numel() // width
+    def take(self, kind: type[Bank], backend: Any, program: Program, embedding: Tensor, stored: torch.dtype) -> Bank:
+        """Return an unused bank of this class for an embedding (..., d) of this shape, dtype and device, whose finished
+        sources have the dtype `stored`."""
+        width, order = embedding.shape[-1], self.order_of(embedding)
+        sought = embedding.numel() // width, embedding.dtype, stored, backend, order
         with self._lock:
             for place, bank in enumerate(self._waiting):
-                if bank.tokens == tokens and bank.dtype is dtype and bank.backend is backend and bank.order == order:
+                if (bank.tokens, bank.dtype, bank.stored, bank.backend, bank.order) == sought:
                     return self._waiting.pop(place)
-        bank = kind(program, tokens, width, dtype, backend)
+        bank = kind(program, sought[0], width, embedding.dtype, stored, backend)
         bank.order = order
         return bank
 

@@ -480,8 +480,10 @@ class CpuBank(Bank):
 
     cached = True
 
-    def __init__(self, program: Program, tokens: int, width: int, dtype: torch.dtype, backend: Any) -> None:
-        super().__init__(program, tokens, width, dtype, backend)
+    def __init__(
+        self, program: Program, tokens: int, width: int, dtype: torch.dtype, stored: torch.dtype, backend: Any
+    ) -> None:
+        super().__init__(program, tokens, width, dtype, stored, backend)
         self._steps = [
             ctypes.create_string_buffer(bytes(_NORM.size) + _packed(step, self._in_group.get(index)))
             for index, step in enumerate(program.steps)

@@ -35,6 +35,7 @@ class BankReads(NamedTuple):
         eps: eps of the key norm.
         groups: (first read, one past the last read) of reads that may share a pass over their common sources.
         summed: whether reads are multiplied by their number of sources.
+        sealed: of each read, the sources that are stored as finished ones (`stored_dtype`); empty if none ever is.
     """
 
     sources: Sequence[Sequence[Source]]
@@ -42,6 +43,7 @@ class BankReads(NamedTuple):
     eps: float = 1e-6
     groups: Sequence[tuple[int, int]] = ()
     summed: bool = False
+    sealed: Sequence[Sequence[Source]] = ()
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -80,8 +82,6 @@ def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> s
     kernels = KERNELS.get(device)
     if kernels is None or kernels.bank is None:
         return f"there is none for device {device}"
-    if stored_dtype(device, dtype) != dtype:
-        return "finished sources are stored in another dtype than the stream's"
     autocast = autocast_dtype(device)
     outputs = () if autocast is None else (autocast,)
     return kernels.why_not(Call((embedding,), compute_dtype(dtype), outputs, opens=residual.program.alone))
@@ -97,7 +97,10 @@ def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:
         return None  # the general path computes it, or raises the error
     embedding = embedding.detach().contiguous()
     kernels = KERNELS[embedding.device.type]
-    bank = residual.banks.take(kernels.bank, kernels.load(), residual.program, embedding)
+    program, stored = residual.program, embedding.dtype
+    if program.sealed is not None:
+        stored = stored_dtype(embedding.device.type, stored)
+    bank = residual.banks.take(kernels.bank, kernels.load(), program, embedding, stored)
     bank.begin(embedding, queries.contiguous())
     return bank
 
@@ -119,13 +122,16 @@ def program_of(reads: BankReads) -> Program | str:
     """Return reads as a program, or the reason why there is none.
 
     A source is identified by the read that it starts from, if any, and its span of outputs; its row is one output, or a
-    sum to which an output was added.
+    sum to which an output was added. A sum that is finished by its last output has a row of its own, because it may be
+    stored in another dtype; the row of the sum in progress is then used again.
     """
     keys = [[_key(source) for source in sources] for sources in reads.sources]
+    ended = [{_key(source) for source in sources} for sources in reads.sealed] or [set[_Key]() for _ in keys]
     last_use = {key: index for index, mixed in enumerate(keys) for key in mixed}
     row_of: dict[_Key, int] = {(None, 0, 1, 1): 0}
     kept: dict[int | None, int] = {}
-    sums: list[int] = []
+    sums, free, sealed = list[int](), list[int](), set[int]()
+    stored: set[_Key] = set()
     count, steps = 1, list[Step]()
     for index, mixed in enumerate(keys):
         target = before = keeps = None
@@ -139,11 +145,17 @@ def program_of(reads: BankReads) -> Program | str:
                 before = row_of.get(former) if stop - start > step else kept.get(after)
                 if before is None:
                     return f"read {index} has a sum that no earlier read began"
-            if before in sums and last_use.get(former, -1) < index:
+            over, ends = before in sums and last_use.get(former, -1) < index, key in ended[index]
+            if before is not None and over and not ends:
                 target = before
+            elif before is not None and free and not ends:
+                target = free.pop()
             else:
                 target, count = count, count + 1
-                sums += [] if before is None else [target]
+                if before is not None:
+                    sums.append(target)
+                    sealed |= {target} if ends else set()
+                    free += [before] if over and ends else []
             row_of[key] = target
         if any(after == index for after, *_ in last_use):
             keeps, count = count, count + 1
@@ -151,7 +163,9 @@ def program_of(reads: BankReads) -> Program | str:
             sums.append(keeps)
         scale = float(len(mixed)) if reads.summed else 1.0
         rows = tuple(row_of[key] for key in mixed)
-        steps.append(Step(target, before, rows, len(rows), reads.queries[index], keeps, scale, ()))
+        finished = tuple(row_of[key] for key in sorted(ended[index] - stored) if last_use.get(key, -1) >= index)
+        stored |= ended[index]
+        steps.append(Step(target, before, rows, len(rows), reads.queries[index], keeps, scale, (), finished))
     groups = [group for bounds in reads.groups if (group := _group(steps, *bounds)) is not None]
     for group in groups:
         for index in range(group.start, group.stop):
@@ -162,7 +176,9 @@ def program_of(reads: BankReads) -> Program | str:
         steps[needed[row]] = step._replace(done=(*step.done, row))
     grouped = {index for group in groups for index in range(group.start, group.stop)}
     alone = max((len(step.rows) for index, step in enumerate(steps) if index not in grouped), default=1)
-    return Program(tuple(steps), tuple(groups), count, tuple(sums), reads.eps, alone)
+    return Program(
+        tuple(steps), tuple(groups), count, tuple(sums), reads.eps, alone, frozenset(sealed) if stored else None
+    )
 
 
 _Key = tuple[int | None, int, int, int]

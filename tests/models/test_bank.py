@@ -91,6 +91,29 @@ def test_a_bank_of_any_backend_gives_what_the_general_path_gives(residual, setti
     assert type(bank) is Bank and not bank._rows
 
 
+@cases
+def test_a_bank_of_a_stream_under_autocast_stores_finished_sources_in_bf16(residual, settings, size, monkeypatch):
+    """As the general path does on devices whose kernels are narrow; the sums in progress keep the stream's dtype."""
+    row = dispatch.KERNELS["cpu"]._replace(load=lambda: eager, why_not=lambda call: None, bank=Bank, narrow=True)
+    monkeypatch.setitem(dispatch.KERNELS, "cpu", row)
+    model, rounded = make(residual, settings, size), residual in ("block", "full")
+    with torch.autocast("cpu", torch.bfloat16):
+        for ids in (draw(2, 7), draw(2, 7)):  # the second pass has the first one's memory
+            ours, general = in_bank(model, ids), in_general(model, ids)
+            torch.testing.assert_close(ours, general, rtol=0, atol=1e-2 * general.abs().amax().item())
+        in_bank(model, ids)
+        assert model.residual.explain(torch.zeros(2, 7, 32), training=False).path == "bank"
+    (bank,) = model.residual.banks._waiting
+    assert bank.dtype == torch.float32
+    assert bank.stored == (torch.bfloat16 if rounded else torch.float32)
+    for row, (memory, _) in bank._sums.items():
+        sealed = bank.program.sealed is not None and row in bank.program.sealed
+        assert memory.dtype == (bank.stored if sealed else bank.dtype)
+    in_bank(model, ids)  # without autocast the pass takes another bank
+    (other,) = model.residual.banks._waiting
+    assert other is not bank and other.stored == torch.float32
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @cases
 def test_logits_are_those_of_the_general_path(residual, settings, size, dtype, monkeypatch):
@@ -394,7 +417,7 @@ def test_the_memory_is_what_the_kernels_write_whatever_is_usual(default, monkeyp
             torch.set_default_device("meta")
         else:
             torch.set_default_dtype(default)
-        bank = CpuBank(program, 3, 32, torch.bfloat16, cpu)
+        bank = CpuBank(program, 3, 32, torch.bfloat16, torch.bfloat16, cpu)
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(before)

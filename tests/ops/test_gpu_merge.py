@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from attnres.ops import eager
 from attnres.ops.backend import MergeGradInputs, MergeInputs
 from attnres.ops.gpu import kernels as gpu
+from attnres.ops.gpu import merge, replay
 from attnres.ops.gpu.launch import shared_memory
 from attnres.ops.gpu.merge import _residents
 from attnres.ops.norms import Norm
@@ -195,6 +196,25 @@ def test_backward_makes_h_again_from_what_was_read(k, sealed, norm, dtype):
         if a is not None:
             few = 1e-4 if dtype == torch.float32 or a.dtype == torch.float32 else 2e-2
             assert (a.double() - b.double()).norm() <= few * (1 + b.double().norm())
+
+
+@pytest.fixture
+def of_several_warps(monkeypatch):
+    """Programs of two warps, which sum several open sources in one exchange: in the interpreter rows are narrow."""
+    replay._REPLAYS.clear()
+    monkeypatch.setattr(merge, "warps_for", lambda block, per_thread=16: 2)
+    yield
+    replay._REPLAYS.clear()
+
+
+@pytest.mark.quick("5-*")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k,sealed", [(2, True), (5, True), (9, False)])
+def test_sources_summed_in_one_exchange(k, sealed, dtype, of_several_warps):
+    (launch,), _ = merge.plan_merge(Case(k, 3, 24, sealed=sealed, dtype=dtype).arguments())
+    assert launch.constants["TOGETHER"] == 2
+    check(Case(k, 3, 24, sealed=sealed, dtype=dtype))
+    test_backward_makes_h_again_from_what_was_read(k, sealed, "rms", dtype)
 
 
 def test_gradients_come_in_the_dtypes_of_what_was_added_up():

@@ -23,7 +23,7 @@ def hold(patch, most):
     """Let programs of up to eight reads hold so many values a thread in registers, in every dtype, both ways."""
     replay._REPLAYS.clear()
     for key in sealed.HELD:
-        patch.setitem(sealed.HELD, key, (8, most))
+        patch.setitem(sealed.HELD, key, ((8, most, 16),))
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def way(request, monkeypatch):
 
         def of_several_warps(*shape, **way):
             found = held(*shape, **way)
-            return found and (found[0] | {"TOGETHER": 4}, found[1])
+            return found and (found[0] | {"TOGETHER": 4}, *found[1:])
 
         monkeypatch.setattr(sealed, "_held", of_several_warps)
 
@@ -186,7 +186,7 @@ def test_gradients_of_queries_are_summed_over_many_tiles(reads, tiles, monkeypat
 @pytest.mark.long
 def test_gradients_of_queries_are_summed_over_the_tokens_of_a_program(monkeypatch):
     monkeypatch.setattr(sealed, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(sealed, "TOKEN_WARPS", 4)
+    monkeypatch.setitem(sealed.HELD, (True, True), ((8, 80, 4),))
     case = Case(3, 3, 30, 40)
     kept = sealed.read_sealed(ReadInputs(case.queries, case.sources, EPS, FP32))
     launches, _ = sealed.plan_backward(

@@ -37,6 +37,12 @@ def warps_for(block: int, per_thread: int = 16) -> int:
     return max(1, min(16, block // (32 * per_thread)))
 
 
+def registers_for(warps: int, resident: int) -> int:
+    """Return the most registers of a thread, so that `resident` programs of so many warps fit on a multiprocessor,
+    which gives registers to a warp in units of eight a thread."""
+    return min(255, REGISTERS // (32 * warps * resident) // 8 * 8)
+
+
 def multiprocessors(device: torch.device) -> int:
     """Return the number of streaming multiprocessors; 3 in the interpreter, so that loops over rows are tested."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

@@ -24,11 +24,11 @@ from attnres.ops.backend import (
 )
 from attnres.ops.gpu.launch import (
     DTYPES,
-    REGISTERS,
     Launch,
     laid_out,
     multiprocessors,
     power_of_two,
+    registers_for,
     rows,
     shared_memory,
     warps_for,
@@ -49,6 +49,12 @@ def _check_opens(count: int) -> None:
         raise ValueError(
             f"{count} open sources in one merge: these kernels take at most {MAX_ONE_PASS}. Read the others in phase 1."
         )
+
+
+def _together(most: int, block: int, warps: int) -> int:
+    """Return how many open sources are summed in one exchange between warps: one if there is one warp, or no registers
+    for the rows of more."""
+    return most if warps > 1 and block <= WIDE.value else 1
 
 
 def plan_merge(
@@ -109,6 +115,7 @@ def plan_merge(
         "DTYPE": DTYPES[dtype],
         "D": width,
         "BLOCK": block,
+        "TOGETHER": _together(2, block, warps_for(block)),
     }
     options = {"num_warps": warps_for(block), "num_stages": 1}
     if WIDE.value < block <= 2 * WIDE.value:
@@ -225,8 +232,9 @@ def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[La
         "DTYPE": DTYPES[dtype or torch.float32],
         "SEALED": joined,
         "ROUNDED": doutput is not None and doutput.dtype != torch.float32,
+        "TOGETHER": _together(4, block, warps) if stages > 1 or h is None else 1,
     }
-    options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
+    options = {"num_warps": warps, "num_stages": 1, "maxnreg": registers_for(warps, resident)}
     return [Launch(merge_rows_backward, programs, arguments, constants, options)], (grads, shares)
 
 

@@ -48,9 +48,40 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
-def _sums(a, b):
-    """Return two sums over a row, with one exchange between warps."""
-    return tl.reduce((a, b), 0, _add_pairs)
+def _add_triples(a, b, c, d, e, f):
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def _add_fours(a, b, c, d, e, f, g, h):
+    return a + e, b + f, c + g, d + h
+
+
+@triton.jit
+def _sums(tiles, AXIS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Return the sums of tiles over an axis, TOGETHER (one or four) of them in one exchange between warps."""
+    sums = ()
+    for first in tl.static_range(0, len(tiles), TOGETHER):
+        if TOGETHER == 1 or len(tiles) - first == 1:
+            sums = sums + (tl.sum(tiles[first], AXIS),)
+        elif len(tiles) - first == 2:
+            sums = sums + tl.reduce(tiles[first : first + 2], AXIS, _add_pairs)
+        elif len(tiles) - first == 3:
+            sums = sums + tl.reduce(tiles[first : first + 3], AXIS, _add_triples)
+        else:
+            sums = sums + tl.reduce(tiles[first : first + 4], AXIS, _add_fours)
+    return sums
+
+
+@triton.jit
+def _rows(
+    tensors, strides, t, first: tl.constexpr, N: tl.constexpr, MOST: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Load row t of each tensor from number `first` on, of N tensors, at most MOST of them."""
+    rows = ()
+    for j in tl.static_range(first, min(first + MOST, N)):
+        rows = rows + (_load(tensors[j], _start(strides, j, t, D), D, BLOCK, False),)
+    return rows
 
 
 @triton.jit
@@ -81,13 +112,14 @@ def merge_row(
     DTYPE: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """Compute x of one token, and the values that the backward needs (`MergeSaved`). SLOTS: the power of two that holds
-    K. Absent tensors are None."""
+    K. TOGETHER: open sources whose sums are exchanged between warps at once. Absent tensors are None."""
     t = tl.program_id(0).to(tl.int64)
     tokens = tl.num_programs(0).to(tl.int64)
     if K > 0:
-        following = _load(opens[0], _start(open_strides, 0, t, D), D, BLOCK, False)
+        following = _rows(opens, open_strides, t, 0, K, TOGETHER, D, BLOCK)
     if added is not None:
         addend = _load(added, _start(added_stride, 0, t, D), D, BLOCK, False)
     if output is not None:
@@ -104,34 +136,41 @@ def merge_row(
             highest = first_top
             mass = first_total
             acc *= mass
-        for j in tl.static_range(K):
+        for first in tl.static_range(0, K, TOGETHER):
             current = following
-            if j + 1 < K:
-                following = _load(opens[j + 1], _start(open_strides, j + 1, t, D), D, BLOCK, False)
-            if (j + 1 == K) and (added is not None):
-                current = (current.to(tl.float32) + addend.to(tl.float32)).to(DTYPE)
-                _store(partial_out, t * D, current, D, BLOCK)
-            v = current.to(tl.float32)
+            following = _rows(opens, open_strides, t, first + TOGETHER, K, TOGETHER, D, BLOCK)
             # loaded again for each source; without the barrier the compiler would hold it in registers
             if BLOCK > WIDE:
                 tl.debug_barrier()
                 q = _load(query, 0, D, BLOCK, True).to(tl.float32)
-            squares, along = _sums(v * v, v * q)
-            r = tl.rsqrt(squares / D + eps)
-            s = along * r
-            scores = tl.where(slots == j, s, scores)
-            inv_rms = tl.where(slots == j, r, inv_rms)
-            if (j == 0) and (output is None):
-                acc = v
-                highest = s
-                mass = 1.0
-            else:
-                higher = tl.maximum(highest, s)
-                shrink = tl.exp(highest - higher)
-                p = tl.exp(s - higher)
-                acc = acc * shrink + v * p
-                mass = mass * shrink + p
-                highest = higher
+            vectors = ()
+            products = ()
+            for j in tl.static_range(first, min(first + TOGETHER, K)):
+                row = current[j - first]
+                if (j + 1 == K) and (added is not None):
+                    row = (row.to(tl.float32) + addend.to(tl.float32)).to(DTYPE)
+                    _store(partial_out, t * D, row, D, BLOCK)
+                v = row.to(tl.float32)
+                vectors = vectors + (v,)
+                products = products + (v * v, v * q)
+            sums = _sums(products, 0, 4)
+            for j in tl.static_range(first, min(first + TOGETHER, K)):
+                v = vectors[j - first]
+                r = tl.rsqrt(sums[2 * (j - first)] / D + eps)
+                s = sums[2 * (j - first) + 1] * r
+                scores = tl.where(slots == j, s, scores)
+                inv_rms = tl.where(slots == j, r, inv_rms)
+                if (j == 0) and (output is None):
+                    acc = v
+                    highest = s
+                    mass = 1.0
+                else:
+                    higher = tl.maximum(highest, s)
+                    shrink = tl.exp(highest - higher)
+                    p = tl.exp(s - higher)
+                    acc = acc * shrink + v * p
+                    mass = mass * shrink + p
+                    highest = higher
         acc = acc / mass
         if scalars_out is not None:
             at = scalars_out + tokens + t * K + slots
@@ -198,11 +237,12 @@ def merge_rows_backward(
     DTYPE: tl.constexpr,
     SEALED: tl.constexpr,
     ROUNDED: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):
     """Compute the gradients of this program's tokens, and its rows of `shares`: one for each gradient of query, weight
     and bias that exists, programs * D elements apart. Absent tensors are None; an absent h is recomputed, rounded to
     DTYPE before a norm. SEALED: there are sealed sources beside open ones. BIASED: there is a bias. ROUNDED: doutput is
-    narrower than fp32.
+    narrower than fp32. TOGETHER: as in `merge_row`.
 
     ds_j = p_j (<dh, v_j> - delta),  dv_j = p_j dh + ds_j r_j (q - s_j r_j v_j / d),  delta = <dh, h>
     """
@@ -229,11 +269,9 @@ def merge_rows_backward(
         if h is not None:
             hat = _load(h, _start(h_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
             if K > 0 and STAGES == 1:
-                following = _load(opens[0], _start(open_strides, 0, t, D), D, BLOCK, False)
+                following = _rows(opens, open_strides, t, 0, K, TOGETHER, D, BLOCK)
         else:
-            held = ()
-            for j in tl.static_range(K):
-                held = held + (_load(opens[j], _start(open_strides, j, t, D), D, BLOCK, False),)
+            held = _rows(opens, open_strides, t, 0, K, K, D, BLOCK)
             if output is not None:
                 hat = _load(output, _start(output_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
                 hat *= tl.load(scalars + tokens + 3 * span + t)
@@ -263,7 +301,7 @@ def merge_rows_backward(
                 product *= w
                 dh *= w
             if CENTER:
-                along, mean = _sums(product, dh)
+                along, mean = _sums((product, dh), 0, 4)
                 dh = (dh - hat * (along / D) - mean / D) * scale
             else:
                 along = tl.sum(product)
@@ -287,31 +325,35 @@ def merge_rows_backward(
                 at_top = tl.sum(handed)
         if K > 0 and STAGES == 1:
             q = _load(query, 0, D, BLOCK, True).to(tl.float32)
-        for j in tl.static_range(K):
+        for first in tl.static_range(0, K, TOGETHER):
             if h is None:
-                current = held[j]
+                current = held[first : first + TOGETHER]
             elif STAGES == 1:
                 current = following
-                if j + 1 < K:
-                    following = _load(opens[j + 1], _start(open_strides, j + 1, t, D), D, BLOCK, False)
+                following = _rows(opens, open_strides, t, first + TOGETHER, K, TOGETHER, D, BLOCK)
             else:  # the rows are in shared memory by now: loaded earlier they would fill registers
-                current = _load(opens[j], _start(open_strides, j, t, D), D, BLOCK, False)
-            v = current.to(tl.float32)
-            p = tl.load(at_weights + j)
-            r = tl.load(at_weights + 2 * span + j)
-            s = tl.load(at_weights + span + j)
-            if ROUNDED and j == 0 and BLOCK <= WIDE:  # in one exchange; a wider row has no registers for it
-                along, at_top = _sums(dh * v, handed)
-            else:
-                along = tl.sum(dh * v)
-            along_query = (along - delta) * p * r
-            dv = dh * p + q * along_query - v * (along_query * r * s / D)
-            dq += v * along_query
-            if carried[j] is not None:
-                dv += _load(carried[j], _start(carried_strides, j, t, D), D, BLOCK, False).to(tl.float32)
-            _store(dopens[j], t * D, dv, D, BLOCK)
-            if (j + 1 == K) and (dadded is not None):
-                _store(dadded, t * D, dv, D, BLOCK)
+                current = _rows(opens, open_strides, t, first, K, TOGETHER, D, BLOCK)
+            products = ()
+            for j in tl.static_range(first, min(first + TOGETHER, K)):
+                products = products + (dh * current[j - first].to(tl.float32),)
+            if ROUNDED and first == 0 and BLOCK <= WIDE:  # in one exchange; a wider row has no registers for it
+                products = products + (handed,)
+            sums = _sums(products, 0, 4)
+            if ROUNDED and first == 0 and BLOCK <= WIDE:
+                at_top = sums[len(products) - 1]
+            for j in tl.static_range(first, min(first + TOGETHER, K)):
+                v = current[j - first].to(tl.float32)
+                p = tl.load(at_weights + j)
+                r = tl.load(at_weights + 2 * span + j)
+                s = tl.load(at_weights + span + j)
+                along_query = (sums[j - first] - delta) * p * r
+                dv = dh * p + q * along_query - v * (along_query * r * s / D)
+                dq += v * along_query
+                if carried[j] is not None:
+                    dv += _load(carried[j], _start(carried_strides, j, t, D), D, BLOCK, False).to(tl.float32)
+                _store(dopens[j], t * D, dv, D, BLOCK)
+                if (j + 1 == K) and (dadded is not None):
+                    _store(dadded, t * D, dv, D, BLOCK)
         if dtop is not None:
             if not ROUNDED:
                 at_top = share * delta

@@ -13,25 +13,31 @@ from torch import Tensor
 from attnres.ops.backend import MAX_SHARED, ReadGradInputs, ReadInputs, Sealed, check_shapes
 from attnres.ops.gpu.launch import (
     INTERPRETED,
-    REGISTERS,
     Launch,
     cdiv,
     laid_out,
     multiprocessors,
     offset,
     power_of_two,
+    registers_for,
 )
 from attnres.ops.gpu.replay import Empty, new_empty, planned
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
 FEW = 256  # up to so many tokens, each has its program
-TOKEN_WARPS = 16  # warps of all programs of token_kernels' backward on a multiprocessor
 
-# (fp32?, backward?) -> most reads, and most values of a thread, of a program that holds a token's sources in registers:
-# each read is a sum over all of them, and with more values some are spilled. In the backward the values are those of
-# sources, of their gradients and of the queries' gradients. Measured on an H200 (docs/results/speed_gpu.md).
-HELD = {(True, False): (8, 256), (False, False): (8, 128), (True, True): (8, 88), (False, True): (4, 0)}
+# (fp32?, backward?) -> rows of: most reads, and most values of a thread, of a program that holds a token's sources in
+# registers; most warps of a program, in the backward of all programs on a multiprocessor. The first row that fits is
+# used. More warps leave fewer registers to a thread, and values that have none are spilled: tests/benchmarks compiles
+# the last shape of each row. In the backward the values are those of sources, of their gradients and of the queries'
+# gradients. Shapes that no row fits spill, or were slower than tiles on an H200 (docs/results/speed_gpu.md).
+HELD: dict[tuple[bool, bool], tuple[tuple[int, int, int], ...]] = {
+    (True, False): ((8, 64, 16), (8, 160, 8)),
+    (False, False): ((8, 64, 16), (8, 128, 8)),
+    (True, True): ((4, 48, 16), (4, 76, 12), (8, 80, 8)),
+    (False, True): (),
+}
 
 
 class _Bunch(NamedTuple):
@@ -107,19 +113,19 @@ def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: 
     return sizes, warps
 
 
-def _held(n: int, reads: int, width: int, element_size: int, *, backward: bool) -> tuple[dict[str, int], int] | None:
-    """Return the sizes of a program that holds all sources of a token in registers, and its warps, few enough that a
-    thread holds the same columns of all sources. None if tiles are faster (HELD)."""
-    most_reads, most_values = HELD[element_size >= 4, backward]
-    height, block, padded = max(2, power_of_two(n)), power_of_two(width), power_of_two(reads)
+def _held(
+    n: int, reads: int, width: int, element_size: int, *, backward: bool
+) -> tuple[dict[str, int], int, int] | None:
+    """Return the sizes of a program that holds all sources of a token in registers; its warps, few enough that a thread
+    holds the same columns of all sources; and the programs on a multiprocessor. None for tiles (HELD)."""
+    height, block = max(2, power_of_two(n)), power_of_two(width)
     warps = min(16, max(1, block * element_size // (512 if backward else 1024)))
-    values = (2 * height + padded if backward else height) * block
-    if reads > most_reads or values > most_values * 32 * warps:
-        return None
-    # One warp needs no exchange. With 64 values a thread, or gradients of more than four reads, four sums spill.
-    single = warps == 1 or (reads > 4 if backward else values > 64 * 32 * warps)
-    sizes = {"ROWS": height, "BLOCK": block, "TOGETHER": 1 if single else 4}
-    return sizes | ({"READS": padded} if backward else {}), warps
+    values = (2 * height + reads if backward else n) * block / (32 * warps)
+    rows = HELD[element_size >= 4, backward]
+    resident = next((every // warps for most, limit, every in rows if reads <= most and values <= limit), 0)
+    # One warp needs no exchange. In a forward of more than 64 values a thread, four sums at once would spill.
+    single = warps == 1 or (values > 64 and not backward)
+    return ({"ROWS": height, "BLOCK": block, "TOGETHER": 1 if single else 4}, warps, resident) if resident else None
 
 
 def _in_bf16(*bunches: _Bunch) -> bool:
@@ -172,7 +178,7 @@ def plan_read(r: ReadInputs, empty: Empty = new_empty, out: Sealed | None = None
     }
     held = _held(n, reads, width, sources[-1].element_size(), backward=False)
     if held is not None:
-        sizes, warps = held
+        sizes, warps, _ = held
         options = {"num_warps": warps, "num_stages": 1}
         return [Launch(read_token, tokens, arguments, constants | sizes, options)], out
     sizes, warps = _tile(n, reads, tokens, width, _in_bf16(bunch), backward=False)
@@ -239,12 +245,11 @@ def plan_backward(
 
     held = _held(n, reads, width, sources[-1].element_size(), backward=True)
     if held is not None:
-        sizes, warps = held
-        resident = max(1, TOKEN_WARPS // warps)
+        sizes, warps, resident = held
         programs = min(tokens, resident * processors)
         partials = partial_sums(programs)
         constants |= sizes
-        options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
+        options = {"num_warps": warps, "num_stages": 1, "maxnreg": registers_for(warps, resident)}
         launch = Launch(read_token_backward, programs, arguments | {"partials": partials}, constants, options)
         return [launch], (partials, dsources)
 

@@ -22,7 +22,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _offsets(
+def _rows(
     tensors,
     strides,
     which,
@@ -30,46 +30,37 @@ def _offsets(
     token,
     N: tl.constexpr,
     D: tl.constexpr,
-    WIDE: tl.constexpr,
     OTHER: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Return the elements from tensors[OTHER] to row first + token[i] of tensors[which[i]], among those of its
-    dtype."""
-    base = tensors[OTHER]
-    size: tl.constexpr = base.dtype.element_ty.primitive_bitwidth // 8
-    address = tl.zeros(which.shape, tl.int64) + base.to(tl.int64)
+    """Return pointers to row first + token[i] of tensors[which[i]], of the dtype of tensors[OTHER].
+
+    They are computed from addresses, not as offsets from one tensor: differences of addresses do not change in a loop,
+    so that the compiler would hold one for every row in registers.
+    """
+    dtype: tl.constexpr = tensors[OTHER].dtype
+    address = tl.zeros(which.shape, tl.int64) + tensors[OTHER].to(tl.int64)
     for j in tl.static_range(N):
-        if ((WIDE >> j) & 1) == ((WIDE >> OTHER) & 1):
-            address = tl.where(which == j, tensors[j].to(tl.int64), address)
-    offsets = (address - base.to(tl.int64)) // size
+        address = tl.where(which == j, tensors[j].to(tl.int64), address)
     if strides is None:
-        offsets += first * D
-        offsets += token * D
+        step = first * D + token * D
     elif len(strides) == 1:
-        offsets += (first + token) * strides[0]
+        step = (first + token) * strides[0]
     else:
+        step = tl.zeros(which.shape, tl.int64)
         for j in tl.static_range(N):
-            offsets = tl.where(which == j, offsets + (first + token) * strides[j], offsets)
-    return tl.multiple_of(offsets, 16 // size) if ALIGNED else offsets
+            step = tl.where(which == j, (first + token) * strides[j], step)
+    rows = address.to(dtype) + step
+    return tl.multiple_of(rows, 16) if ALIGNED else rows
 
 
 @triton.jit
 def _starts(
-    tensors,
-    strides,
-    which,
-    first,
-    token,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    WIDE: tl.constexpr,
-    OTHER: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    tensors, strides, which, first, token, N: tl.constexpr, D: tl.constexpr, OTHER: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Return the starts of row first + token[i] of tensors[which[i]], for those of the first dtype and of the other."""
-    rows = tensors[0] + _offsets(tensors, strides, which, first, token, N, D, WIDE, 0, ALIGNED)
-    return rows, tensors[OTHER] + _offsets(tensors, strides, which, first, token, N, D, WIDE, OTHER, ALIGNED)
+    """Return pointers to row first + token[i] of tensors[which[i]], of the first dtype and of the other."""
+    rows = _rows(tensors, strides, which, first, token, N, D, 0, ALIGNED)
+    return rows, _rows(tensors, strides, which, first, token, N, D, OTHER, ALIGNED)
 
 
 @triton.jit
@@ -178,7 +169,7 @@ def read(
     read_c = c % READS
     live_r = r < left * N
     live_c = (c < left * READS) & (read_c < S)
-    rows, others = _starts(sources, strides, r % N, first, token_r, N, D, WIDE, OTHER, ALIGNED)
+    rows, others = _starts(sources, strides, r % N, first, token_r, N, D, OTHER, ALIGNED)
     wide = _among(r % N, N, WIDE)
 
     scores = tl.zeros([ROWS, READS], tl.float32)
@@ -208,7 +199,7 @@ def read(
     tl.store(total + place, mass, mask=live_c)
     p = tl.trans(p / tl.where(live_c, mass, 1.0)[None, :])
 
-    out = outputs[0] + _offsets(outputs, None, read_c, first, token_c, S, D, 0, 0, ALIGNED)
+    out = _rows(outputs, None, read_c, first, token_c, S, D, 0, ALIGNED)
     # 0 * inf between tokens would spoil the neighbours of a non-finite token: the tile is then computed token by token.
     rounds = tl.where(_any_not_finite(squares[:, None]) != 0, TOKENS, 1)
     for turn in range(rounds):
@@ -279,8 +270,8 @@ def read_backward(
         live_r = r < left * N
         live_c = (c < left * READS) & (read_c < S)
         same = live_r[:, None] & live_c[None, :] & (token_r[:, None] == token_c[None, :])
-        rows, others = _starts(sources, strides, r % N, first, token_r, N, D, WIDE, OTHER, ALIGNED)
-        dout = grads[0] + _offsets(grads, grad_strides, read_c, first, token_c, S, D, 0, 0, ALIGNED)
+        rows, others = _starts(sources, strides, r % N, first, token_r, N, D, OTHER, ALIGNED)
+        dout = _rows(grads, grad_strides, read_c, first, token_c, S, D, 0, ALIGNED)
 
         slope = tl.zeros([ROWS, COLS], tl.float32)
         for start in tl.range(0, D, BLOCK, num_stages=STAGES):
@@ -296,7 +287,7 @@ def read_backward(
         highest = tl.max(tl.where(same, x, float("-inf")), 0)
         p = tl.where(same, tl.exp(x - tl.where(live_c, highest, 0.0)[None, :]), 0.0)
         p = tl.where(same, p / tl.where(live_c, tl.sum(p, 0), 1.0)[None, :], 0.0)
-        dt = tl.load(dtop[0] + _offsets(dtop, None, read_c, first, token_c, S, 1, 0, 0, False), mask=live_c, other=0.0)
+        dt = tl.load(_rows(dtop, None, read_c, first, token_c, S, 1, 0, False), mask=live_c, other=0.0)
         ds = tl.where(same, p * (slope + dt[None, :]), 0.0)
         inverse = tl.load(inv_rms + first * N + r, mask=live_r, other=0.0)
         back = tl.sum(ds * x, 1) * inverse * inverse / D
@@ -307,11 +298,9 @@ def read_backward(
         if partials is None:
             tl.store(along + first * N * S + r[:, None] * S + s[None, :], a, mask=live_r[:, None] & (s < S)[None, :])
 
-        to, to_others = _starts(dsources, None, r % N, first, token_r, N, D, WIDE, OTHER, ALIGNED)
+        to, to_others = _starts(dsources, None, r % N, first, token_r, N, D, OTHER, ALIGNED)
         if CARRIED != 0:
-            early, early_others = _starts(
-                carried, carried_strides, r % N, first, token_r, N, D, CARRIED_WIDE, CARRIED_OTHER, ALIGNED
-            )
+            early, early_others = _starts(carried, carried_strides, r % N, first, token_r, N, D, CARRIED_OTHER, ALIGNED)
         unsound = _any_not_finite(slope) + _any_not_finite(inverse[:, None])
         rounds = tl.where(unsound != 0, TOKENS, 1)
         for turn in range(rounds):
@@ -377,7 +366,7 @@ def dqueries(
     wide = _among(r % N, N, WIDE)
     zero = tl.zeros([ROWS], tl.int64)
     token = r // N
-    rows, others = _starts(sources, strides, r % N, 0, token, N, D, WIDE, OTHER, ALIGNED)
+    rows, others = _starts(sources, strides, r % N, 0, token, N, D, OTHER, ALIGNED)
     step = zero + D
     if strides is not None:
         for j in tl.static_range(N):

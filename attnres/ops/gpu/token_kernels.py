@@ -7,43 +7,15 @@ the thread, and only those over d are exchanged between warps. Products are fp32
 The offset of a row is computed from the token, not as a program's offset plus zero: the compiler would fold such a sum,
 lose the alignment hint, and load element by element.
 
-Constants: as in sealed_kernels.py, except that ROWS >= N, BLOCK >= D and READS >= S are powers of two for one token;
-TOGETHER is the number of sums over d in one exchange.
+Constants: as in sealed_kernels.py, except that ROWS >= N and BLOCK >= D are powers of two for one token; TOGETHER is
+the number of sums over d in one exchange.
 """
 
 import triton
 import triton.language as tl
 
-from attnres.ops.gpu.merge_kernels import _add_pairs, _load, _start
-from attnres.ops.gpu.sealed_kernels import _among, _inside, _load_mixed, _starts, _store
-
-
-@triton.jit
-def _add_triples(a, b, c, d, e, f):
-    return a + d, b + e, c + f
-
-
-@triton.jit
-def _add_fours(a, b, c, d, e, f, g, h):
-    return a + e, b + f, c + g, d + h
-
-
-@triton.jit
-def _sums(tiles, TOGETHER: tl.constexpr):
-    """Return the sums over the columns of tiles, TOGETHER (one or four) of them in one exchange between warps."""
-    sums = ()
-    for first in tl.static_range(0, len(tiles), TOGETHER):
-        if TOGETHER == 1:
-            sums = sums + (tl.sum(tiles[first], 1),)
-        elif len(tiles) - first >= 4:
-            sums = sums + tl.reduce(tiles[first : first + 4], 1, _add_fours)
-        elif len(tiles) - first == 3:
-            sums = sums + tl.reduce(tiles[first : first + 3], 1, _add_triples)
-        elif len(tiles) - first == 2:
-            sums = sums + tl.reduce(tiles[first : first + 2], 1, _add_pairs)
-        else:
-            sums = sums + (tl.sum(tiles[first], 1),)
-    return sums
+from attnres.ops.gpu.merge_kernels import _load, _start, _sums
+from attnres.ops.gpu.sealed_kernels import _among, _load_mixed, _starts, _store
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -73,7 +45,7 @@ def read_token(
     at = tl.arange(0, BLOCK)
     live = r < N
     here = tl.zeros([ROWS], tl.int64) + t
-    rows, others = _starts(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
+    rows, others = _starts(sources, strides, r, 0, here, N, D, OTHER, ALIGNED)
     v = _load_mixed(rows, others, _among(r, N, WIDE), live, at, D, BLOCK, WIDE != 0).to(tl.float32)
     inverse = tl.zeros([ROWS], tl.float32)
     for first in tl.static_range(0, S + 1, TOGETHER):  # sum 0 is the sum of squares, sum 1 + s the logit of read s
@@ -83,7 +55,7 @@ def read_token(
                 products = products + (v * v,)
             elif i <= S:
                 products = products + (v * _load(queries, (i - 1) * D, D, BLOCK, True).to(tl.float32)[None, :],)
-        sums = _sums(products, TOGETHER)
+        sums = _sums(products, 1, TOGETHER)
         for i in tl.static_range(first, first + TOGETHER):
             if i == 0:
                 inverse = tl.rsqrt(sums[0] / D + eps)
@@ -129,26 +101,24 @@ def read_token_backward(
     CARRIED_OTHER: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
-    READS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
     """Compute the gradients of the sources, and those of the queries as one partial sum a program."""
     r = tl.arange(0, ROWS)
     at = tl.arange(0, BLOCK)
-    read = tl.arange(0, READS)
     live = r < N
     wide = _among(r, N, WIDE)
-    dq = tl.zeros([READS, BLOCK], tl.float32)
+    dq = ()
+    for _ in tl.static_range(S):
+        dq = dq + (tl.zeros([BLOCK], tl.float32),)
     for turn in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         t = tl.cast(turn, tl.int64)
         here = tl.zeros([ROWS], tl.int64) + t
-        rows, others = _starts(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
+        rows, others = _starts(sources, strides, r, 0, here, N, D, OTHER, ALIGNED)
         v = _load_mixed(rows, others, wide, live, at, D, BLOCK, WIDE != 0).to(tl.float32)
         if CARRIED != 0:
-            early, early_others = _starts(
-                carried, carried_strides, r, 0, here, N, D, CARRIED_WIDE, CARRIED_OTHER, ALIGNED
-            )
+            early, early_others = _starts(carried, carried_strides, r, 0, here, N, D, CARRIED_OTHER, ALIGNED)
             has = live & _among(r, N, CARRIED)
             early_wide = _among(r, N, CARRIED_WIDE)
             dv = _load_mixed(early, early_others, early_wide, has, at, D, BLOCK, CARRIED_WIDE != 0).to(tl.float32)
@@ -156,6 +126,7 @@ def read_token_backward(
             dv = tl.zeros([ROWS, BLOCK], tl.float32)
         inverse = tl.load(inv_rms + t * N + r, mask=live, other=0.0)
         back = tl.zeros([ROWS], tl.float32)
+        summed = ()
         for first in tl.static_range(0, S, TOGETHER):
             rows_of_grads = ()
             products = ()
@@ -164,7 +135,7 @@ def read_token_backward(
                     g = _load(grads[s], _start(grad_strides, s, t, D), D, BLOCK, False).to(tl.float32)
                     rows_of_grads = rows_of_grads + (g,)
                     products = products + (v * g[None, :],)
-            along = _sums(products, TOGETHER)
+            along = _sums(products, 1, TOGETHER)
             for s in tl.static_range(first, first + TOGETHER):
                 if s < S:
                     g = rows_of_grads[s - first]
@@ -176,11 +147,12 @@ def read_token_backward(
                     a = ds * inverse
                     back += ds * x
                     dv += p[:, None] * g[None, :] + a[:, None] * q[None, :]
-                    dq += tl.where(read[:, None] == s, tl.sum(a[:, None] * v, 0)[None, :], 0.0)
+                    summed = summed + (dq[s] + tl.sum(a[:, None] * v, 0),)
+        dq = summed
         dv -= (back * inverse * inverse / D)[:, None] * v
-        to, to_others = _starts(dsources, None, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
+        to, to_others = _starts(dsources, None, r, 0, here, N, D, OTHER, ALIGNED)
         _store(to, dv, live & ~wide, at, D, BLOCK)
         if WIDE != 0:
             _store(to_others, dv, live & wide, at, D, BLOCK)
-    to = partials + tl.program_id(0).to(tl.int64) * S * D + read[:, None] * D + at[None, :]
-    tl.store(to, dq, mask=_inside(read < S, at, D, BLOCK))
+    for s in tl.static_range(S):
+        tl.store(partials + (tl.program_id(0).to(tl.int64) * S + s) * D + at, dq[s], mask=at < D)

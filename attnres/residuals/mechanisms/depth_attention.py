@@ -317,8 +317,9 @@ class DepthAttention(Queried):
             return f"no kernel has {self.special}"
         sources = [self.sources(index) for index in range(self.num_sublayers + 1)]
         queries = [index if len(mixed) > 1 else None for index, mixed in enumerate(sources)]
+        sealed = () if self.carries else [self.sealed(start) for start, _ in self._groups]
         groups = list(dict.fromkeys(self._groups))
-        return BankReads(sources, queries, self.key_norm_eps, groups, self.read_scale == "sum")
+        return BankReads(sources, queries, self.key_norm_eps, groups, self.read_scale == "sum", sealed)
 
     def bank_queries(self) -> Tensor:
         query, temperature = scaled_query(self.queries, self.gains), self.weighting.read_temperature
