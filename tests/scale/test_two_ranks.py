@@ -10,13 +10,13 @@ import pytest
 import torch
 from lines import lines
 from safetensors.torch import load_file
+from sample_mechanisms import REPRESENTATIVES
 from tiny import K3, MOE, NARROW
 from two_ranks import train_run
 
 from attnres import UserError
 from attnres.cli import main
 from attnres.models import build, open_checkpoint
-from attnres.residuals import RESIDUALS
 from attnres.scale.plan import Load, plan
 from attnres.training import from_dict, to_dict
 from attnres.training.records import read_metrics
@@ -123,6 +123,23 @@ STOPPED: dict[str, dict[str, Any]] = {
 }
 
 
+COMPILED: dict[str, dict[str, Any]] = {
+    "shares": {"parallel": SHARD, "depth_every": 4},
+    "stages": {"parallel": STAGES, **CHUNKED},
+    "interleaved": {"parallel": {**STAGES, "pp_schedule": "interleaved"}},
+    "experts": MIXED,
+}
+MLA = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+KDA = {"family": "kimi_linear", "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
+KDA |= {"num_key_value_heads": 2, "intermediate_size": 32, "linear_head_dim": 8, "linear_num_heads": 2}
+SIX = {"moe_intermediate_size": 8, "num_local_experts": 6, "num_experts_per_tok": 2}
+BALANCED = {
+    "model": {"size": {**KDA, **MLA, **SIX}, "residual": "block", "num_blocks": 2},
+    "optim": {"optimizer": "muon", "balance": "quantile"},
+}
+SPREAD: dict[str, dict[str, Any]] = {"shares": SHARD, "experts": {**SHARD, "ep": 2}}
+
+
 KEYS: dict[str, dict[str, Any]] = {"cases": CASES, "slices": SLICES, "experts": EXPERTS}
 
 
@@ -177,10 +194,15 @@ def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
         for name, (parallel, dtype) in COUNTED.items()
     ]
     jobs = {"cases": list(CASES.values()), "slices": list(SLICES.values()), "plan": True, "runs": runs}
-    jobs["shares"] = list(RESIDUALS)
+    jobs["shares"] = REPRESENTATIVES
     jobs["experts"] = [{**case, "ep": 2} for case in EXPERTS.values()]
     jobs["counted"] = counted
+    jobs["compiled"] = [
+        [name, configuration(corpus, root / f"compiled {name}", compile=True, **layout)]
+        for name, layout in COMPILED.items()
+    ]
     jobs["single"] = [run("bf16", parallel=SHARD, dtype="bf16")]
+    jobs["single"] += [run(f"balanced {name}", parallel=parallel, **BALANCED) for name, parallel in SPREAD.items()]
     for name, layout in STOPPED.items():
         short, parts = {**layout, "steps": 4, "save_every": 3}, f"{name} in parts"
         whole = run(f"{name} at once", **short)
@@ -232,8 +254,8 @@ def test_caches_hold_slots_only_where_a_later_stage_of_the_rank_reads_them(both)
     assert min(cases["four stages a rank"]["cache"]) > 0
 
 
-@pytest.mark.parametrize("residual", list(RESIDUALS))
-def test_every_mechanism_in_shares_is_one_process(both, residual):
+@pytest.mark.parametrize("residual", REPRESENTATIVES)
+def test_a_mechanism_of_each_shape_in_shares_is_one_process(both, residual):
     assert both[1]["shares"][residual] < 1e-10
 
 
@@ -270,47 +292,29 @@ def test_steps_in_any_layout_are_those_of_one_process(both, alone, layout):
     assert furthest(alone / layout, alone / "one") < 1e-10
 
 
-@pytest.mark.long
-def test_compiled_parts_are_those_of_one_process(launched, corpus, tmp_path):
+def test_compiled_parts_are_those_of_one_process(both, corpus, tmp_path):
     """One graph of attention and one of the MLP on each process, whatever the steps, the losses of held-out windows and
     the recorded passes in between. Distributed experts are called between two graphs."""
-    layouts: dict[str, dict[str, Any]] = {
-        "shares": {"parallel": SHARD, "depth_every": 4},
-        "stages": {"parallel": STAGES, **CHUNKED},
-        "interleaved": {"parallel": {**STAGES, "pp_schedule": "interleaved"}},
-        "experts": MIXED,
-    }
-    runs = {name: configuration(corpus, tmp_path / name, compile=True, **layout) for name, layout in layouts.items()}
-    graphs = launched(tmp_path / "jobs", {"compiled": list(runs.items())})["compiled"]
+    root, results = both
     for name, out in (("shares", "one"), ("experts", "one mixture")):
-        train_run({**runs[name], "parallel": {}, "compile": False, "out": str(tmp_path / out)})
+        train_run(configuration(corpus, tmp_path / out, **{**COMPILED[name], "parallel": {}}))
 
-    def curve(name: str) -> list[Any]:
-        lines = (line for line in read_metrics(tmp_path / name / "metrics.jsonl") if line["kind"] in ("train", "val"))
+    def curve(run: Path) -> list[Any]:
+        lines = (line for line in read_metrics(run / "metrics.jsonl") if line["kind"] in ("train", "val"))
         return [(line["step"], line["loss"], line.get("grad_norm", 0.0)) for line in lines]
 
-    for name in runs:
-        assert graphs[name] == (3 if name == "experts" else 2) and len(curve(name)) == 10
-        for ours, theirs in zip(curve(name), curve("one mixture" if name == "experts" else "one"), strict=True):
-            assert ours == pytest.approx(theirs, abs=1e-9)
+    for name in COMPILED:
+        ours, mixture = curve(root / f"compiled {name}"), name == "experts"
+        assert results["compiled"][name] == (3 if mixture else 2) and len(ours) == 10
+        for each, expected in zip(ours, curve(tmp_path / ("one mixture" if mixture else "one")), strict=True):
+            assert each == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.long
-def test_sharded_experts_are_orthogonalised_and_balanced_as_on_one_process(launched, corpus, tmp_path):
-    moe = {"moe_intermediate_size": 8, "num_local_experts": 6, "num_experts_per_tok": 2}
-    mla = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-    kda = {"family": "kimi_linear", "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2}
-    size = {**kda, "num_key_value_heads": 2, "intermediate_size": 32, "linear_head_dim": 8, "linear_num_heads": 2}
-    model = {"size": {**size, **mla, **moe}, "residual": "block", "num_blocks": 2}
-    options = {"model": model, "optim": {"optimizer": "muon", "balance": "quantile"}}
-    layouts: dict[str, dict[str, Any]] = {"one": {}, "shares": SHARD, "experts": {**SHARD, "ep": 2}}
-    runs = {
-        name: configuration(corpus, tmp_path / name, parallel=parallel, **options) for name, parallel in layouts.items()
-    }
-    assert isinstance(train_run(runs["one"], None, torch.float32), float)
-    launched(tmp_path / "jobs", {"single": [[name, runs[name], None] for name in ("shares", "experts")]})
+def test_sharded_experts_are_orthogonalised_and_balanced_as_on_one_process(both, corpus, tmp_path):
+    assert isinstance(train_run(configuration(corpus, tmp_path / "one", **BALANCED), None, torch.float32), float)
     one, *others = (
-        [line for line in read_metrics(tmp_path / name / "metrics.jsonl") if line["kind"] == "train"] for name in runs
+        [line for line in read_metrics(run / "metrics.jsonl") if line["kind"] == "train"]
+        for run in (tmp_path / "one", *(both[0] / f"balanced {name}" for name in SPREAD))
     )
     assert len(one) == 8
     for other in others:
