@@ -133,8 +133,8 @@ for name, settings, few in (("block", {"num_blocks": 2}, gpu.KERNELS.few_compile
         return graph
 
     torch._dynamo.reset()
-    residual = make_residual(name, 6, 64, read_scale="sum", **settings)
-    leaves = [torch.randn(*shape, requires_grad=True) for shape in [(1, 8, 64), *[(64, 64)] * 6, (64,)]]
+    residual = make_residual(name, 4, 64, read_scale="sum", **settings)
+    leaves = [torch.randn(*shape, requires_grad=True) for shape in [(1, 8, 64), *[(64, 64)] * 4, (64,)]]
     compiled = torch.compile(run, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
     with mock.patch.dict(KERNELS, {"cuda": gpu.KERNELS._replace(few_compiled=few)}), on_a_stub() as driver:
         compiled(residual, leaves[0], leaves[1:-1], leaves[-1]).backward()

@@ -1,8 +1,11 @@
 """Rules for some layers: against networks written out, and as data."""
 
+import itertools
+
 import pytest
 import torch
 from formula import SHAPES, check_formula
+from sample_mechanisms import REPRESENTATIVES
 
 from attnres import UserError, compose, make_residual
 from attnres.comparison.plan import parse_variant
@@ -97,10 +100,13 @@ BY_DEPTH = {"adaptive", "ancre", "boundary", "boundary_normed", "keel", "layerno
 or are the standard residual."""
 
 
+EVERY = [(name, "odd") for name in sorted(set(RESIDUALS) - {"deepnorm", "compose"})]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("layers", ["1:3", "-1:", "even"])
-@pytest.mark.parametrize("name", sorted(set(RESIDUALS) - {"deepnorm", "compose"}))
+@pytest.mark.parametrize(("name", "layers"), [*EVERY, *itertools.product(REPRESENTATIVES, ["1:3", "-1:", "even"])])
 def test_every_rule_holds_on_some_layers(name, layers):
+    """Odd layers of four are entered, left, entered again, and the output is read in the last."""
     failed = check(name, layers=layers)
     assert not failed or (name in BY_DEPTH and set(failed) <= {"gradients", "queries", "start"})
 
