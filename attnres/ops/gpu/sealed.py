@@ -121,8 +121,11 @@ def _held(
     height, block = max(2, power_of_two(n)), power_of_two(width)
     warps = min(16, max(1, block * element_size // (512 if backward else 1024)))
     values = (2 * height + reads if backward else n) * block / (32 * warps)
-    rows = HELD[element_size >= 4, backward]
-    resident = next((every // warps for most, limit, every in rows if reads <= most and values <= limit), 0)
+    resident = 0
+    for most_reads, most_values, every in HELD[element_size >= 4, backward]:
+        if reads <= most_reads and values <= most_values:
+            resident = every // warps
+            break
     # One warp needs no exchange. In a forward of more than 64 values a thread, four sums at once would spill.
     single = warps == 1 or (values > 64 and not backward)
     return ({"ROWS": height, "BLOCK": block, "TOGETHER": 1 if single else 4}, warps, resident) if resident else None
