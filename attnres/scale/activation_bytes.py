@@ -100,7 +100,7 @@ def kept_bytes(
 
 @contextmanager
 def _new_garbage_alone() -> Generator[None]:
-    """Let `gc.collect` look only at what is made inside the block."""
+    """Let `gc.collect` look only at objects created inside the block."""
     gc.freeze()
     try:
         yield

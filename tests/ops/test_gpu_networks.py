@@ -451,7 +451,7 @@ def test_memory_of_a_bank_is_used_again_on_its_stream_alone(monkeypatch):
 
     def passed(**change):
         where.update(change)
-        bank = banks.take(Bank, eager, program, embedding)
+        bank = banks.take(Bank, eager, program, embedding, torch.float32)
         bank.embedding = embedding
         banks.put(bank)
         return bank
