@@ -200,9 +200,8 @@ def weights(subject: Subject) -> str:
         sums.pop(False, None)  # reads without weights have no sum
     for claim, apart in sums.items():
         expect(claim == (apart < _CLOSE), f"traits say sums_to_one={claim}: rows differ from one by {apart:.1e}")
-    expect(
-        traits.by_token == (spread > _CLOSE), f"traits say by_token={traits.by_token}: tokens differ by {spread:.1e}"
-    )
+    by_token = traits.by_token
+    expect(by_token == (spread > _CLOSE), f"traits say by_token={by_token}: tokens differ by {spread:.1e}")
     one = "sum to one" if traits.sums_to_one else "need not sum to one"
     return f"{one}, {'differ from token to token' if by_token else 'the same for every token'}"
 
