@@ -1,5 +1,6 @@
 """Print lines and tables in the terminal, and show progress: bars on a terminal, plain lines in a pipe, or nothing."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -162,18 +163,30 @@ def counting(what: str, total: int | None, unit: str, *, shown: bool = True) -> 
 
 
 @contextmanager
-def quiet_transformers() -> Generator[None]:
-    """Hide Transformers' progress bars inside the block, which would disturb this package's, and its report of a model
-    that does not load, which becomes one sentence; --debug shows it."""
-    from transformers.utils import logging
-
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    if DEBUG not in os.environ:
-        logging.set_verbosity(logging.CRITICAL)
+def errors_alone(name: str) -> Generator[None]:
+    """Let the logger of this name show nothing but errors inside the block."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        logger.setLevel(level)
+
+
+@contextmanager
+def quiet_transformers() -> Generator[None]:
+    """Hide Transformers' progress bars inside the block, which would disturb this package's, and its report of a model
+    that does not load, which becomes one sentence; --debug shows it."""
+    from transformers.utils import logging as transformers_logging
+
+    shown, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    transformers_logging.disable_progress_bar()
+    if DEBUG not in os.environ:
+        transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
         if shown:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()

@@ -72,8 +72,8 @@ def prepare(
 
     A document is held out if the hash of its text, as a fraction, is below `held_out`. So a document is in the same
     split in every corpus, and its copies are never in both. If no hash is below, the document with the lowest one is
-    held out. Several processes may call this at once: one works, the others wait. Text
-    downloaded from the hub under a `limit` is stored beside `out`, so that the next call continues an interrupted one.
+    held out. Several processes may call this at once: one works, the others wait. Text downloaded from the hub under a
+    `limit` is stored beside `out`, so that the next call continues an interrupted one.
 
     Args:
         source: as for `open_source`; or a prepared folder, which is returned unchanged (settings other than the

@@ -4,11 +4,9 @@ lm-eval is an extra. Figures that are means over documents have a standard error
 for others (a median, a corpus score) only the figure itself is reported.
 """
 
-import contextlib
 import difflib
 import importlib
-import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from transformers import PreTrainedModel
 from attnres.errors import UserError, first_line, install, require, unknown
 from attnres.evals.scoring import TaskMeasure
 from attnres.models.open import Checkpoint
+from attnres.progress import errors_alone
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> Any:
@@ -58,7 +57,7 @@ def run(
     """
     evaluator = importlib.import_module("lm_eval.evaluator")
     huggingface = importlib.import_module("lm_eval.models.huggingface")
-    with _quiet():
+    with errors_alone("lm_eval"):  # it warns of every default that it takes
         try:
             wrapped = huggingface.HFLM(
                 pretrained=model,
@@ -90,15 +89,3 @@ def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list
         else:
             measures.append(TaskMeasure(label, label, numbers[:0], numbers[:0], fixed=(float(value), None)))
     return measures
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Show only lm-eval's errors in the block; it warns of every default that it takes."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

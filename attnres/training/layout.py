@@ -8,8 +8,7 @@ losses, and gives the named tensors of a checkpoint and the complete model at th
 import contextlib
 import copy
 import functools
-import logging
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
 from attnres.head import called_losses
+from attnres.progress import errors_alone
 from attnres.training import validate
 from attnres.training.checkpoint import saved_buffers
 from attnres.training.config import ParallelConfig
@@ -378,7 +378,8 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
     for name, owner in owners.items():
         tensor = tensors.get(name)
         if isinstance(tensor, DTensor):
-            with _one_warning_less():
+            # experts sharded along two axes take two messages to gather, of which torch would warn tensor by tensor
+            with errors_alone("torch.distributed.tensor._redistribute"):
                 tensor = tensor.full_tensor()
         if owner and who.rank == owner:
             assert tensor is not None
@@ -391,15 +392,3 @@ def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor
             assert tensor is not None
             gathered[name] = tensor.detach().cpu().clone()
     return gathered if who.first else None
-
-
-@contextlib.contextmanager
-def _one_warning_less() -> Generator[None]:
-    """Let torch not warn, tensor by tensor, that experts sharded along two axes take two messages to gather."""
-    logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -183,13 +183,14 @@ def weights(subject: Subject) -> str:
     for residual, network in subject.networks():
         traits = residual.traits
         recording = recorded(residual, network, tokens(2, 3))
+        sums.setdefault(traits.sums_to_one, 0.0)
         for index, read in enumerate(residual.layout()):
             shown = recording.reads[index][1]
             if not read.sources or shown is None:
                 expect(not traits.sums_to_one, f"traits say sums_to_one, and read '{read.name}' has no weights")
                 continue
             apart = (shown.sum(-1) - 1.0).abs().max().item()
-            sums[traits.sums_to_one] = max(sums.get(traits.sums_to_one, 0.0), apart)
+            sums[traits.sums_to_one] = max(sums[traits.sums_to_one], apart)
             spread = max(spread, (shown - shown[:1]).abs().max().item())
             implied = residual.implied(index)
             at = f"of read '{read.name}' of {network.depth} sublayers"
