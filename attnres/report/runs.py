@@ -134,8 +134,8 @@ def load_run(folder: Path | str) -> Run:
     seed = int(config.get("seed") or 0)
     # the folder may have been renamed: its present name comes first
     names = (folder.resolve().name, str(config.get("name") or ""))
-    taken = (label_and_seed(name) for name in names)
-    labels = [one[0] for one in taken if one is not None and one[1] == seed]
+    named = (label_and_seed(name) for name in names)
+    labels = [one[0] for one in named if one is not None and one[1] == seed]
     label = labels[0] if labels else names[1] or names[0]
     by_kind: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}, "depth": {}}
     for line in read_metrics(folder / "metrics.jsonl"):  # a resumed run repeats steps: the later line counts
