@@ -22,7 +22,7 @@ from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.attention import attending_layers, weights_shown
 from attnres.inspect.attribution import ALONG, Change, each_alone, margin, prediction_of
-from attnres.inspect.edits import Edit, Edits, Steer
+from attnres.inspect.edits import ActiveEdits, Edit, Steer
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Speller, Text, TextModel, Token, as_model
 from attnres.residuals import Read, Residual, depths, labels, outputs, watched_by
@@ -181,7 +181,7 @@ def pruned(links: Sequence[Link], output: tuple[int, int], threshold: float) -> 
     return [link for link in links if abs(link.effect) >= threshold and link.target in reached]
 
 
-class Parts(Edits):
+class Parts(ActiveEdits):
     """Makes some edits and adds zero to all reads, whose gradients are then those of the reads.
 
     Attributes:

@@ -34,7 +34,7 @@ from attnres.inspect.tables import (
     show,
     since_table,
 )
-from attnres.inspect.texts import LookText, Prediction, batch_size_of, context_of, open_residual, text_of
+from attnres.inspect.texts import LookText, PredictionTarget, batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_text, piece, token_in_front
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.ops.devices import pick_device
@@ -82,9 +82,9 @@ class _Subject:
             batch_size=self.batch_size,
         )
 
-    def prediction(self, text: str) -> Prediction:
+    def prediction(self, text: str) -> PredictionTarget:
         """Return the prediction of a text that the options name. Raises UserError."""
-        return Prediction.of(self.checkpoint.tokenizer, text, self.context, self.config)
+        return PredictionTarget.of(self.checkpoint.tokenizer, text, self.context, self.config)
 
     def survey(self, tokens: int, what: str, *edits: Ablate) -> Survey:
         """Measure losses on the text with edits of the reads; a bar that is full after `tokens` says `what` is

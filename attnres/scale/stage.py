@@ -30,21 +30,18 @@ class RankCache:
     """Slots held by (microbatch, name), and gradients owed to the stage that received or computed them.
 
     Attributes:
+        held: aliases of tensors that autograd stores anyway.
         unwanted: slots that need no gradient.
-        peak: the most bytes held at once. The tensors are aliases of those that autograd stores anyway.
     """
 
     def __init__(self) -> None:
         self.held: dict[int, dict[str, Tensor]] = {}
         self.owed: dict[int, dict[str, Tensor]] = {}
         self.unwanted: set[tuple[int, str]] = set()
-        self.peak = 0
 
     def keep(self, microbatch: int, name: str, tensor: Tensor) -> None:
         """Hold a slot until `drop`, unless one of its name is held."""
         self.held.setdefault(microbatch, {}).setdefault(name, tensor.detach())
-        held = sum(t.numel() * t.element_size() for slots in self.held.values() for t in slots.values())
-        self.peak = max(self.peak, held)
 
     def drop(self, microbatch: int) -> None:
         """Release the slots of a microbatch."""
