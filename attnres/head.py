@@ -189,7 +189,7 @@ def logits_at_a_time(device: torch.device) -> int:
 
 
 def is_small(model: Any, tokens: int, device: torch.device) -> bool:
-    """Return whether all logits of so many tokens are computed at once on `device` by default."""
+    """Return whether the logits of this many tokens are computed at once on `device` by default."""
     output = model.get_output_embeddings()
     return output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)
 

@@ -317,8 +317,8 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
 
 
 def _fits(models: int, plan: ComparisonPlan, vocabulary: int) -> bool:
-    """Return whether so many models, with gradients and AdamW's state (16 bytes a parameter), take at most half the
-    free memory."""
+    """Return whether this many models, with gradients and AdamW's state (16 bytes a parameter), take at most half of
+    the free memory."""
     from attnres.models import build
 
     run = plan.first

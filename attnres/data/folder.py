@@ -66,7 +66,7 @@ class Choice:
             self.read = [path for path in self.read if path not in without]
 
     def sentence(self, name: str) -> str:
-        """Say in one line what is read and what is left out of the source `name`."""
+        """Return one line for the source `name`: how many files are read, and which are left out and why."""
         read = counted(len(self.read), "file")
         if not self.left:
             return f"source {name}: {read} read, none left out"
