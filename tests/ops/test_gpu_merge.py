@@ -138,7 +138,7 @@ NORMS = ("none", "bare", "rms", "rms_bias", "layer", "layer_bare")
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     k=st.integers(0, 4),
     tokens=st.integers(1, 5),

@@ -117,7 +117,7 @@ DTYPES = {
 
 
 @pytest.mark.long
-@settings(max_examples=12 if not ON_GPU else 200, deadline=None)
+@settings(max_examples=12 if not ON_GPU else 200)
 @given(
     n=st.integers(1, 7),
     reads=st.integers(1, 6),
