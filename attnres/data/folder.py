@@ -144,8 +144,8 @@ def _saved_splits(folder: Path) -> Choice:
     if "train" not in splits and len(splits) != 1:
         raise UserError(f"{folder} has the splits {', '.join(splits)}: name one, for example {folder / splits[0]}")
     split = "train" if "train" in splits else Path(splits[0]).name
-    others = [name for name in splits if name != split]
-    return Choice(_saved(folder / split), {"another split": others} if others else {})
+    other_splits = [name for name in splits if name != split]
+    return Choice(_saved(folder / split), {"another split": other_splits} if other_splits else {})
 
 
 def _saved(folder: Path) -> list[Path]:

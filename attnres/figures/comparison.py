@@ -188,14 +188,14 @@ def in_words(label: str, residual: str) -> str:
     ('block, num blocks 4, query rate 0.000133', 'my-model')
     """
     name, *parts = re.split("-(?=[a-z])", label)
-    known = dict(WORDS)
+    words = dict(WORDS)
     if residual in RESIDUALS:
-        known = {setting: setting.replace("_", " ") for setting in settings_of(residual)} | known
+        words = {setting: setting.replace("_", " ") for setting in settings_of(residual)} | words
     for part in parts:
-        setting = max((one for one in known if part.startswith(one) and part != one), key=len, default=None)
+        setting = max((one for one in words if part.startswith(one) and part != one), key=len, default=None)
         if setting is None:
             return label
-        name += f", {known[setting]} {part.removeprefix(setting)}"
+        name += f", {words[setting]} {part.removeprefix(setting)}"
     return name
 
 
