@@ -1,12 +1,12 @@
 import contextlib
 import fnmatch
+import importlib.util
 import os
 import random
 import shutil
 import time
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 
@@ -17,9 +17,12 @@ from attnres.residuals import registry
 if not torch.cuda.is_available():  # Triton's kernels run in its interpreter; to be said before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# A run of the tests is that of the commit, on a slow machine too.
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
-hypothesis.settings.load_profile("repeatable")
+if importlib.util.find_spec("hypothesis"):  # a machine that only runs tests/gpu may lack it
+    from hypothesis import settings
+
+    # A run of the tests is that of the commit, on a slow machine too.
+    settings.register_profile("repeatable", derandomize=True, deadline=None)
+    settings.load_profile("repeatable")
 
 
 @contextlib.contextmanager
