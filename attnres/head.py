@@ -162,11 +162,11 @@ def is_apart(model: Any) -> bool:
     if head is None:
         return False
     ids = torch.arange(min(8, len(head.weight)), device=head.weight.device)[None]
-    taken: list[Tensor] = []
+    seen: list[Tensor] = []
 
     def replace(module: nn.Module, args: tuple[Tensor, ...], z: Tensor) -> Tensor:
-        taken.extend((args[0], torch.linspace(-200, 200, z.numel(), device=z.device).view(z.shape).to(z.dtype)))
-        return taken[-1]
+        seen.extend((args[0], torch.linspace(-200, 200, z.numel(), device=z.device).view(z.shape).to(z.dtype)))
+        return seen[-1]
 
     handle = model.get_output_embeddings().register_forward_hook(replace)
     try:
@@ -176,7 +176,7 @@ def is_apart(model: Any) -> bool:
     finally:
         handle.remove()
     rtol, atol = (1e-2, 1e-2) if logits.element_size() < 4 else (1e-4, 1e-5)
-    pairs = ((hidden, taken[0]), (head.after(taken[1]), logits))
+    pairs = ((hidden, seen[0]), (head.after(seen[1]), logits))
     return all(torch.allclose(ours, theirs, rtol=rtol, atol=atol) for ours, theirs in pairs)
 
 
@@ -189,7 +189,7 @@ def logits_at_a_time(device: torch.device) -> int:
 
 
 def is_small(model: Any, tokens: int, device: torch.device) -> bool:
-    """Return whether all logits of so many tokens are computed at once on `device` by default."""
+    """Return whether the logits of this many tokens are computed at once on `device` by default."""
     output = model.get_output_embeddings()
     return output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)
 
@@ -297,11 +297,11 @@ def _part(head: Head, x: Tensor, y: Tensor, soft: Soft | None, theirs: Tensor | 
         entropy = losses_and_gradients(grad, y, head.scale, head.cap).sum()
         return grad, torch.stack([entropy, entropy, torch.zeros_like(entropy)])
     z = head.logits(x)
-    here = torch.arange(len(y), device=y.device)
+    rows = torch.arange(len(y), device=y.device)
     logp = F.log_softmax(z, -1)
-    entropy = -logp[here, y].sum()
+    entropy = -logp[rows, y].sum()
     grad = logp.exp_()
-    grad[here, y] -= 1
+    grad[rows, y] -= 1
     if soft is None or theirs is None:
         return head.before(grad, z), torch.stack([entropy, entropy, torch.zeros_like(entropy)])
     weight, temperature = soft.weight, soft.temperature

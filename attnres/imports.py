@@ -14,22 +14,15 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, str], deprecated: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make `__getattr__` and `__dir__` for a package, which import public names from their modules, and submodules.
 
     Args:
         package: `__name__` of the package.
         homes: name -> the module that defines it.
-        deprecated: names in `homes` that the next version removes -> what to write instead. They warn.
     """
 
     def get(name: str) -> Any:
-        if deprecated and name in deprecated:
-            message = f"{package}.{name} goes with the next version: write {deprecated[name]}"
-            warnings.warn(message, DeprecationWarning, stacklevel=2)
-            return getattr(importlib.import_module(homes[name]), name)
         if name in homes:
             value = getattr(importlib.import_module(homes[name]), name)
             setattr(sys.modules[package], name, value)
@@ -43,7 +36,7 @@ def lazy_names(
         raise AttributeError(f"module '{package}' has no attribute '{name}'")
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes} - {*(deprecated or ())})
+        return sorted({*vars(sys.modules[package]), *homes})
 
     return get, names
 

@@ -4,6 +4,7 @@ progress with the time left, and one look for the plots."""
 import argparse
 import gc
 import importlib.metadata
+import importlib.util
 import math
 import shlex
 import statistics
@@ -15,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
 from attnres.device import in_turn, spread
-from attnres.figures.style import MUTED, save, style
 from attnres.files import write_json
 from attnres.ops.dispatch import KERNELS
 from attnres.progress import Bar, Bars
@@ -301,8 +300,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 def finish(
     path: Path, result: dict[str, Any], groups: Mapping[str, Mapping[str, float]], unit: str, title: str
 ) -> None:
-    """Write the result and its bar chart beside it."""
+    """Write the result and its bar chart beside it; no chart on a machine without matplotlib."""
     write_json(path, result)
+    if importlib.util.find_spec("matplotlib") is None:
+        print(f"wrote {path}; matplotlib, which draws its chart, is not installed")
+        return
     plot = path.with_suffix(".svg")
     bar_chart(plot, groups, unit, title)
     print(f"wrote {path} and {plot}")
@@ -315,6 +317,10 @@ def colour(label: str) -> str:
 
 def bar_chart(path: Path, groups: Mapping[str, Mapping[str, float]], unit: str, title: str) -> None:
     """Horizontal bars with their values, one panel a group, in the order given."""
+    from matplotlib.figure import Figure
+
+    from attnres.figures.style import MUTED, save, style
+
     groups = {name: values for name, values in groups.items() if values}
     if not groups:
         return

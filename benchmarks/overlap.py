@@ -21,6 +21,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from attnres.files import write_json
@@ -86,12 +87,32 @@ def note_waits() -> None:
     dist.Work.wait = noted
 
 
+def note_sends() -> list[int]:
+    """Return a list to which every message between stages adds its bytes from now on."""
+    sent: list[int] = []
+
+    def noted(way: str) -> None:
+        operations = getattr(PipelineStage, way)
+
+        def counted(stage: PipelineStage, chunk: int) -> list[dist.P2POp]:
+            made = operations(stage, chunk)
+            sent.extend(each.tensor.numel() * each.tensor.element_size() for each in made)
+            return made
+
+        setattr(PipelineStage, way, counted)
+
+    noted("get_fwd_send_ops")
+    noted("get_bwd_send_ops")
+    return sent
+
+
 def work(options: argparse.Namespace) -> None:
     """Run and profile the steps in one of the processes; the first one writes what all of them measured."""
     torch.set_num_threads(1)
     who, rows = join_processes("cpu"), {}
     group = dist.new_group(list(range(who.world_size)))
     note_waits()
+    sent = note_sends()
     for name in SCHEDULES:
         torch.manual_seed(options.seed)
         size = {"family": "qwen3", "hidden_size": options.width, "num_hidden_layers": LAYERS, "head_dim": 32}
@@ -114,12 +135,12 @@ def work(options: argparse.Namespace) -> None:
         x, y = (torch.randint(WORDS, (MICROBATCHES * options.batch, options.tokens)) for _ in "xy")
         steps: list[dict[str, float]] = []
         for number in range(WARM_UP + STEPS):
-            pipe.sent.forward = pipe.sent.backward = 0
+            sent.clear()
             who.wait()
             with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function(STEP):
                 pipe.step(x, y, 1 / y.numel())
             if number >= WARM_UP:
-                steps.append({**figures(profiled), "sent_bytes": 4 * (pipe.sent.forward + pipe.sent.backward)})
+                steps.append({**figures(profiled), "sent_bytes": sum(sent)})
         middle = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
         spread = {key: [min(step[key] for step in steps), max(step[key] for step in steps)] for key in steps[0]}
         rows[name] = who.gather({**middle, "ranges": spread})

@@ -14,6 +14,7 @@ gpu-pack` makes a folder of what a machine with PyTorch and Transformers alone l
 import argparse
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import platform
@@ -24,6 +25,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -32,15 +34,21 @@ from typing import Any, ClassVar
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 ROWS = HERE / "results" / "gpu.jsonl"
+TRIED = ROOT / "build" / "round" / "cpu.jsonl"
+"""Rows of everything in small, which stand on no page."""
 PACK = ROOT / "build" / "gpu-pack"
-KERNELS = ("attnres/ops", "attnres/head.py", "attnres/residuals/mechanisms", "attnres/training/graphs.py")
+KERNELS = (
+    *("attnres/ops", "attnres/head.py", "attnres/loss_kernel.py", "attnres/residuals/mechanisms", "attnres/streams"),
+    *("attnres/residuals/program.py", "attnres/training/graphs.py", "attnres/training/muon.py"),
+)
 """What a time depends on: rows of other sources are rows of another program."""
 LEAST = 20.0
 """Seconds below which no experiment is begun."""
 NEEDED = (
-    *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "tyro", "docstring_parser", "typeguard"),
-    *("rich", "pygments", "pyarrow", "matplotlib", "PIL", "yaml"),
+    *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "yaml"),
+    *("tyro", "docstring_parser", "typeguard", "rich", "pygments"),
 )
+"""Without these no experiment runs: those that come with PyTorch, Triton and Transformers; those of the pack."""
 Row = dict[str, Any]
 
 
@@ -258,7 +266,11 @@ class Tests:
         os.chdir(ROOT)
         # Warnings are no errors here: the versions are others than those that tests are made on.
         words = ["-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider", *self.words]
-        status = pytest.main(words, plugins=[Reports()])
+        said = io.StringIO()
+        with redirect_stderr(said):  # where pytest says why it does not begin
+            status = pytest.main(words, plugins=[Reports()])
+        if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
+            raise RuntimeError(f"pytest ended with {status!r}: {said.getvalue() or failures}")
         cut = {"cut": "its time is spent"} if time.monotonic() > end else {}
         yield {"tests": list(self.words), "status": int(status), **counts, **cut, "failures": failures}
 
@@ -536,11 +548,15 @@ def page(rows: Sequence[Row]) -> str:
     is none."""
     last = _last(rows)
     measured_by = f"captured beside eager, `{_command('equality of captured steps')}`"
-    lines = [f"| {measured_by} | largest difference of a loss | of eager steps made again | |", "|---|---|---|---|"]
+    names = ("largest difference of a loss", "of eager steps made again", "equal to rounding", "taken, device")
+    lines = [f"| {measured_by} | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
     for variant in ("standard", "block", "full"):
         row = last.get(("equality of captured steps", variant))
-        found = "not measured | |" if row is None else f"{row['captured']:.1e} | {row['again']:.1e} | {row['step']}"
-        lines.append(f"| {variant}, {row['steps'] if row else 200} steps | {found} |")
+        found = "not measured | | | |"
+        if row is not None:
+            differences, equal = f"{row['captured']:.1e} | {row['again']:.1e}", "yes" if row["equal"] else "**no**"
+            found = f"{differences} | {equal} | {row['step']}, {row['of']['device']} |"
+        lines.append(f"| {variant}, {row['steps'] if row else 200} steps | {found}")
     return "\n".join([*lines, "", steps_table(rows, GOALS), "", others_table(rows)])
 
 
@@ -600,7 +616,10 @@ def others_table(rows: Sequence[Row]) -> str:
         made = [row for row in rows if row.get("round") == experiment and ("result" in row or "tokens_per_s" in row)]
         value = "not measured"
         if made:
-            value = found(made[-1].get("result", made[-1]))
+            try:
+                value = found(made[-1].get("result", made[-1]))
+            except (KeyError, IndexError, ValueError):  # a candidate that failed has its reason in place of a time
+                value = "failed, its row says why"
             value += f", {made[-1]['of']['device']}"
         lines.append(f"| {what} | {goal} | {value} | `{_command(experiment)}` |")
     return "\n".join(lines)
@@ -726,26 +745,36 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=None, help="experiments, or how their names begin, done or not")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="on a CPU everything is tiny")
     parser.add_argument("--pack", type=Path, default=PACK, help="the folder that make gpu-pack has made")
-    parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows")
+    parser.add_argument("--rows", type=Path, help=f"the file of rows; {ROWS.name}, or on a CPU {TRIED.name} of build")
     parser.add_argument("--list", action="store_true", help="list the experiments")
     parser.add_argument("--page", action="store_true", help="write the tables of docs/explanation/kernels.md anew")
     parser.add_argument("--in-process", action="store_true", help="no process for each: limits are not kept")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.page:
-        for path, tables in pages(read_rows(options.rows)).items():
+        for path, tables in pages(read_rows(options.rows or ROWS)).items():
             write_page(tables, path)
         return 0
     end = time.monotonic() + options.budget
     use_pack(options.pack)
     if names := missing():
         parser.error(f"{', '.join(names)} cannot be imported here: make gpu-pack, where there is a network, packs them")
+    from attnres.errors import UserError
+    from attnres.ops.devices import pick_device
+
+    try:
+        pick_device(options.device)
+    except UserError as error:
+        parser.error(str(error))
+    options.rows = options.rows or (ROWS if options.device == "cuda" else TRIED)
     command = Command(
         Place(options.device, options.device == "cpu", options.pack, options.rows.parent),
         facts(options.device),
         options.rows,
     )
     if options.one:
+        paths = os.environ.get("PYTHONPATH"), str(ROOT), str(options.pack / "site")  # for processes that it starts
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command.run(options.one)
         return 0
     chosen = [name for name in ROUNDS if options.only is None or _asked(name, options.only)]

@@ -117,12 +117,12 @@ class Page:
         for number in view.models:
             if isinstance(self.models[number], Learned):
                 raise UserError(f"{self.models[number].label} reads no text: choose another step")
-        known = tuple(cut for cut in view.cuts if self._has(cut))
-        if known != view.cuts:
+        cuts = tuple(cut for cut in view.cuts if self._has(cut))
+        if cuts != view.cuts:
             message = (
                 message or "Some cuts of this link are of edges that these models do not have: they were left out."
             )
-        view = replace(view, cuts=known)
+        view = replace(view, cuts=cuts)
         self._let_go(view.models)
         panes: list[dict[str, Any]] = []
         for number in view.models:
@@ -180,8 +180,8 @@ class Page:
     def patch(self, view: View, report: Report) -> dict[str, Any]:
         """Patch every edge of the text with the other text's vector, in the first model. Raises UserError."""
         model = self.models[view.models[0]]
-        asked = self.asked(view, view.models[0])._replace(target=view.target, cuts=frozenset(self._everywhere(view)))
-        patching = model.patch(asked, view.other, report)
+        question = self.asked(view, view.models[0])._replace(target=view.target, cuts=frozenset(self._everywhere(view)))
+        patching = model.patch(question, view.other, report)
         return plain(
             {
                 "tokens": len(patching.aligned),

@@ -39,20 +39,9 @@ _HOMES = {
     "survey": "CorpusEffect corpus_effect",
 }
 """Names by the module that defines them. They are imported when asked for: flags need none of it."""
-_DEPRECATED = {
-    "KnockOut": "Ablate",
-    "Uniform": "Reweigh(lambda p, names: p.mean(-1, keepdim=True))",
-    "Recency": "Reweigh(lambda p, names: torch.eye(len(names))[-1])",
-    "Pin": "Reweigh(lambda p, names: weights, reads)",
-    "Swap": "Reweigh with a function that exchanges two rows of p",
-    "AddLogit": "Reweigh(lambda p, names: (p.log() + delta * mask).softmax(-1))",
-}
-"""Names that work for one more version, in `deprecated`, and what to write instead."""
 __getattr__, __dir__ = lazy_names(
     __name__,
-    {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names.split()}
-    | dict.fromkeys(_DEPRECATED, f"{__name__}.deprecated"),
-    _DEPRECATED,
+    {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names.split()},
 )
 
 __all__ = [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.head import evaluating
 from attnres.inspect import notebook
-from attnres.inspect.edits import Ablate, Edit, Edits, intervene, position_of
+from attnres.inspect.edits import Ablate, ActiveEdits, Edit, intervene, position_of
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, Token, as_model, last_log_probs, prompt_ids, token_id
 from attnres.models.replay import Replay
@@ -168,7 +168,7 @@ def attribute(
         before = margin(row, known, rival).item()
 
         def result() -> Attribution:
-            there = np.array(choice) & ~np.isnan(knockout)
+            is_measured = np.array(choice) & ~np.isnan(knockout)
             return Attribution(
                 position=position,
                 target=known,
@@ -177,7 +177,7 @@ def attribute(
                 layout=probe.layout,
                 knockout=as_rows(knockout, probe.sources),
                 gradient=as_rows(gradient, probe.sources),
-                agreement=agreement(np.array(knockout)[there], np.array(gradient)[there]),
+                agreement=agreement(np.array(knockout)[is_measured], np.array(gradient)[is_measured]),
                 against=rival,
                 before=before,
             )
@@ -199,8 +199,8 @@ def attribute(
 def prediction_of(
     model: Any, text: Text, position: int, target: Token | None, against: Token | None
 ) -> tuple[Tensor, int, int | None, int | None]:
-    """Return a text's ids (1, position + 1), the number of the position, the id of the target, None for the likeliest
-    of what follows the last token, and that of the token it is compared with. Raises UserError."""
+    """Return a text's ids (1, position + 1), the position, the target's id and that of the token it is compared with.
+    The target is by default the token after the position, None at the end of the text. Raises UserError."""
     ids = prompt_ids(model, text)
     position = position_of(position, ids.shape[1])
     if target is not None:
@@ -292,10 +292,9 @@ def as_rows(values: Sequence[float], sources: Sequence[Sequence[Any]]) -> list[l
     return [[next(rest) for _ in names] for names in sources]
 
 
-class _Probe(Edits):
-    """Makes some edits, and adds zero to all weights, whose gradients are then those of the weights:
-    dL/dp_i = <dL/dh, v_i>. As an observer it keeps the inner products of each read's sources, from which the lengths of
-    all edited reads follow."""
+class _Probe(ActiveEdits):
+    """Applies edits, and adds a zero to every weight, whose gradient is that of the weight: dL/dp_i = <dL/dh, v_i>. As
+    an observer it stores the inner products of each read's sources, from which the lengths of edited reads follow."""
 
     def __init__(self, residual: Residual, edits: Sequence[Edit]) -> None:
         super().__init__(residual, edits)

@@ -22,7 +22,7 @@ from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.attention import attending_layers, weights_shown
 from attnres.inspect.attribution import ALONG, Change, each_alone, margin, prediction_of
-from attnres.inspect.edits import Edit, Edits, Steer
+from attnres.inspect.edits import ActiveEdits, Edit, Steer
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Speller, Text, TextModel, Token, as_model
 from attnres.residuals import Read, Residual, depths, labels, outputs, watched_by
@@ -145,8 +145,8 @@ class Circuit(notebook.Result):
             "activation": None,
         }
         if place == last:
-            said = f'Output "{self.words(self.target)}" (p={self.probability:.3f})'
-            values |= {"clerp": said, "token_prob": self.probability, "is_target_logit": True}
+            label = f'Output "{self.words(self.target)}" (p={self.probability:.3f})'
+            values |= {"clerp": label, "token_prob": self.probability, "is_target_logit": True}
         return values
 
     def _about(self) -> str:
@@ -181,8 +181,8 @@ def pruned(links: Sequence[Link], output: tuple[int, int], threshold: float) -> 
     return [link for link in links if abs(link.effect) >= threshold and link.target in reached]
 
 
-class Parts(Edits):
-    """Makes some edits and adds zero to all reads, whose gradients are then those of the reads.
+class Parts(ActiveEdits):
+    """Applies edits, and adds a zero vector to every read, whose gradient is that of the read.
 
     Attributes:
         h: (T, d) of each read. rows: (T, L+1), the depth mixing matrix. zeros: what was added.
@@ -220,8 +220,8 @@ class Parts(Edits):
         return self.rows[index][:, output, None].to(vector) * vector
 
     def estimates(self, index: int, grad: Tensor) -> Tensor:
-        """Return (T, outputs): the first-order change of what `grad` (T, d) is the gradient of when what an output adds
-        to a read is taken out.
+        """Return (T, outputs): to first order, the change of a value with gradient `grad` (T, d) when the part that an
+        output adds to a read is removed.
 
         A norm after the read hides its length: where the gradient has no part along it, the read without the part is
         brought to its length first, as in `attribute`.
@@ -352,9 +352,9 @@ def _backward(
         attentions = [one for one in getattr(out, "attentions", None) or () if one is not None and one.requires_grad]
         row = log_probs(out.logits[0, -1])
         known = int(row.argmax()) if target is None else target
-        wanted = [*parts.zeros, *attentions]
+        inputs = [*parts.zeros, *attentions]
         value = margin(row, known, against)
-        grads = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
     between = {}
     if attentions:
         first = {read.number: i for i, read in reversed(list(enumerate(parts.layout))) if read.kind == "attention"}

@@ -359,7 +359,7 @@ def intervene(model: Any, *edits: Edit) -> Generator[None]:
     residual = find_residual(model)
     if residual.editor is not None:
         raise UserError("this model is being edited already: give all edits to one `intervene`")
-    editor = Edits(residual, edits)
+    editor = ActiveEdits(residual, edits)
     model = getattr(model, "__self__", model)  # a method's module
     base: Any = getattr(model, "depth_base", model)  # which a head calls, and users may
     hook = base.register_forward_pre_hook(editor.see_cache, with_kwargs=True)
@@ -389,8 +389,8 @@ class Watch(Editor):
         return weights
 
 
-class Edits(Watch):
-    """The edits of one `intervene`."""
+class ActiveEdits(Watch):
+    """Applies the edits of one `intervene` to passes."""
 
     def __init__(self, residual: Residual, edits: Iterable[Edit]) -> None:
         super().__init__(residual)

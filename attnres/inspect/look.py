@@ -34,7 +34,7 @@ from attnres.inspect.tables import (
     show,
     since_table,
 )
-from attnres.inspect.texts import LookText, Prediction, batch_size_of, context_of, open_residual, text_of
+from attnres.inspect.texts import LookText, PredictionTarget, batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import check_text, piece, token_in_front
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.ops.devices import pick_device
@@ -82,9 +82,9 @@ class _Subject:
             batch_size=self.batch_size,
         )
 
-    def prediction(self, text: str) -> Prediction:
+    def prediction(self, text: str) -> PredictionTarget:
         """Return the prediction of a text that the options name. Raises UserError."""
-        return Prediction.of(self.checkpoint.tokenizer, text, self.context, self.config)
+        return PredictionTarget.of(self.checkpoint.tokenizer, text, self.context, self.config)
 
     def survey(self, tokens: int, what: str, *edits: Ablate) -> Survey:
         """Measure losses on the text with edits of the reads; a bar that is full after `tokens` says `what` is
@@ -155,13 +155,13 @@ def _load(config: InspectConfig, checkpoint: Checkpoint) -> Any:
 
 def _check_options(config: InspectConfig, text: LookText, residual: str) -> None:
     """Refuse with a UserError options of which one needs another, and --prune of a `residual` that it cannot prune."""
-    asked = {"--attribute": config.attribute, "--patch": config.patch is not None, "--lens": config.lens}
-    named = [option for option, given in asked.items() if given]
+    given_by_option = {"--attribute": config.attribute, "--patch": config.patch is not None, "--lens": config.lens}
+    named = [option for option, given in given_by_option.items() if given]
     if named and text.alone is None:
         raise UserError(f"{named[0]} looks at a prediction of one text: give it with --text or --file")
     for option, given, used in (
-        ("position", config.position != InspectConfig.position, [*asked, "--knock-out"]),
-        ("target", config.target is not None, list(asked)),
+        ("position", config.position != InspectConfig.position, [*given_by_option, "--knock-out"]),
+        ("target", config.target is not None, list(given_by_option)),
         ("against", config.against is not None, ["--attribute", "--patch"]),
     ):
         there = [*named, *(["--knock-out"] if config.knock_out and text.alone is not None else [])]

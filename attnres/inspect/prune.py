@@ -20,8 +20,8 @@ Sources are not normed, so that a small weight on a large one may be much of wha
 
 
 @dataclass(frozen=True)
-class Edge:
-    """A source of a read.
+class EdgeWeight:
+    """A source of a read, and its share of it.
 
     Attributes:
         mean, high, largest: its share in the read, |weight| / sum |weights|: of the mean weights, what 99% of tokens
@@ -65,10 +65,10 @@ class PruneReport(notebook.Result):
     """
 
     threshold: float
-    edges: list[Edge]
+    edges: list[EdgeWeight]
     sources: list[SourceUse]
 
-    def below(self, which: Which) -> list[Edge]:
+    def below(self, which: Which) -> list[EdgeWeight]:
         """Return the edges that could go, lightest first."""
         edges = [edge for edge in self.edges if getattr(edge, which) < self.threshold]
         return sorted(edges, key=lambda edge: getattr(edge, which))
@@ -131,7 +131,7 @@ def prune_report(inspection: Inspection, threshold: float = 0.01) -> PruneReport
     assert routing is not None
     if "high" not in routing or "largest" not in routing:
         raise UserError("this inspection holds means alone: one of `inspect_model` says how weights spread over tokens")
-    edges, uses = [], dict[str, list[Edge]]()
+    edges, uses = [], dict[str, list[EdgeWeight]]()
     for index, read in enumerate(inspection.layout):
         if len(read.sources) < 2:
             continue
@@ -142,7 +142,7 @@ def prune_report(inspection: Inspection, threshold: float = 0.01) -> PruneReport
         for source, *values in zip(*rows, strict=True):
             if source.kind == "null":  # no vector is loaded for it
                 continue
-            edge = Edge(read.name, source.name, *values)
+            edge = EdgeWeight(read.name, source.name, *values)
             edges.append(edge)
             uses.setdefault(source.name, []).append(edge)
     sources = []

@@ -18,7 +18,7 @@ from attnres.inspect.patching import Patching
 from attnres.inspect.prune import PruneReport
 from attnres.inspect.steps import StepChange
 from attnres.inspect.survey import Survey, loss_change
-from attnres.inspect.texts import Prediction
+from attnres.inspect.texts import PredictionTarget
 from attnres.progress import grid, say, wide
 from attnres.residuals import Read, Source, depths
 from attnres.stats import or_none
@@ -328,7 +328,7 @@ def next_tokens(effects: dict[str, Effect], console: Console) -> None:
     print_table(console, ("without", "likeliest after the text", "p before", "p after"), rows)
 
 
-def attribution_table(attribution: Attribution, prediction: Prediction, console: Console) -> None:
+def attribution_table(attribution: Attribution, prediction: PredictionTarget, console: Console) -> None:
     """Print the edges that the prediction depends on most."""
     what = prediction.what(attribution.target, attribution.against)
     say(console, f"\n{what}: {number(attribution.before)}")
@@ -346,7 +346,7 @@ def attribution_table(attribution: Attribution, prediction: Prediction, console:
     )
 
 
-def patching_table(patching: Patching, prediction: Prediction, console: Console) -> None:
+def patching_table(patching: Patching, prediction: PredictionTarget, console: Console) -> None:
     """Print the edges whose vectors, taken from another text, restore most of that text's prediction."""
     what = prediction.what(patching.target, patching.against)
     say(console, f"\n{what}: {number(patching.corrupted)}; in the other text {number(patching.clean)}")
@@ -362,7 +362,7 @@ def patching_table(patching: Patching, prediction: Prediction, console: Console)
     say(console, f"restored: 0 changes nothing, 1 gives the other text's number; the texts are aligned {how}")
 
 
-def lens_table(lens: Lens, prediction: Prediction, console: Console) -> None:
+def lens_table(lens: Lens, prediction: PredictionTarget, console: Console) -> None:
     """Print the logit lens: each read through the final norm and the head."""
     _, head, rows = lens.as_table()
     print_table(console, head, rows)

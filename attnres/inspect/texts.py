@@ -110,8 +110,8 @@ def batch_size_of(batch_tokens: int, checkpoint: Checkpoint, context: int) -> in
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """The prediction that --position, --target and --against name.
+class PredictionTarget:
+    """The token and position that --position, --target and --against name.
 
     Attributes:
         ids: of the text, with the tokens that the tokenizer puts in front; of a longer text than the model takes a part
@@ -127,8 +127,8 @@ class Prediction:
     batch_size: int
 
     @classmethod
-    def of(cls, tokenizer: Any, text: str, context: int, config: InspectConfig) -> "Prediction":
-        """Find it. Raises UserError for a position that the text does not have."""
+    def of(cls, tokenizer: Any, text: str, context: int, config: InspectConfig) -> "PredictionTarget":
+        """Return the target that the options name. Raises UserError for a position that the text does not have."""
         front, ids = token_in_front(tokenizer), encode(tokenizer, text).ids.tolist()
         place = position_of(config.position, len(ids))
         room = context - len(front)
@@ -139,7 +139,7 @@ class Prediction:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """The arguments by which `attribute`, `patch` and `circuit` are asked for it."""
+        """The arguments of `attribute`, `patch` and `circuit` for it."""
         return {name: getattr(self, name) for name in ("position", "target", "against", "batch_size")}
 
     def word(self, token: int) -> str:

@@ -35,7 +35,7 @@ SHARD = "5GB"
 def export_model(
     model: DepthMixin | str | Path, out: str | Path, to: str | None = None, *, trust_remote_code: bool = False
 ) -> str:
-    """Write a model with depth reads as it is, weights bit for bit, with its tokenizer and generation settings.
+    """Write a model with depth reads, its weights bit for bit, with its tokenizer and generation settings.
 
     >>> print(export_model("wdlctc/open-attnres-block", "models/cumulative"))     # doctest: +SKIP
     >>> print(export_model("runs/mine", "exported", to="fla"))                    # doctest: +SKIP
@@ -62,8 +62,8 @@ def export_model(
         checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
         if checkpoint.kind == "plain":
             raise UserError(f"{model} is a plain model, which has no depth reads to write: give it some with convert")
-        theirs = [kind.name for kind in formats_of(checkpoint.fields)]
-        name, extra_files = " ".join([str(model), *(f"({format})" for format in theirs)]), checkpoint.files_beside()
+        formats = [kind.name for kind in formats_of(checkpoint.fields)]
+        name, extra_files = " ".join([str(model), *(f"({format})" for format in formats)]), checkpoint.files_beside()
         model = cast(DepthMixin, checkpoint.load())
     if not isinstance(model, DepthMixin):
         raise UserError(f"a {name} was given: expected a model of attnres")

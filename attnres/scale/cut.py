@@ -94,8 +94,8 @@ def crossings(
         if keep_made:
             has[sender] |= kept
         # Between two stages of one rank everything is passed on, which costs nothing.
-        there = set() if sender == receiver else has[receiver]
-        sent = tuple(place for place, slot in enumerate(slots) if slot.name not in there)
+        held_there = set() if sender == receiver else has[receiver]
+        sent = tuple(place for place, slot in enumerate(slots) if slot.name not in held_there)
         table.append(Crossing(slots, sent, sender == receiver))
         has[receiver] |= kept
     return tuple(table)
@@ -169,7 +169,7 @@ def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple
 
 
 def cut_of(layers: Sequence[int], ranks: Sequence[int], *, sublayers: int = 2) -> PipelineCut:
-    """Return the cut with these numbers of layers a stage; `sublayers` are those of a layer.
+    """Return the cut with these numbers of layers in its stages. A layer has `sublayers` sublayers.
 
     Raises:
         UserError: an inner stage without a layer.

@@ -52,42 +52,26 @@ def stage_class() -> type[PipelineStage]:
 
 
 class LeanStage(PipelineStage):
-    """torch's stage, with receive buffers that exist from the receive until their use.
-
-    Attributes:
-        stock: bytes that torch's stage would hold all the time.
-        live, peak: bytes of receive buffers now, and at most.
-    """
-
-    stock = live = peak = 0
+    """torch's stage, with receive buffers that exist from the receive until their use."""
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> Any:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
-        self.stock += self._bytes(self.args_recv_info)
         self._drop(self.args_recv_info, range(num_microbatches))
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> Any:
         super()._setup_backward_recv_info(num_microbatches)
-        self.stock += self._bytes(self.grad_recv_info)
         self._drop(self.grad_recv_info, range(num_microbatches))
-
-    def _bytes(self, infos: Mapping[int, Any]) -> int:
-        every = (info for several in infos.values() for info in several if not info.is_root_arg)
-        return sum(_size(info.buffer) for info in every if info.buffer is not None)
 
     def _drop(self, infos: Mapping[int, Any], chunks: Iterable[int]) -> None:
         for chunk in chunks:
             for info in infos.get(chunk, ()):
-                if not info.is_root_arg and info.buffer is not None:
-                    self.live = max(0, self.live - _size(info.buffer))
+                if not info.is_root_arg:
                     info.buffer = None
 
     def _make(self, infos: Iterable[Any]) -> None:
         for info in infos:
             if not info.is_root_arg and info.tensor_meta is not None and info.buffer is None:
                 info.buffer = torch_utils._make_tensor_from_meta(info.tensor_meta, self.device)
-                self.live += _size(info.buffer)
-                self.peak = max(self.peak, self.live)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         self._make(self.args_recv_info[fwd_chunk_id])
@@ -121,7 +105,3 @@ class LeanStage(PipelineStage):
         self._drop(self.grad_recv_info, [bwd_chunk_id])
         if loss is not None and full_backward:
             loss.detach_()  # the schedule keeps losses until the end of the step, and their graphs hold all leaves
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

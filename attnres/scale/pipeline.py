@@ -13,7 +13,6 @@ dualpipev                DualPipeV                2                there and bac
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from attnres.models import DepthMixin
 from attnres.models.step_cost import share_of_token
 from attnres.ops import compute_dtype
 from attnres.scale.cut import PipelineCut, balanced, crossings, cut_of, placed
-from attnres.scale.lean_stage import LeanStage, stage_class
+from attnres.scale.lean_stage import stage_class
 from attnres.scale.shard import local
 from attnres.scale.stage import RankCache, StageModule, refuse_stages, shapes, shell
 
@@ -66,14 +65,14 @@ def stages_each(name: str) -> int:
 
 def fitting_microbatches(name: str, ranks: int, virtual: int, *, at_least: int = 1, divides: int | None = None) -> int:
     """Return the smallest number of micro-batches that the schedule accepts, and that divides `divides` if possible."""
-    taken = []
+    accepted = []
     for count in range(at_least, at_least + 2 * ranks * virtual + 1):
         with contextlib.suppress(UserError):
             check_schedule(name, ranks, virtual, count)
-            taken.append(count)
-    if not taken:
+            accepted.append(count)
+    if not accepted:
         check_schedule(name, ranks, virtual, at_least)  # raises the error that no number of micro-batches avoids
-    return next((count for count in taken if divides is not None and divides % count == 0), taken[0])
+    return next((count for count in accepted if divides is not None and divides % count == 0), accepted[0])
 
 
 def check_schedule(name: str, ranks: int, virtual: int, microbatches: int) -> None:
@@ -125,13 +124,13 @@ def plan_cut(
         UserError: more stages than layers, or `layers` of another number of stages.
     """
     stages = ranks * virtual
-    where = placed(stages, ranks, v_shaped=schedule_named(schedule).v_shaped)
+    rank_of = placed(stages, ranks, v_shaped=schedule_named(schedule).v_shaped)
     if layers is None:
         of_layers, head = costs or layer_costs(model)
         layers = balanced(of_layers, stages, last=head)
     elif sum(layers) != len(model.depth_layers):
         raise UserError(f"the layers of the stages are {list(layers)}, and the model has {len(model.depth_layers)}")
-    return cut_of(layers, where, sublayers=len(model.residual.itself().sublayers))
+    return cut_of(layers, rank_of, sublayers=len(model.residual.itself().sublayers))
 
 
 def refuse_schedule(model: DepthMixin, cut: PipelineCut, name: str, *, shards: int, loss: str) -> None:
@@ -160,7 +159,6 @@ class Pipeline:
 
     Attributes:
         stages: the modules of its stages. `model` is taken apart: do not use it afterwards.
-        sent: elements of tensors that were sent to other ranks, `forward` and `backward`.
 
     Args:
         model: the whole model, equal on every rank.
@@ -194,7 +192,7 @@ class Pipeline:
         self.residual = model.residual
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.table = crossings(self.residual.itself(), cut, cached=cached)
-        self.cache, self.sent = RankCache(), SimpleNamespace(forward=0, backward=0)
+        self.cache = RankCache()
         self.width = model.config.hidden_size
         self.dtype = self.residual.itself().stream_dtype or next(model.depth_layers[0].parameters()).dtype
         head: Any = model.get_output_embeddings()
@@ -202,8 +200,8 @@ class Pipeline:
         ends = [stage for stage in (0, cut.stages - 1) if cut.ranks[stage] == self.rank]
         self.tied = [p for p in head.parameters() if id(p) in tied and len(ends) == 1]
         """Parameters of which the first stage's rank and the last one's have a copy each."""
-        here = [stage for stage, rank in enumerate(cut.ranks) if rank == self.rank]
-        self.stages = [StageModule(shell(model), stage, cut, self.table, self.cache, losses, cast) for stage in here]
+        stages = [stage for stage, rank in enumerate(cut.ranks) if rank == self.rank]
+        self.stages = [StageModule(shell(model), stage, cut, self.table, self.cache, losses, cast) for stage in stages]
         self.parameters = {  # before they are sharded, which makes new ones
             self.names[id(parameter)]: (stage, path) for stage in self.stages for path, parameter in stage.named_owned()
         }
@@ -218,29 +216,19 @@ class Pipeline:
 
     def _schedule(self, name: str, tokens: int) -> Any:
         batch, width, dtype = self.batch, self.width, self.dtype
-        sent, ids = self.sent, torch.empty(batch, tokens, dtype=torch.long, device="meta")
+        ids = torch.empty(batch, tokens, dtype=torch.long, device="meta")
         base = stage_class()
 
-        class Counting(base):  # ty: ignore[unsupported-base]
+        class Numbered(base):  # ty: ignore[unsupported-base]
             def forward_one_chunk(
                 self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *more: Any, **named: Any
             ) -> Any:
                 kwargs = {**(kwargs or {}), "microbatch": fwd_chunk_id}  # a tensor of it would be waited for
                 return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *more, **named)
 
-            def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-                ops = super().get_fwd_send_ops(fwd_chunk_id)
-                sent.forward += sum(op.tensor.numel() for op in ops)
-                return ops
-
-            def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
-                ops = super().get_bwd_send_ops(bwd_chunk_id)
-                sent.backward += sum(op.tensor.numel() for op in ops)
-                return ops
-
         losses = torch.empty(1, dtype=compute_dtype(dtype), device="meta", requires_grad=True)
         wrapped = [
-            Counting(
+            Numbered(
                 module,
                 module.stage,
                 self.cut.stages,
@@ -252,7 +240,6 @@ class Pipeline:
             for module in self.stages
         ]
         cls: Any = get_schedule_class(schedule_named(name).torch_name)
-        self.wrapped = wrapped
         return cls(
             wrapped[0] if issubclass(cls, PipelineScheduleSingle) else wrapped,
             self.microbatches,
@@ -336,11 +323,6 @@ class Pipeline:
         """Return this rank's copies of tables that the first stage's rank and the last one's both have."""
         names = {self.names[id(parameter)] for parameter in self.tied}
         return [parameter for name, parameter in self.named_parameters() if name in names]
-
-    def buffers(self) -> dict[str, int]:
-        """Return the bytes of receive buffers: the most at once, and what torch's stages would hold all the time."""
-        lean = [stage for stage in self.wrapped if isinstance(stage, LeanStage)]
-        return {"peak": sum(stage.peak for stage in lean), "stock": sum(stage.stock for stage in lean)}
 
 
 def _add_between(parameter: nn.Parameter, first: int, last: int, group: dist.ProcessGroup) -> None:

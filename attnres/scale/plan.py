@@ -177,8 +177,8 @@ def plan(
         planned = (_planned(model, load, layout, cut, counted, kept, flops) for layout in layouts)
         rows = [row for row in planned if row is not None]
     if not rows:
-        held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "ep": ep, "schedule": schedule}
-        table = ", ".join(f"{name} {value or 'any'}" for name, value in held.items())
+        request = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "ep": ep, "schedule": schedule}
+        table = ", ".join(f"{name} {value or 'any'}" for name, value in request.items())
         raise UserError(
             f"no layout of {load.gpus} GPUs has {table} with {load.microbatches} micro-batches and "
             f"{len(model.depth_layers)} layers"
@@ -298,7 +298,7 @@ def _planned(
 
 
 class _LaidOut:
-    """A model in a layout: what its ranks have of it.
+    """A model in a layout: the parameters, messages and times of its ranks.
 
     Attributes:
         table: what crosses from stage to stage.
@@ -329,8 +329,8 @@ class _LaidOut:
                 self.needed[rank] += self.inside[rank][-1]
 
     def memory(self, kept: Activations) -> dict[str, float]:
-        """Return the bytes of the fullest rank by what they are for. Slots that a rank keeps are aliases of what it
-        received or made: no bytes of their own."""
+        """Return the bytes of the fullest rank by purpose. Slots that a rank keeps are aliases of tensors that it
+        received or computed, and count nothing."""
         layout, load = self.layout, self.load
         held = in_flight(layout.schedule, layout.pp, layout.virtual, load.microbatches)
 
@@ -387,8 +387,8 @@ class _LaidOut:
         for name, module in self.counted.experts.items() if ep > 1 else ():
             down, count = module.down_proj, module.num_experts
             width = down.shape[2 if module.is_transposed else 1]
-            chosen = count * share_of_token(f"{name}.down_proj", down, self.model.config)
-            total += (forward + 1) * 2 * self.tokens * chosen * width * load.itemsize  # to experts and back
+            experts_used = count * share_of_token(f"{name}.down_proj", down, self.model.config)
+            total += (forward + 1) * 2 * self.tokens * experts_used * width * load.itemsize  # to experts and back
             total += forward * count * 8  # how many to each
         messages = (3 * forward + 2) * len(self.counted.experts) * (ep > 1)
         times = load.microbatches / self.layout.pp
@@ -400,8 +400,8 @@ class _LaidOut:
         return 8 * (sum(self.owned) / pp / shard * (dp - 1) / dp + self.of_residual * (1 - 1 / (dp * shard)))
 
     def time(self, traffic: Mapping[str, float], flops: float, *, again: float) -> dict[str, float | None]:
-        """Return the bubble, the bytes of reads, a step's seconds and the tokens a second, at so many operations a
-        token, all of it `again` times where activations are recomputed."""
+        """Return the bubble, the bytes of reads, the seconds of a step and the tokens a second, at `flops` operations a
+        token. With recomputed activations all of it counts `again` times."""
         (dp, shard, pp, tp, ep, virtual, schedule), load = self.layout, self.load
         device = DEVICES[load.device]
         step_tokens = self.tokens * load.microbatches * dp * shard
@@ -433,7 +433,7 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
     if virtual == 1:
         return [{(min(microbatches, ranks - rank),)} for rank in range(ranks)]
     together = microbatches // max(1, microbatches // ranks)  # micro-batches of a stage in a row
-    held = []
+    by_rank = []
     for rank in range(ranks):
         ahead = min(virtual * microbatches, (virtual - 1) * together + 2 * (ranks - 1 - rank))
         counts, moments = [0] * virtual, set[tuple[int, ...]]()
@@ -443,12 +443,12 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
                 counts[virtual - 1 - (step - ahead - 1) // together % virtual] -= 1
             counts[step // together % virtual] += 1
             moments.add(tuple(counts))
-        held.append(moments)
-    return held
+        by_rank.append(moments)
+    return by_rank
 
 
 def _outside(model: DepthMixin, cut: PipelineCut) -> list[int]:
-    """Return for each rank the number of parameters in what is in no layer, but for the residual's."""
+    """Return for each rank the number of parameters outside the layers, without the residual's."""
     outside = [0] * len(set(cut.ranks))
     outside[cut.ranks[0]] += _numel(model.get_input_embeddings())
     outside[cut.ranks[-1]] += _numel(model.depth_base.get_submodule(model.family.final_norm))

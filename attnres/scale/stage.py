@@ -30,21 +30,18 @@ class RankCache:
     """Slots held by (microbatch, name), and gradients owed to the stage that received or computed them.
 
     Attributes:
+        held: aliases of tensors that autograd stores anyway.
         unwanted: slots that need no gradient.
-        peak: the most bytes held at once. The tensors are aliases of those that autograd stores anyway.
     """
 
     def __init__(self) -> None:
         self.held: dict[int, dict[str, Tensor]] = {}
         self.owed: dict[int, dict[str, Tensor]] = {}
         self.unwanted: set[tuple[int, str]] = set()
-        self.peak = 0
 
     def keep(self, microbatch: int, name: str, tensor: Tensor) -> None:
         """Hold a slot until `drop`, unless one of its name is held."""
         self.held.setdefault(microbatch, {}).setdefault(name, tensor.detach())
-        held = sum(t.numel() * t.element_size() for slots in self.held.values() for t in slots.values())
-        self.peak = max(self.peak, held)
 
     def drop(self, microbatch: int) -> None:
         """Release the slots of a microbatch."""
@@ -266,13 +263,13 @@ class StageModule(nn.Module):
 
     def _take_apart(self, model: DepthMixin, cut: PipelineCut) -> None:
         base, layers, sublayers = model.depth_base, model.depth_layers, len(self.residual.itself().sublayers)
-        here = range(self.index_in // sublayers, self.index_out // sublayers)
+        own_layers = range(self.index_in // sublayers, self.index_out // sublayers)
         self.entry = Entry(self.residual if self.first else None)
         self.exit = [Exit()]  # a list: the exit is registered where the norm was
         layers[0]._forward_pre_hooks.clear()
         layers[0]._forward_pre_hooks_with_kwargs.clear()
         for index, layer in enumerate(layers):
-            if index not in here:
+            if index not in own_layers:
                 layers[index] = Skipped(layer)
         layers[0].register_forward_pre_hook(self.entry, with_kwargs=True)
         if not self.first:
@@ -299,8 +296,8 @@ class StageModule(nn.Module):
         if self.first:
             yield from self.model.named_parameters()
             return
-        ours = {id(parameter) for parameter in self._ours()}
-        yield from ((name, p) for name, p in self.model.named_parameters() if id(p) in ours)
+        own_ids = {id(parameter) for parameter in self._ours()}
+        yield from ((name, p) for name, p in self.model.named_parameters() if id(p) in own_ids)
 
     def forward(self, *received: Tensor, microbatch: Any = 0, targets: Tensor | None = None) -> Any:
         number = int(microbatch)
@@ -325,10 +322,10 @@ class StageModule(nn.Module):
                 if slots[place].kept:
                     self.cache.keep(number, slots[place].name, tensors[slots[place].name])
         if self.came.held:
-            held = [slots[place].name for place in self.came.held]
-            kept = self.cache.held[number]
-            borrowed = Borrow.apply(self.cache, number, held, anchor, *(kept[name] for name in held))
-            tensors |= dict(zip(held, borrowed, strict=True))
+            names_held = [slots[place].name for place in self.came.held]
+            held_slots = self.cache.held[number]
+            borrowed = Borrow.apply(self.cache, number, names_held, anchor, *(held_slots[name] for name in names_held))
+            tensors |= dict(zip(names_held, borrowed, strict=True))
         if self.last_here:
             self.cache.drop(number)
         residual = lent(self.residual, anchor)

@@ -1,12 +1,14 @@
 """The command for a machine with a GPU, in small on this one: rows as they come, failures, and where it goes on."""
 
 import argparse
+import ast
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +241,82 @@ def test_modules_that_are_missing_are_named_before_anything(
     assert "no_such_module" in capsys.readouterr().err
 
 
+def test_a_machine_without_a_gpu_is_told_so_before_anything(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit) as ended:
+        gpu_round.main([])
+    assert ended.value.code == 2 and "device cuda" in capsys.readouterr().err
+
+
+def test_rows_of_a_cpu_lie_where_no_page_is_made_of_them(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_round, "ROUNDS", {"one": gpu_round.NotYet(50, "not today")})
+    for name in ("ROWS", "TRIED"):
+        monkeypatch.setattr(gpu_round, name, tmp_path / name)
+    assert gpu_round.main(["--device", "cpu", "--in-process"]) == 0
+    assert len(gpu_round.read_rows(tmp_path / "TRIED")) == 2 and not (tmp_path / "ROWS").exists()
+
+
+def test_tests_that_do_not_begin_are_no_tests_that_passed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(words: list[str], plugins: Any) -> pytest.ExitCode:
+        print("ImportError while loading conftest", file=sys.stderr)
+        return pytest.ExitCode.USAGE_ERROR
+
+    monkeypatch.setattr(pytest, "main", main)
+    monkeypatch.setattr(os, "chdir", lambda folder: None)
+    rows = run("tests of compiled models")
+    assert "loading conftest" in rows[0]["error"] and rows[-1]["ended"] == "failed"
+
+
+def test_what_experiments_import_is_on_a_machine_with_pytorch_or_in_the_pack() -> None:
+    """When modules are loaded: what is imported inside a function may be left out there."""
+    root, come_with = gpu_round.ROOT, {"torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "yaml"}
+    makefile = (root / "Makefile").read_text("utf-8")
+    packed = {
+        name.replace("-", "_") for line in re.findall(r"^PACKED := (.*)$", makefile, re.M) for name in line.split()
+    }
+    assert {*gpu_round.NEEDED} <= come_with | packed
+    folders = [root / "benchmarks", root / "tests", root]
+    scripts = [each.script for each in gpu_round.ROUNDS.values() if isinstance(each, gpu_round.Script)]
+    waiting = [root / "benchmarks" / name for name in ("round.py", *scripts)]
+    waiting += [*(root / "tests" / "gpu").glob("*.py"), root / "tests" / "conftest.py"]
+    for package in ("data", "models", "training"):
+        waiting += (root / "attnres" / package).glob("*.py")
+    seen, theirs = set(waiting), dict[str, str]()
+    while waiting:
+        file = waiting.pop()
+        for name in imported(file, inside=file.name == "round.py"):
+            paths = [folder.joinpath(*name.split(".")) for folder in folders]
+            ours = {path for at in paths for path in (at.with_suffix(".py"), at / "__init__.py") if path.is_file()}
+            waiting += ours - seen
+            seen |= ours
+            package = name.split(".")[0]
+            if not any((folder / f"{package}.py").is_file() or (folder / package).is_dir() for folder in folders):
+                theirs[package] = f"{file.relative_to(root)} imports {name}"
+    missing = theirs.keys() - come_with - packed - {"huggingface_hub", *sys.stdlib_module_names}
+    assert len(seen) > 100 and {"torch", "rich"} <= theirs.keys() and not missing, [theirs[name] for name in missing]
+
+
+def imported(file: Path, *, inside: bool) -> Iterator[str]:
+    """What a file imports when it is loaded, and with `inside` in its functions: modules, and parts of them."""
+
+    def running(node: ast.AST) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                yield from (child.module or "", *(f"{child.module}.{alias.name}" for alias in child.names))
+            elif isinstance(child, ast.If) and re.search("TYPE_CHECKING|find_spec", ast.unparse(child.test)):
+                continue
+            elif inside or not isinstance(child, ast.FunctionDef):
+                yield from running(child)
+
+    return running(ast.parse(file.read_text("utf-8")))
+
+
 def test_an_experiment_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the row says so, unless the budget was what stopped it."""
     rows = tmp_path / "gpu.jsonl"
@@ -331,6 +409,11 @@ def test_the_page_has_what_scripts_have_found() -> None:
     found = [line.split(" | ")[2] for line in table.splitlines()[2:]]
     stacked = "fla, ours 1.500 of its time"
     assert found == [f"{f}, H200" for f in ("1.010", "0.900", "400 us", stacked, "500,000")] + ["not measured"]
+    # A candidate that failed has a reason and no time.
+    read["read"][0]["stages"]["forward"]["ours"] = {"reason": "OutOfMemoryError"}
+    stack["kinds"]["identity"] = {"standard": {"median_s": 1.0}}
+    table = gpu_round.others_table([row | {"of": {"device": "H200"}} for row in rows])
+    assert table.count("failed, its row says why, H200") == 2
 
 
 def test_the_documentation_has_the_tables_of_the_rows_that_there_are() -> None:

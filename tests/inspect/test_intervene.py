@@ -1,7 +1,6 @@
 """Edits change the weights that were named, by their formulas, and nothing else."""
 
 import copy
-import math
 
 import numpy as np
 import pytest
@@ -11,10 +10,8 @@ from sample_mechanisms import WEIGHED, crossed
 from tiny import SIZE
 from torch.utils._pytree import tree_leaves
 
-import attnres.inspect
 from attnres import UserError
-from attnres.inspect import deprecated
-from attnres.inspect.edits import Ablate, Edits, Reweigh, intervene, source_names
+from attnres.inspect.edits import Ablate, ActiveEdits, Reweigh, intervene, source_names
 from attnres.inspect.recording import record
 from attnres.models import build
 
@@ -49,7 +46,7 @@ def token_weights(model, *edits, ids=None):
 def test_a_read_that_no_edit_touches_keeps_its_kernel(monkeypatch):
     model, plainly, edit = make("full"), [], Ablate("embedding", reads="mlp 1")
     with monkeypatch.context() as all_plain, intervene(model, edit):
-        all_plain.setattr(Edits, "edits", lambda self, index: True)
+        all_plain.setattr(ActiveEdits, "edits", lambda self, index: True)
         expected = logits_of(model)
     own = type(model.residual)._read_plainly
     monkeypatch.setattr(type(model.residual), "_read_plainly", lambda *args: plainly.append(args[2]) or own(*args))
@@ -188,34 +185,6 @@ def test_new_weights_of_one_read_and_of_some_tokens():
     weights = token_weights(model, Reweigh(lambda p, names: [0.25, 0.75], "mlp 1", tokens=[2, -1])).token_weights
     torch.testing.assert_close(weights[3][:, [2, 8]], torch.tensor([0.25, 0.75]).expand(2, 2, 2))
     torch.testing.assert_close(weights[3][:, 3:8], own[3][:, 3:8])
-
-
-EARLIER = {
-    "KnockOut": (("embedding",), Ablate("embedding")),
-    "Uniform": ((), Reweigh(lambda p, names: torch.full((len(names),), 1 / len(names)))),
-    "Recency": ((), Reweigh(lambda p, names: torch.eye(len(names))[-1])),
-    "Pin": (([0.25, 0.75], "mlp 0"), Reweigh(lambda p, names: [0.25, 0.75], "mlp 0")),
-    "Swap": ((1, -1), Reweigh(lambda p, names: p[:, [0, 8, *range(2, 8), 1]])),
-    "AddLogit": (
-        ("mlp 0", 2.0),
-        Reweigh(lambda p, names: (p.log() + 2.0 * torch.tensor([name == "mlp 0" for name in names])).softmax(-1)),
-    ),
-}
-
-
-def test_every_earlier_name_works_and_warns_what_to_write():
-    model = make("full")
-    assert set(EARLIER) == set(attnres.inspect._DEPRECATED)
-    for name, (arguments, now) in EARLIER.items():
-        with pytest.warns(DeprecationWarning, match=f"{name} goes with the next version: write (Ablate|Reweigh)"):
-            edit = getattr(attnres.inspect, name)(*arguments)
-        expected = token_weights(model, now).token_weights
-        torch.testing.assert_close(token_weights(model, edit).token_weights, expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match="one Reweigh for each"):
-        deprecated.Pin([[1.0], [0.5, 0.5]], [0, 1])
-    standard = make("standard")
-    raised = token_weights(standard, deprecated.AddLogit("mlp 0", 1.0)).token_weights[-1]
-    assert sorted(raised.unique().tolist()) == pytest.approx([1.0, math.e], abs=1e-4)
 
 
 @pytest.mark.parametrize("residual", ["full", "standard"])

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from experts import run_experts, run_second_opinion
-from messages import Messages
+from messages import Messages, StageCounts
 from slices import run_long_prompt, run_plan, run_slices
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -93,8 +93,8 @@ def run_case(case: dict[str, Any], group: Any) -> dict[str, Any]:
     for _ in range(2):  # the second step's gradients, were anything left of the first
         for _, parameter in pipe.named_parameters():
             parameter.grad = None
-        pipe.sent.forward = pipe.sent.backward = 0
-        total = pipe.step(x, y, 1 / y.numel())
+        with StageCounts() as counts:
+            total = pipe.step(x, y, 1 / y.numel())
     pipe.reduce_gradients()
     loss = losses(whole, {"input_ids": x}, y)[0] / y.numel()
     loss.backward()
@@ -107,7 +107,7 @@ def run_case(case: dict[str, Any], group: Any) -> dict[str, Any]:
         errors[name] = ((parameter.grad - gradient).abs().max() / largest).item()
     every: list[Any] = [None] * ranks
     off = max(abs(total - loss).item(), (held_out - wanted).abs().max().item()) if pipe.has_last else 0.0
-    dist.all_gather_object(every, (errors, off, pipe.sent.forward, pipe.sent.backward, pipe.buffers(), pipe.cache.peak))
+    dist.all_gather_object(every, (errors, off, counts.forward, counts.backward, counts.buffers, counts.cache))
     names = {name for part in every for name in part[0]}
     return {
         "missing": sorted(set(theirs) ^ names),
@@ -170,10 +170,7 @@ def counted(values: dict[str, Any]) -> dict[str, Any]:
         saved = Saved(run.placed)
         with saved:
             run.step(Signals())
-        pipe = getattr(run.placed, "pipeline", None)
-        if pipe is not None:
-            pipe.sent.forward = pipe.sent.backward = 0
-        with Messages(who.world_size) as messages:
+        with Messages(who.world_size) as messages, StageCounts() as stages:
             run.step(Signals())
         parameters = [local(parameter) for _, parameter in run.placed.named_parameters()]
         states = [local(state) for state in state_tensors(run.optimizers).values() if state.ndim]
@@ -181,7 +178,7 @@ def counted(values: dict[str, Any]) -> dict[str, Any]:
     finally:
         run.close()
         KERNELS["cpu"] = kernels
-    between = 0 if pipe is None else 4 * (pipe.sent.forward + pipe.sent.backward)
+    between = 4 * (stages.forward + stages.backward)
     every = who.gather([messages.sent, between, held, saved.peak])
     return {
         "collectives": sum(part[0] for part in every) / len(every),

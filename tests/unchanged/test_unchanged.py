@@ -22,7 +22,7 @@ _STUDY = """
 MOVED: dict[str, str] = (
     {f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY}
     | {
-        f"attnres.inspect.{name}": "one line of Ablate or Reweigh (attnres/inspect/deprecated.py, docs/how-to/edit.md)"
+        f"attnres.inspect.{name}": "Ablate, or one line of Reweigh (docs/how-to/edit.md)"
         for name in ("AddLogit", "KnockOut", "Pin", "Recency", "Swap", "Uniform", "pin_from")
     }
     | {

@@ -250,8 +250,8 @@ class DepthAttention(Queried):
         return dtype if self.carries or self.special is not None else stored_dtype(device.type, dtype)
 
     def _stream_dtype(self, sealed: tuple[Tensor, ...]) -> torch.dtype:
-        """Return the dtype of the partial sum and of reads before their norm: that of finished sources, but fp32 if
-        those of an fp32 stream are stored in bf16."""
+        """Return the dtype of the partial sum and of reads before their norm: the dtype of finished sources, or fp32 if
+        an fp32 stream stores these in bf16."""
         first = sealed[0]
         if first.dtype != torch.bfloat16:
             return first.dtype
