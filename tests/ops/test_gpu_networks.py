@@ -1,8 +1,10 @@
 """Whole networks of depth reads on the Triton kernels: what plain torch makes of them, forward and backward."""
 
+import re
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,13 +156,24 @@ def moved(name, settings, sublayers, monkeypatch):
     return ways
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "forward", "backward"),
-    [
-        ("block", {"block_size": 3}, (15.3, 32, 8, 224), (24.1, 34, 9, 255)),
-        ("full", {}, (14.8, 29, 1, 215), (32.7, 29, 2, 280)),
-    ],
-)
+MOVED = [
+    ("block", {"block_size": 3}, (15.3, 32, 8, 224), (24.1, 34, 9, 255)),
+    ("full", {}, (14.8, 29, 1, 215), (32.7, 29, 2, 280)),
+]
+"""A mechanism and its settings; forward's and backward's bytes, launches, torch's passes and operations at most."""
+
+
+def test_the_pages_have_these_bytes_and_launches():
+    folder = Path(__file__).parents[2] / "docs" / "explanation"
+    for _, _, *ways in MOVED:
+        bytes_, launches, passes, _ = (f"{forward} + {backward}" for forward, backward in zip(*ways, strict=True))
+        rows = [line.split(" | ") for line in (folder / "kernels.md").read_text("utf-8").splitlines()]
+        assert [bytes_, launches, f"{passes} |"] in [row[2::2] for row in rows]
+        checked = (folder / "kernels_checked.md").read_text("utf-8")
+        assert f"| {bytes_} |" in checked and re.search(rf"[|;] {re.escape(launches)}[ ;]", checked)
+
+
+@pytest.mark.parametrize(("name", "settings", "forward", "backward"), MOVED)
 def test_bytes_a_sublayer(name, settings, forward, backward, triton_on_a_cpu, monkeypatch):
     """For each element of a vector, at 24 sublayers under bf16 autocast: reads, norms and additions; our launches,
     torch's passes beside them, and all operations that the host makes. A norm and an addition alone, as of the standard
