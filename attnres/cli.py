@@ -168,8 +168,8 @@ def _unforeseen(error: BaseException, words: Sequence[str]) -> str:
     """Return the sentence for an unexpected exception: its type, where it was raised, and the files of the command
     line."""
     frames, package = traceback.extract_tb(error.__traceback__), Path(__file__).parent
-    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
-    place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a library"
+    our_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
+    place = f"{Path(our_frames[-1].filename).name}:{our_frames[-1].lineno}" if our_frames else "a library"
     files = [word for word in words[1:] if not word.startswith("-") and os.path.exists(word)]
     about = f", with {listed(files)}" if files else ""
     return (

@@ -121,8 +121,8 @@ _WRITER = re.compile(r"\..+\.(?:(?P<host>[a-z0-9-]+)-)?(?P<process>[0-9]+)\.new"
 def in_the_way(folder: Path) -> Path | None:
     """Return the path that prevents writing into a folder, which need not exist: its nearest existing ancestor, if that
     is no writable folder; else None. Called before hours are spent on the content."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else there
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return None if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK) else nearest
 
 
 @contextmanager

@@ -162,11 +162,11 @@ def is_apart(model: Any) -> bool:
     if head is None:
         return False
     ids = torch.arange(min(8, len(head.weight)), device=head.weight.device)[None]
-    taken: list[Tensor] = []
+    seen: list[Tensor] = []
 
     def replace(module: nn.Module, args: tuple[Tensor, ...], z: Tensor) -> Tensor:
-        taken.extend((args[0], torch.linspace(-200, 200, z.numel(), device=z.device).view(z.shape).to(z.dtype)))
-        return taken[-1]
+        seen.extend((args[0], torch.linspace(-200, 200, z.numel(), device=z.device).view(z.shape).to(z.dtype)))
+        return seen[-1]
 
     handle = model.get_output_embeddings().register_forward_hook(replace)
     try:
@@ -176,7 +176,7 @@ def is_apart(model: Any) -> bool:
     finally:
         handle.remove()
     rtol, atol = (1e-2, 1e-2) if logits.element_size() < 4 else (1e-4, 1e-5)
-    pairs = ((hidden, taken[0]), (head.after(taken[1]), logits))
+    pairs = ((hidden, seen[0]), (head.after(seen[1]), logits))
     return all(torch.allclose(ours, theirs, rtol=rtol, atol=atol) for ours, theirs in pairs)
 
 

@@ -174,9 +174,9 @@ class Measured:
             def so_far(one: Attribution) -> None:
                 nonlocal done
                 self.cache.partial["score", asked] = one
-                there = sum(not math.isnan(value) for row in one.knockout for value in row)
-                progress(there - done)
-                done = there
+                measured = sum(not math.isnan(value) for row in one.knockout for value in row)
+                progress(measured - done)
+                done = measured
 
             return attribute(self.model, **self._options(asked), most=most, so_far=so_far)
 

@@ -260,9 +260,9 @@ class Opened(Measured):
         cosines = query_cosine(self.residual)
         if cosines is None:
             return None
-        there = [i for i, row in enumerate(cosines) if row[i] is not None]
-        matrix = np.array([[cosines[i][j] for j in there] for i in there], dtype=float)
-        return [self.layout[i] for i in there], matrix
+        with_query = [i for i, row in enumerate(cosines) if row[i] is not None]
+        matrix = np.array([[cosines[i][j] for j in with_query] for i in with_query], dtype=float)
+        return [self.layout[i] for i in with_query], matrix
 
     def piece(self, token: int) -> str:
         """Return the characters of a token."""

@@ -180,8 +180,8 @@ class Page:
     def patch(self, view: View, report: Report) -> dict[str, Any]:
         """Patch every edge of the text with the other text's vector, in the first model. Raises UserError."""
         model = self.models[view.models[0]]
-        asked = self.asked(view, view.models[0])._replace(target=view.target, cuts=frozenset(self._everywhere(view)))
-        patching = model.patch(asked, view.other, report)
+        question = self.asked(view, view.models[0])._replace(target=view.target, cuts=frozenset(self._everywhere(view)))
+        patching = model.patch(question, view.other, report)
         return plain(
             {
                 "tokens": len(patching.aligned),

@@ -148,11 +148,11 @@ def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
         return View()
     try:
         value = parse_json(_unpacked(fields["v"]), "the link")
-        wanted = value.pop("keys")
-        if not all(map(_KEY.fullmatch, wanted)):
-            raise ValueError(wanted)
+        model_keys = value.pop("keys")
+        if not all(map(_KEY.fullmatch, model_keys)):
+            raise ValueError(model_keys)
         view = fit(value, View)
-        named = _places(wanted, keys)
+        named = _places(model_keys, keys)
         cuts = tuple(replace(cut, model=named[cut.model]) for cut in view.cuts)
         view = replace(view, models=tuple(named[number] for number in view.models), cuts=cuts)
         if max(len(view.text), len(view.other)) > MAX_CHARACTERS:
@@ -160,7 +160,7 @@ def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
     except (ValueError, TypeError, LookupError, AttributeError, UserError, Misfit, zlib.error, binascii.Error):
         raise UserError(DAMAGED) from None
     view = _checked(view, len(keys) + len(named))
-    for key, number in zip(wanted, named[: len(view.models)]):
+    for key, number in zip(model_keys, named[: len(view.models)]):
         if number >= len(keys):
             name, content = key.split("~")
             raise UserError(

@@ -55,8 +55,8 @@ class Child:
         variables = {ERROR_FILE: str(self._error_file.resolve()), "OMP_NUM_THREADS": str(self.threads)}
         # The child imports the package that this process imports, wherever it lies.
         # an empty entry of PYTHONPATH would mean the current folder
-        theirs = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        variables["PYTHONPATH"] = os.pathsep.join([str(Path(attnres.__file__).parent.parent), *filter(None, theirs)])
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        variables["PYTHONPATH"] = os.pathsep.join([str(Path(attnres.__file__).parent.parent), *filter(None, inherited)])
         variables["PYTHONSAFEPATH"] = "1"  # `python -m` would import from the current folder first
         # Other runs use the other cores: a run that began with more threads must not spin-wait there.
         if self.threads == 1:
@@ -144,8 +144,8 @@ class Child:
             cause = " (out of memory?)" if -self.code == signal.SIGKILL else ""
             how = f"was ended by {signal.Signals(-self.code).name}{cause}"
         how = how or f"ended with exit status {self.code}"
-        again = "continues from its last checkpoint" if self.saves else "tries again"
-        return UserError(f"{self.name} {how}, {where}; the same command {again}")
+        next_time = "continues from its last checkpoint" if self.saves else "tries again"
+        return UserError(f"{self.name} {how}, {where}; the same command {next_time}")
 
     @property
     def _error_file(self) -> Path:
@@ -196,8 +196,8 @@ def run_children(children: list[Child], watch: Watch, *, jobs: int, until: float
                 while waiting and len(running) < jobs and not signal_sent:
                     child = waiting.pop(0)
                     watch.start(child)
-                    taken = [on[other.folder] for other in running]
-                    on[child.folder] = None if child.names_gpu else min(gpus, key=taken.count, default=None)
+                    gpus_in_use = [on[other.folder] for other in running]
+                    on[child.folder] = None if child.names_gpu else min(gpus, key=gpus_in_use.count, default=None)
                     child.start(log=watch.log_of(child), gpu=on[child.folder])
                     running.append(child)
                 time.sleep(POLL_S)

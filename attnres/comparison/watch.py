@@ -48,8 +48,8 @@ class ProgressRate:
 
 
 def _without_seed(name: str) -> str:
-    taken = label_and_seed(name)
-    return taken[0] if taken else name
+    parsed = label_and_seed(name)
+    return parsed[0] if parsed else name
 
 
 def _rate(runs: Sequence[Ended]) -> float:

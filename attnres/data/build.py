@@ -118,8 +118,8 @@ def prepare(
                     about = {"version": VERSION, "key": key, "settings": settings, "source": text.name}
                     files = {"files": text.files} if text.files else {}
                     write_json(folder / "header.json", {**about, **files, **header})
-            ours = f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.parts"
-            for left in target.parent.glob(ours):  # also those of a killed process
+            pattern = f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.parts"
+            for left in target.parent.glob(pattern):  # also those of a killed process
                 shutil.rmtree(left, ignore_errors=True)
     return Prepared(target, read_header(target))
 

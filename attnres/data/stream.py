@@ -176,5 +176,5 @@ class StreamedBatches(Batches):
         """Return the first token of each window of a step, (batch_size,) int64."""
         index = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.int64)
         needed = int(index[-1] + 1) * self.seq_len + 1
-        there = self.stream.reach(needed)
-        return (index if there == needed else index % ((there - 1) // self.seq_len)) * self.seq_len
+        reached = self.stream.reach(needed)
+        return (index if reached == needed else index % ((reached - 1) // self.seq_len)) * self.seq_len

@@ -81,8 +81,8 @@ def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list
         if name.endswith("_stderr") or not kind or not isinstance(value, int | float):
             continue
         label = name if kind == "none" else f"{name}, {kind}"  # the filter says which part of an answer was taken
-        mine = [sample for sample in samples if sample.get("filter", kind) == kind]
-        each = [sample.get(name) for sample in sorted(mine, key=lambda sample: sample["doc_id"])]
+        of_filter = [sample for sample in samples if sample.get("filter", kind) == kind]
+        each = [sample.get(name) for sample in sorted(of_filter, key=lambda sample: sample["doc_id"])]
         numbers = np.array([v if isinstance(v, bool | int | float) else np.nan for v in each], dtype=float)
         if len(numbers) and np.isfinite(numbers).all() and abs(numbers.mean() - value) < 1e-9:
             measures.append(TaskMeasure(label, label, numbers, np.ones(len(numbers))))

@@ -147,17 +147,17 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
 
 
 def _task(name: str, source: str, items: Iterator[Item], limit: int | None, **options: Any) -> Task:
-    chosen = []
+    kept_items = []
     for item in items:
-        if limit is not None and len(chosen) == limit:
+        if limit is not None and len(kept_items) == limit:
             break
-        chosen.append(item)
-    if not chosen:
+        kept_items.append(item)
+    if not kept_items:
         raise UserError(f"{source} has no items")
-    kinds = {len(item.pairs) == 1 for item in chosen}
+    kinds = {len(item.pairs) == 1 for item in kept_items}
     if len(kinds) > 1:
         raise UserError(f"{source} mixes words to predict and choices: expected one of them in all lines")
-    return Task(name, "word" if kinds.pop() else "choice", source, tuple(chosen), **options)
+    return Task(name, "word" if kinds.pop() else "choice", source, tuple(kept_items), **options)
 
 
 def _source(known: KnownTask, path: Path | None) -> str:

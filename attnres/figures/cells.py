@@ -151,8 +151,8 @@ def _hatch(ax: Axes, absent: np.ndarray, tops: np.ndarray) -> None:
     lines: list[tuple[float, float]] = []
     gap = (math.nan, math.nan)
     for row, top in zip(absent, tops, strict=True):
-        there = np.flatnonzero(row)
-        for part in np.split(there, np.flatnonzero(np.diff(there) > 1) + 1):
+        columns = np.flatnonzero(row)
+        for part in np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1):
             if not len(part):
                 continue
             left, right = float(part[0]), float(part[-1] + 1)

@@ -108,8 +108,8 @@ class Variant:
         runs = [run for run in self.dynamics.values() if run.get(key) and all(run[key])]
         if not runs:
             return [], np.empty((0, 0))
-        alike = [run for run in runs if run["steps"] == runs[0]["steps"]]
-        return runs[0]["steps"], np.mean([np.array(run[key], dtype=float).T for run in alike], axis=0)
+        same_steps = [run for run in runs if run["steps"] == runs[0]["steps"]]
+        return runs[0]["steps"], np.mean([np.array(run[key], dtype=float).T for run in same_steps], axis=0)
 
 
 @dataclass(frozen=True)

@@ -199,12 +199,12 @@ def coinciding(comparison: Comparison, key: str) -> str:
     for place, (name, line) in enumerate(tables):
         if any(name in group for group in groups):
             continue
-        alike = [
+        same_line = [
             other
             for other, theirs in tables[place:]
             if theirs.shape == line.shape and np.nanmax(np.abs(theirs - line)) <= close
         ]
-        groups.append(alike)
+        groups.append(same_line)
     what = quantity(key).axis
     return "".join(f" {listed(group)} are the same line in '{what}'." for group in groups if len(group) > 1)
 

@@ -58,20 +58,20 @@ def queries(inspection: "Inspection") -> Plot:
 
 def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: Sequence[Read]) -> None:
     points = np.array(pca["points"], dtype=float)
-    there = np.isfinite(points[:, 0])
+    known = np.isfinite(points[:, 0])
     depth = np.arange(len(points))
     marks = {"attention": "o", "mlp": "s", "output": "D"}
     few = len(points) <= 60
-    ax.plot(*points[there].T, color=style.GRID, linewidth=0.7, zorder=1)
+    ax.plot(*points[known].T, color=style.GRID, linewidth=0.7, zorder=1)
     keys = []
     for kind, mark in marks.items():
-        mine = there & np.array([read.kind == kind for read in reads])
-        if not mine.any():
+        of_kind = known & np.array([read.kind == kind for read in reads])
+        if not of_kind.any():
             continue
         name = {"attention": "attention", "mlp": "MLP", "output": "output"}[kind]
         drawn = ax.scatter(
-            *points[mine].T,
-            c=depth[mine],
+            *points[of_kind].T,
+            c=depth[of_kind],
             cmap="viridis",
             vmin=0,
             vmax=len(points) - 1,
@@ -82,7 +82,7 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: Sequence[Read]) -
             zorder=2,
         )
         keys.append(Line2D([], [], color=style.MUTED, marker=mark, linestyle="", markersize=4.5, label=name))
-    first, last = np.flatnonzero(there)[[0, -1]]
+    first, last = np.flatnonzero(known)[[0, -1]]
     for i in (first, last):
         ax.annotate(
             reads[i].label,

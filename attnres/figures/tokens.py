@@ -128,10 +128,10 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
     Raises:
         NotShown: there is no example, or no such read has weights.
     """
-    chosen = example_columns(inspection, by, most=6)
+    candidates = example_columns(inspection, by, most=6)
     tokens = inspection.example["tokens"] if inspection.example is not None else []
-    routing = chosen[0][0]
-    panels = [one for one in chosen if varies(one[-1])] or chosen
+    routing = candidates[0][0]
+    panels = [one for one in candidates if varies(one[-1])] or candidates
     columns = min(len(panels), side_by_side(3))
     height = -(-len(panels) // columns)
     inches = sheet().page / columns - 0.4 if columns > 1 else sheet().column - 0.55
@@ -168,7 +168,7 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
     which = (
         "one source, that which differs most from token to token" if routing.by == "contribution" else "the embedding"
     )
-    dropped = [routing.layout[row].label for _, row, *_ in chosen if row not in [one[1] for one in panels]]
+    dropped = [routing.layout[row].label for _, row, *_ in candidates if row not in [one[1] for one in panels]]
     caption = (
         f"Each token of the example on the colour of {which}, {which_reads(routing)}: "
         f"{what[0].lower()}{what[1:]}. After a line: its line break.{cut}{left_out(dropped)}"

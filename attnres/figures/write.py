@@ -171,8 +171,8 @@ def draw_comparison(comparison: Comparison, by: By = "contribution", only: Colle
     `only`."""
     drawn = Drawn()
     for figure in FIGURES:
-        wanted = figure.paper and figure.needs and (not only or figure.name in only)
-        if wanted and (having := comparison.having(figure.needs)).variants:
+        is_asked = figure.paper and figure.needs and (not only or figure.name in only)
+        if is_asked and (having := comparison.having(figure.needs)).variants:
             drawn.add(figure.name, partial(figure.compared, having, by))
     return drawn
 

@@ -168,7 +168,7 @@ def attribute(
         before = margin(row, known, rival).item()
 
         def result() -> Attribution:
-            there = np.array(choice) & ~np.isnan(knockout)
+            is_measured = np.array(choice) & ~np.isnan(knockout)
             return Attribution(
                 position=position,
                 target=known,
@@ -177,7 +177,7 @@ def attribute(
                 layout=probe.layout,
                 knockout=as_rows(knockout, probe.sources),
                 gradient=as_rows(gradient, probe.sources),
-                agreement=agreement(np.array(knockout)[there], np.array(gradient)[there]),
+                agreement=agreement(np.array(knockout)[is_measured], np.array(gradient)[is_measured]),
                 against=rival,
                 before=before,
             )

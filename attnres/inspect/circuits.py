@@ -145,8 +145,8 @@ class Circuit(notebook.Result):
             "activation": None,
         }
         if place == last:
-            said = f'Output "{self.words(self.target)}" (p={self.probability:.3f})'
-            values |= {"clerp": said, "token_prob": self.probability, "is_target_logit": True}
+            label = f'Output "{self.words(self.target)}" (p={self.probability:.3f})'
+            values |= {"clerp": label, "token_prob": self.probability, "is_target_logit": True}
         return values
 
     def _about(self) -> str:
@@ -352,9 +352,9 @@ def _backward(
         attentions = [one for one in getattr(out, "attentions", None) or () if one is not None and one.requires_grad]
         row = log_probs(out.logits[0, -1])
         known = int(row.argmax()) if target is None else target
-        wanted = [*parts.zeros, *attentions]
+        inputs = [*parts.zeros, *attentions]
         value = margin(row, known, against)
-        grads = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
     between = {}
     if attentions:
         first = {read.number: i for i, read in reversed(list(enumerate(parts.layout))) if read.kind == "attention"}

@@ -187,14 +187,14 @@ def _optimizers(model: nn.Module, residual: Residual, optimizers: Sequence[torch
         if not is_muon(one, group) and any(id(parameter) not in names for parameter in group["params"])
     ]
     for one, group in groups:
-        ours = [parameter for parameter in group["params"] if id(parameter) in names]
+        of_residual = [parameter for parameter in group["params"] if id(parameter) in names]
         if is_muon(one, group):
-            orthogonal += [names[id(parameter)] for parameter in ours]
+            orthogonal += [names[id(parameter)] for parameter in of_residual]
             continue
-        decayed += [names[id(parameter)] for parameter in ours if group.get("weight_decay")]
+        decayed += [names[id(parameter)] for parameter in of_residual if group.get("weight_decay")]
         if not others or not float(max(others)):
             continue
-        queries = [names[id(parameter)] for parameter in ours if id(parameter) in slow]
+        queries = [names[id(parameter)] for parameter in of_residual if id(parameter) in slow]
         relative, carried = float(group["lr"]) / float(max(others)), float(getattr(residual, "query_lr", 1.0))
         if relative * carried >= FULL_RATE and getattr(model, "conversion", None) is None:
             fast += queries

@@ -53,10 +53,10 @@ def query_pca(residual: Residual) -> dict[str, Any] | None:
         positive.
     """
     rows = directions(residual)
-    there = np.isfinite(rows[:, 0])
-    if there.sum() < 3:
+    known = np.isfinite(rows[:, 0])
+    if known.sum() < 3:
         return None
-    centred = rows[there] - rows[there].mean(0)
+    centred = rows[known] - rows[known].mean(0)
     left, scale, _ = np.linalg.svd(centred, full_matrices=False)
     places = left[:, :2] * scale[:2]
     places = np.pad(places, ((0, 0), (0, 2 - places.shape[1])))
@@ -65,7 +65,7 @@ def query_pca(residual: Residual) -> dict[str, Any] | None:
     if not variance.sum():  # all queries are equal: there are no axes
         return None
     points: list[list[float | None]] = [[None, None] for _ in rows]
-    for index, place in zip(np.flatnonzero(there), places, strict=True):
+    for index, place in zip(np.flatnonzero(known), places, strict=True):
         points[index] = [float(place[0]), float(place[1])]
     return {"points": points, "explained": (variance[:2] / variance.sum()).tolist()}
 

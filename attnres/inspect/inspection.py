@@ -244,25 +244,6 @@ class Inspection(notebook.Result):
         values = read_json(path)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise UserError(f"{path} is no inspection of format {FORMAT}: expected a file that attnres inspect wrote")
-        if isinstance(earlier := values.get("gates"), dict):  # the tables alone, rows of a length of their own
-            axes = {"mix": ["layer", "source"], "read": ["sublayer", "stream"], "write": ["sublayer", "stream"]}
-            tables = {
-                name: {"values": table, "axes": axes.get(name, ["read"]), "title": name}
-                for name, table in earlier.items()
-            }
-            values.setdefault("learned", tables)
-        return cls._checked(values, path)
-
-    @classmethod
-    def of_routing(cls, path: str | Path, residual: str) -> Self:
-        """Read the `routing.json` of a run of an earlier version: weights and nothing else. Raises UserError."""
-        routing = read_json(path)
-        reads = routing.get("reads") if isinstance(routing, dict) else None
-        values = {"model": {"name": residual, "residual": residual}, "data": {}, "reads": reads, "routing": routing}
-        return cls._checked(values, path)
-
-    @classmethod
-    def _checked(cls, values: dict[str, Any], path: str | Path) -> Self:
         kinds = get_type_hints(cls)
         values = {name: value for name, value in values.items() if name in kinds}
         wrong = [name for name in ("model", "data", "reads") if name not in values]

@@ -155,13 +155,13 @@ def _load(config: InspectConfig, checkpoint: Checkpoint) -> Any:
 
 def _check_options(config: InspectConfig, text: LookText, residual: str) -> None:
     """Refuse with a UserError options of which one needs another, and --prune of a `residual` that it cannot prune."""
-    asked = {"--attribute": config.attribute, "--patch": config.patch is not None, "--lens": config.lens}
-    named = [option for option, given in asked.items() if given]
+    given_by_option = {"--attribute": config.attribute, "--patch": config.patch is not None, "--lens": config.lens}
+    named = [option for option, given in given_by_option.items() if given]
     if named and text.alone is None:
         raise UserError(f"{named[0]} looks at a prediction of one text: give it with --text or --file")
     for option, given, used in (
-        ("position", config.position != InspectConfig.position, [*asked, "--knock-out"]),
-        ("target", config.target is not None, list(asked)),
+        ("position", config.position != InspectConfig.position, [*given_by_option, "--knock-out"]),
+        ("target", config.target is not None, list(given_by_option)),
         ("against", config.against is not None, ["--attribute", "--patch"]),
     ):
         there = [*named, *(["--knock-out"] if config.knock_out and text.alone is not None else [])]

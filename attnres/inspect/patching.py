@@ -132,7 +132,7 @@ def patch(
             "prompts of as many tokens"
         )
     ids, other = ids[:, : end + 1], other[:, : position + 1]
-    there = torch.tensor([one is not None for one in aligned])
+    has_partner = torch.tensor([one is not None for one in aligned])
     places = torch.tensor([one or 0 for one in aligned])
     target_id = None if target is None else token_id(model, target)
     rival = None if against is None else token_id(model, against)
@@ -145,7 +145,7 @@ def patch(
     for index, place in edges:
         source, vector = vectors.layout[index].sources[place], vectors.sources[index][place]
         make = partial(Patch, source.name, vector[places.to(vector.device)], index)
-        changes.append(Change(index, there, None if source.kind == "null" else make))  # zeros are not mixed
+        changes.append(Change(index, has_partner, None if source.kind == "null" else make))  # zeros are not mixed
     with evaluating(model), torch.no_grad():
         with intervene(model, *edits):
             before, after = (margin(last_log_probs(model, one), target_id, rival).item() for one in (ids, other))

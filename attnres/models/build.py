@@ -266,10 +266,11 @@ def _refuse_larger_than_memory(model_class: Any, config: Any) -> None:
         return
     with torch.device("meta"):
         needed = 4 * sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > there:
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
         raise UserError(
-            f"the weights of this size take {memory(needed)}, and this machine has {memory(there)}: take a smaller one"
+            f"the weights of this size take {memory(needed)}, and this machine has {memory(available)}: take a "
+            "smaller one"
         )
 
 

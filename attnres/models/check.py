@@ -213,8 +213,8 @@ def _check_lacking(
     model: DepthMixin, folder: Path, weights: dict[str, Tensor], lacking: list[str], subject: Subject
 ) -> None:
     """Load from a file without some of the residual's parameters: those get start values, the others the file's."""
-    gone = {f"{model.base_model_prefix}.residual.{name}" for name in lacking}
-    kept = {key: tensor for key, tensor in weights.items() if key not in gone}
+    left_out = {f"{model.base_model_prefix}.residual.{name}" for name in lacking}
+    kept = {key: tensor for key, tensor in weights.items() if key not in left_out}
     save_file(kept, folder / SINGLE, metadata={"format": "pt"})
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # Transformers would log which weights are new

@@ -84,8 +84,8 @@ class ResidualConfigMixin:
             stray = stray_settings(cls, config_dict)
             config_dict = {name: value for name, value in config_dict.items() if name not in stray}
         if config_dict.get("residual_settings") and is_known(str(config_dict.get("residual"))):
-            chosen = changed_settings(config_dict["residual"], config_dict["residual_settings"])
-            config_dict = {**config_dict, "residual_settings": chosen}
+            settings = changed_settings(config_dict["residual"], config_dict["residual_settings"])
+            config_dict = {**config_dict, "residual_settings": settings}
         return super().from_dict(config_dict, **kwargs)  # ty: ignore[missing-attribute]
 
     def to_dict(self) -> dict[str, Any]:

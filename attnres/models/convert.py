@@ -222,8 +222,8 @@ def _plain(model: DepthMixin) -> PreTrainedModel:
     """Return the plain Transformers model with the weights of a model that has the standard residual."""
     config: Any = model.config
     kind = type(config).__bases__[1]
-    ours = {"model_type", "architectures", "transformers_version", *stray_settings(type(config), vars(config))}
-    fields = {name: value for name, value in config.to_dict().items() if name not in ours}
+    our_fields = {"model_type", "architectures", "transformers_version", *stray_settings(type(config), vars(config))}
+    fields = {name: value for name, value in config.to_dict().items() if name not in our_fields}
     fields = {name: value for name, value in fields.items() if not name.startswith("residual")}
     with torch.random.fork_rng(devices=[]):
         plain = model.plain_class(kind(**fields))

@@ -62,8 +62,8 @@ def export_model(
         checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
         if checkpoint.kind == "plain":
             raise UserError(f"{model} is a plain model, which has no depth reads to write: give it some with convert")
-        theirs = [kind.name for kind in formats_of(checkpoint.fields)]
-        name, extra_files = " ".join([str(model), *(f"({format})" for format in theirs)]), checkpoint.files_beside()
+        formats = [kind.name for kind in formats_of(checkpoint.fields)]
+        name, extra_files = " ".join([str(model), *(f"({format})" for format in formats)]), checkpoint.files_beside()
         model = cast(DepthMixin, checkpoint.load())
     if not isinstance(model, DepthMixin):
         raise UserError(f"a {name} was given: expected a model of attnres")

@@ -85,8 +85,8 @@ def share_of_token(name: str, parameter: nn.Parameter, config: Any) -> float:
     if parameter.ndim < 2 or name.endswith("bias"):
         return 0.0
     if parameter.ndim == 3 and "experts" in name:
-        chosen = getattr(config, "num_experts_per_tok", 1)  # some configs list it by layer
-        return (sum(chosen) / len(chosen) if isinstance(chosen, list) else chosen) / len(parameter)
+        per_token = getattr(config, "num_experts_per_tok", 1)  # some configs list it by layer
+        return (sum(per_token) / len(per_token) if isinstance(per_token, list) else per_token) / len(parameter)
     return 1.0
 
 

@@ -122,7 +122,7 @@ class Bank:
         self._in_group: dict[int, int] = {
             index: index - group.start for group in self._groups.values() for index in range(group.start, group.stop)
         }
-        self._rows: list[Any] = []
+        self._rows: Any = None  # of the running pass, by number
         self._shape: Any = None
         self._sums: dict[Any, tuple[Any, Any]] = {}
         self._phase1_of: dict[int, Sealed] = {}
@@ -253,7 +253,7 @@ class Bank:
     def end(self) -> None:
         """Release the pass's tensors, except the bank's memory."""
         self.number += 1
-        self._rows, self._output = [], None
+        self._rows = self._output = None
         del self.embedding
 
 

@@ -507,8 +507,7 @@ class CpuBank(Bank):
         self._memory = (ctypes.c_char * (len(head) + _ROW * len(table))).from_buffer_copy(b"".join((head, *table)))
         self._place, self._words = ctypes.addressof(self._memory), memoryview(self._memory).cast("B").cast("q")
         self._kernels: Any = load()
-        self._alive: dict[int, Tensor] = {}
-        self._output: Tensor | None = None
+        self._rows: dict[int, Tensor] = {}  # the tensors whose addresses the kernels have
         self._dtypes: list[torch.dtype | None] = [None] * len(program.steps)
         self._vectors: list[tuple[Tensor | None, Tensor | None] | None] = [None] * len(program.steps)
 
@@ -519,7 +518,7 @@ class CpuBank(Bank):
     def begin(self, embedding: Tensor, queries: Tensor) -> None:
         """Begin a pass with the embedding (..., d) and the scaled queries (reads, d) in fp32, both contiguous."""
         self.embedding, self.index, self.was_read, self._output = embedding, 0, False, None
-        self._alive = {0: embedding, -1: queries}
+        self._rows = {0: embedding, -1: queries}
         words = self._words
         words[_QUERIES], words[_EMBEDDING] = queries.data_ptr(), embedding.data_ptr()
         if self.tokens > 1:
@@ -551,14 +550,14 @@ class CpuBank(Bank):
         self.was_read, self._output = True, None
         step = self.program.steps[index]
         for row in step.done:
-            self._alive.pop(row, None)
+            self._rows.pop(row, None)
         return x
 
     def _share(self, group: Group) -> None:
         """Compute phase 1 of a group's reads, once the latest output is in the bank."""
         self._kernels.attnres_bank_write(self._place, self._addresses[group.start], *_pointer(self._output))
         n, reads, floats = len(group.rows), group.stop - group.start, self.tokens * len(group.rows)
-        queries = self._alive[-1].data_ptr() + 4 * self.width * group.query
+        queries = self._rows[-1].data_ptr() + 4 * self.width * group.query
         scratch = self._scratch.data_ptr()
         head = struct.pack(
             "5qd5q",
@@ -572,21 +571,7 @@ class CpuBank(Bank):
 
     def write(self, output: Tensor) -> None:
         """Write the output (..., d) of the sublayer whose input was read last."""
-        if not output.is_contiguous() or output.dtype not in DTYPES:
-            output = _readable(output)
-        index = self.index = self.index + 1
-        self.was_read, self._output = False, output
-        step = self.program.steps[index]
-        if step.before is None:
-            assert step.target is not None
-            self._alive[step.target] = output
-
-    def end(self) -> None:
-        """Release the pass's tensors."""
-        self.number += 1
-        self._alive.clear()
-        self._output = None
-        del self.embedding
+        super().write(_readable(output))
 
     @staticmethod
     def takes(vector: Tensor) -> bool:

@@ -116,14 +116,14 @@ def _connect(c: Connect) -> tuple[Tensor, Tensor, Tensor | None]:
     with full_precision(c.streams):
         streams = c.streams if c.output is None else write(c.streams, c.earlier, c.output)
         values = streams.to(compute_dtype(dtype))
-        made = None if c.table is None else coefficients(values, c.table, c.form)
+        weights = None if c.table is None else coefficients(values, c.table, c.form)
         if c.form.late:
             p = torch.eye(1, n, device=values.device)[0] if c.earlier is None else c.earlier
         else:
-            p = values.new_ones(n) if made is None else made
+            p = values.new_ones(n) if weights is None else weights
         h = (p[..., None, :n].to(values.dtype) @ values).squeeze(-2).to(dtype)
         x = h if c.norm is None else plain.apply(h.to(values.dtype), c.norm).to(c.norm.out_dtype or dtype)
-        return streams, x, made
+        return streams, x, weights
 
 
 def write(streams: Tensor, earlier: Tensor | None, output: Tensor) -> Tensor:

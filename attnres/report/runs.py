@@ -1,7 +1,7 @@
 """Read run folders: the files that a training run wrote, finished or not.
 
 A run folder holds `config.json`, `data.json`, `environment.json`, `metrics.jsonl`, `val/STEP.npy` (mean loss of each
-held-out window), `inspection.json` (before that `routing.json`, mean weights alone) and, once finished, `summary.json`.
+held-out window), `inspection.json` and, once finished, `summary.json`.
 A comparison is a folder of run folders, named `LABEL-seedK`, with `compare.json` and optionally `speed.json`.
 
 An unfinished run is read up to its last record. A folder that is no run, or is damaged, raises `UserError`.
@@ -134,8 +134,8 @@ def load_run(folder: Path | str) -> Run:
     seed = int(config.get("seed") or 0)
     # the folder may have been renamed: its present name comes first
     names = (folder.resolve().name, str(config.get("name") or ""))
-    taken = (label_and_seed(name) for name in names)
-    labels = [one[0] for one in taken if one is not None and one[1] == seed]
+    named = (label_and_seed(name) for name in names)
+    labels = [one[0] for one in named if one is not None and one[1] == seed]
     label = labels[0] if labels else names[1] or names[0]
     by_kind: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}, "depth": {}}
     for line in read_metrics(folder / "metrics.jsonl"):  # a resumed run repeats steps: the later line counts
@@ -144,7 +144,7 @@ def load_run(folder: Path | str) -> Run:
     records = {kind: [lines[step] for step in sorted(lines)] for kind, lines in by_kind.items()}
     first = _read(folder / "environment.json", Environment)
     resumed = first.pop("resumed", [])
-    inspection, unread = _read_inspection(folder, config["model"]["residual"])
+    inspection, unread = _read_inspection(folder / "inspection.json")
     return Run(
         folder=folder,
         label=label,
@@ -259,13 +259,9 @@ def _read(path: Path, kind: Any) -> dict[str, Any]:
     return checked(read_json(path), kind, path, ADVICE) if path.exists() else {}
 
 
-def _read_inspection(folder: Path, residual: str) -> tuple[Inspection | None, str]:
+def _read_inspection(path: Path) -> tuple[Inspection | None, str]:
     """Return a run's inspection, or None and the reason if it cannot be read; a report works without it."""
     try:
-        if (folder / "inspection.json").is_file():
-            return Inspection.load(folder / "inspection.json"), ""
-        if (folder / "routing.json").is_file():
-            return Inspection.of_routing(folder / "routing.json", residual), ""
+        return Inspection.load(path) if path.is_file() else None, ""
     except UserError as error:
         return None, str(error)
-    return None, ""

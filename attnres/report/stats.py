@@ -155,8 +155,8 @@ def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
 def is_planned(study: Study, label: str, other: str) -> bool:
     """Return whether the comparison is pre-registered and appears once in this study."""
     names = [study.of(one)[0].residual for one in study.labels]
-    asked = study.of(label)[0].residual, study.of(other)[0].residual
-    return asked in QUESTIONS and all(names.count(name) == 1 for name in asked)
+    residuals = study.of(label)[0].residual, study.of(other)[0].residual
+    return residuals in QUESTIONS and all(names.count(name) == 1 for name in residuals)
 
 
 def paired_at(matched: list[tuple[Run, Run]], step: int, level: float = ALPHA, study: Study | None = None) -> Paired:
@@ -169,11 +169,13 @@ def paired_at(matched: list[tuple[Run, Run]], step: int, level: float = ALPHA, s
     per_seed, windows = diffs.mean(axis=1), diffs.shape[1]
     effect = Effect(float(diffs.mean()), standard_error(diffs.mean(axis=0)), windows - 1, level)
     variant_run, baseline_run = matched[0]
-    alike = [run for label in study.labels for run in study.counted(label)] if study else []
-    alike = [run for run in alike if len(run.windows.get(step, ())) == windows and not unequal(run, baseline_run)]
+    comparable = [run for label in study.labels for run in study.counted(label)] if study else []
+    comparable = [
+        run for run in comparable if len(run.windows.get(step, ())) == windows and not unequal(run, baseline_run)
+    ]
     by_seeds = Effect(math.nan, math.nan, 0, level)
-    if {variant_run.label, baseline_run.label} <= {run.label for run in alike}:
-        recipe = Recipe((run.label, run.seed, float(run.windows[step].mean())) for run in alike)
+    if {variant_run.label, baseline_run.label} <= {run.label for run in comparable}:
+        recipe = Recipe((run.label, run.seed, float(run.windows[step].mean())) for run in comparable)
         by_seeds = recipe.effect(variant_run.label, baseline_run.label, level)
     by_windows, basis = effect, "windows"
     if by_seeds.degrees:

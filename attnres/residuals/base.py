@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from attnres.ops.bank import Banks
 from attnres.residuals.described import Described
 from attnres.residuals.program import Banked, has_hooks
-from attnres.residuals.state import Cut, State, Ways
+from attnres.residuals.state import Cut, State, Ways, as_it_is
 from attnres.residuals.watch import NormLike, Watched
 
 
@@ -91,6 +91,18 @@ class Residual(Described, Watched, Cut, Banked):
         """Return the stream (..., d) that layers of another rule continue with after the last sublayer. For a rule that
         starts as the standard residual it is, at the start, the plain sum of all outputs."""
         return self.hidden_state(state)
+
+    @torch.no_grad()
+    def weights_by_verbs(self, read: int) -> Tensor:
+        """Return the weights of the embedding and the outputs in read number `read` (L: the head's), (read + 1,), by a
+        pass in which output i is the unit vector i. It is `implied` for a rule whose reads, one a sublayer, are sums of
+        outputs with the same weights for every token."""
+        units = torch.eye(self.num_sublayers + 1, device=next(self.parameters(), torch.empty(0)).device)
+        state = self.start(units[0])
+        for index in range(read):
+            state = self.write(state, index, units[index + 1])
+        h = self.finish(state, as_it_is) if read == self.num_sublayers else self.read(state, read, as_it_is)[0]
+        return cast(Tensor, h)[: read + 1].cpu()
 
     def init_parameters(self) -> None:
         """Set every parameter of this module to its start value (through `torch.nn.init` or `start_at`).

@@ -158,16 +158,16 @@ class _Place(TorchDispatchMode):
         leaves, structure = tree_flatten(result)
         tensors = [leaf for leaf in leaves if leaf is not None]
         gc.collect()
-        made = {
+        new_storages = {
             key: nbytes
             for key, (one, _, nbytes) in itertools.islice(self._made.items(), before, None)
             if not one.expired()
         }
-        if not all(isinstance(t, Tensor) and made.pop(_storage(t), None) == t.nbytes for t in tensors):
+        if not all(isinstance(t, Tensor) and new_storages.pop(_storage(t), None) == t.nbytes for t in tensors):
             return None
         saved = [place for place, tensor in enumerate(given) if _storage(tensor) in self._saved]
         results = [(t.shape, t.dtype, t.requires_grad, _storage(t) in self._saved) for t in tensors]
-        return _Left(sum(made.values()), saved, results, [leaf is None for leaf in leaves], structure)
+        return _Left(sum(new_storages.values()), saved, results, [leaf is None for leaf in leaves], structure)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -94,8 +94,8 @@ def crossings(
         if keep_made:
             has[sender] |= kept
         # Between two stages of one rank everything is passed on, which costs nothing.
-        there = set() if sender == receiver else has[receiver]
-        sent = tuple(place for place, slot in enumerate(slots) if slot.name not in there)
+        held_there = set() if sender == receiver else has[receiver]
+        sent = tuple(place for place, slot in enumerate(slots) if slot.name not in held_there)
         table.append(Crossing(slots, sent, sender == receiver))
         has[receiver] |= kept
     return tuple(table)

@@ -65,14 +65,14 @@ def stages_each(name: str) -> int:
 
 def fitting_microbatches(name: str, ranks: int, virtual: int, *, at_least: int = 1, divides: int | None = None) -> int:
     """Return the smallest number of micro-batches that the schedule accepts, and that divides `divides` if possible."""
-    taken = []
+    accepted = []
     for count in range(at_least, at_least + 2 * ranks * virtual + 1):
         with contextlib.suppress(UserError):
             check_schedule(name, ranks, virtual, count)
-            taken.append(count)
-    if not taken:
+            accepted.append(count)
+    if not accepted:
         check_schedule(name, ranks, virtual, at_least)  # raises the error that no number of micro-batches avoids
-    return next((count for count in taken if divides is not None and divides % count == 0), taken[0])
+    return next((count for count in accepted if divides is not None and divides % count == 0), accepted[0])
 
 
 def check_schedule(name: str, ranks: int, virtual: int, microbatches: int) -> None:

@@ -177,8 +177,8 @@ def plan(
         planned = (_planned(model, load, layout, cut, counted, kept, flops) for layout in layouts)
         rows = [row for row in planned if row is not None]
     if not rows:
-        held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "ep": ep, "schedule": schedule}
-        table = ", ".join(f"{name} {value or 'any'}" for name, value in held.items())
+        request = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "ep": ep, "schedule": schedule}
+        table = ", ".join(f"{name} {value or 'any'}" for name, value in request.items())
         raise UserError(
             f"no layout of {load.gpus} GPUs has {table} with {load.microbatches} micro-batches and "
             f"{len(model.depth_layers)} layers"
@@ -387,8 +387,8 @@ class _LaidOut:
         for name, module in self.counted.experts.items() if ep > 1 else ():
             down, count = module.down_proj, module.num_experts
             width = down.shape[2 if module.is_transposed else 1]
-            chosen = count * share_of_token(f"{name}.down_proj", down, self.model.config)
-            total += (forward + 1) * 2 * self.tokens * chosen * width * load.itemsize  # to experts and back
+            experts_used = count * share_of_token(f"{name}.down_proj", down, self.model.config)
+            total += (forward + 1) * 2 * self.tokens * experts_used * width * load.itemsize  # to experts and back
             total += forward * count * 8  # how many to each
         messages = (3 * forward + 2) * len(self.counted.experts) * (ep > 1)
         times = load.microbatches / self.layout.pp
@@ -433,7 +433,7 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
     if virtual == 1:
         return [{(min(microbatches, ranks - rank),)} for rank in range(ranks)]
     together = microbatches // max(1, microbatches // ranks)  # micro-batches of a stage in a row
-    held = []
+    by_rank = []
     for rank in range(ranks):
         ahead = min(virtual * microbatches, (virtual - 1) * together + 2 * (ranks - 1 - rank))
         counts, moments = [0] * virtual, set[tuple[int, ...]]()
@@ -443,8 +443,8 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
                 counts[virtual - 1 - (step - ahead - 1) // together % virtual] -= 1
             counts[step // together % virtual] += 1
             moments.add(tuple(counts))
-        held.append(moments)
-    return held
+        by_rank.append(moments)
+    return by_rank
 
 
 def _outside(model: DepthMixin, cut: PipelineCut) -> list[int]:

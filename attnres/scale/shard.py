@@ -80,11 +80,11 @@ def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, 
 
     A parameter without a gradient on one rank counts as zero there.
     """
-    wanted = [p for p in parameters if p.requires_grad]
-    for parameter in wanted:
+    trained = [p for p in parameters if p.requires_grad]
+    for parameter in trained:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    gradients = [local(p.grad) for p in wanted if p.grad is not None]
+    gradients = [local(p.grad) for p in trained if p.grad is not None]
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         several = [gradient for gradient in gradients if gradient.dtype == dtype]
         flat = torch.cat([gradient.reshape(-1) for gradient in several])

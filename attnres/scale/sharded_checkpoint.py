@@ -117,14 +117,14 @@ def shapes_in(folder: Path) -> dict[str, torch.Size]:
 
 def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Load `tensors`, in place, from a checkpoint; each rank reads what it needs. Raises UserError."""
-    there = shapes_in(folder)
+    shapes = shapes_in(folder)
     for name, tensor in tensors.items():
-        if name not in there:
+        if name not in shapes:
             raise UserError(f"the checkpoint {folder} has no '{name}': it is of another model")
-        if there[name] != tensor.shape:
+        if shapes[name] != tensor.shape:
             raise UserError(
-                f"'{name}' in the checkpoint {folder} has shape {tuple(there[name])}, not {tuple(tensor.shape)}: it is "
-                "of another model"
+                f"'{name}' in the checkpoint {folder} has shape {tuple(shapes[name])}, not {tuple(tensor.shape)}: it "
+                "is of another model"
             )
     try:
         with warnings.catch_warnings():

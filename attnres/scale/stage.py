@@ -296,8 +296,8 @@ class StageModule(nn.Module):
         if self.first:
             yield from self.model.named_parameters()
             return
-        ours = {id(parameter) for parameter in self._ours()}
-        yield from ((name, p) for name, p in self.model.named_parameters() if id(p) in ours)
+        own_ids = {id(parameter) for parameter in self._ours()}
+        yield from ((name, p) for name, p in self.model.named_parameters() if id(p) in own_ids)
 
     def forward(self, *received: Tensor, microbatch: Any = 0, targets: Tensor | None = None) -> Any:
         number = int(microbatch)
@@ -322,10 +322,10 @@ class StageModule(nn.Module):
                 if slots[place].kept:
                     self.cache.keep(number, slots[place].name, tensors[slots[place].name])
         if self.came.held:
-            held = [slots[place].name for place in self.came.held]
+            names_held = [slots[place].name for place in self.came.held]
             kept = self.cache.held[number]
-            borrowed = Borrow.apply(self.cache, number, held, anchor, *(kept[name] for name in held))
-            tensors |= dict(zip(held, borrowed, strict=True))
+            borrowed = Borrow.apply(self.cache, number, names_held, anchor, *(kept[name] for name in names_held))
+            tensors |= dict(zip(names_held, borrowed, strict=True))
         if self.last_here:
             self.cache.drop(number)
         residual = lent(self.residual, anchor)

@@ -195,8 +195,8 @@ def load_optimizers(
         tensors = load_file(path)
         if checksum(tensors.items()) != state["checksums"].get("optimizer"):
             raise UserError("its tensors are not those that were saved")
-        ours = {key: tensor.clone() for key, tensor in tensors.items() if entry_of(key)[0] in parameters}
-        load_state_tensors(optimizers, ours)
+        trained_states = {key: tensor.clone() for key, tensor in tensors.items() if entry_of(key)[0] in parameters}
+        load_state_tensors(optimizers, trained_states)
     except (OSError, SafetensorError, LookupError, ValueError) as error:
         raise UserError(f"cannot load the optimizer state {path} ({error}): {DAMAGED}") from error
 
@@ -344,13 +344,13 @@ def unfilled(folder: Path, state: dict[str, Any]) -> Any:
 
 def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
     """Raise UserError if the model config in `path` has another residual than the run of `state`."""
-    ours = state["config"]["model"]
+    run_model = state["config"]["model"]
     residual, settings = (getattr(config, name, None) for name in ("residual", "residual_settings"))
-    wanted = changed_settings(ours["residual"], ours["settings"])
-    if residual != ours["residual"] or changed_settings(ours["residual"], settings) != wanted:
+    run_settings = changed_settings(run_model["residual"], run_model["settings"])
+    if residual != run_model["residual"] or changed_settings(run_model["residual"], settings) != run_settings:
         raise UserError(
-            f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} {wanted}: "
-            f"{DAMAGED}"
+            f"the model in {path} has the residual {residual} {settings}, expected {run_model['residual']} "
+            f"{run_settings}: {DAMAGED}"
         )
 
 

@@ -96,16 +96,16 @@ def save_adapter(model: nn.Module, folder: Path) -> None:
 
 def load_adapter(model: nn.Module, folder: Path) -> None:
     """Load `save_adapter`'s file into a model with LoRA. Raises LookupError or ValueError if it does not fit."""
-    ours = adapter_tensors(model)
-    if not ours:
+    parameters = adapter_tensors(model)
+    if not parameters:
         return
-    theirs = load_file(folder / ADAPTER)
-    if ours.keys() != theirs.keys():
+    saved = load_file(folder / ADAPTER)
+    if parameters.keys() != saved.keys():
         raise LookupError(f"{ADAPTER} has other tensors than the model")
-    for name, tensor in ours.items():
-        if tensor.shape != theirs[name].shape:
-            raise ValueError(f"'{name}' in {ADAPTER} has shape {tuple(theirs[name].shape)}, not {tuple(tensor.shape)}")
-        tensor.copy_(theirs[name])
+    for name, tensor in parameters.items():
+        if tensor.shape != saved[name].shape:
+            raise ValueError(f"'{name}' in {ADAPTER} has shape {tuple(saved[name].shape)}, not {tuple(tensor.shape)}")
+        tensor.copy_(saved[name])
 
 
 def base_state(model: nn.Module) -> dict[str, Tensor] | None:

@@ -35,8 +35,8 @@ def why_not(device: torch.device, residual: Residual | None, *, processes: int =
     if processes > 1:
         return f"a step of {processes} processes has not been tested as a graph"
     mechanism = Residual if residual is None else type(residual)
-    theirs = mechanism.__module__.split(".")[0] != "attnres"
-    if theirs and mechanism.set_progress is not Residual.set_progress:
+    is_plugin = mechanism.__module__.split(".")[0] != "attnres"
+    if is_plugin and mechanism.set_progress is not Residual.set_progress:
         return f"{mechanism.__name__}.set_progress may change what a graph has recorded"
     return None
 

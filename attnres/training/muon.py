@@ -195,9 +195,9 @@ def _axes(parameter: Any) -> list[int]:
 
 
 def _add(parameter: Any, delta: Tensor, group: dict[str, Any]) -> None:
-    ours = parameter.to_local()
-    ours.mul_(1 - group["lr"] * group["weight_decay"])
-    ours.add_(delta)
+    shard = parameter.to_local()
+    shard.mul_(1 - group["lr"] * group["weight_decay"])
+    shard.add_(delta)
 
 
 class _Divided:
@@ -221,10 +221,10 @@ class _Divided:
     def gather(self, part: Tensor, owner: int) -> tuple[Any, list[Tensor]]:
         """Send this rank's part to the owner, which alone receives all parts."""
         filled = self._filled(part, self.rows)
-        mine = dist.get_rank(self.ranks) == owner
-        parts = [torch.empty_like(filled) for _ in range(dist.get_world_size(self.ranks) if mine else 0)]
+        is_owner = dist.get_rank(self.ranks) == owner
+        parts = [torch.empty_like(filled) for _ in range(dist.get_world_size(self.ranks) if is_owner else 0)]
         target = dist.get_global_rank(self.ranks, owner)
-        return dist.gather(filled, parts if mine else None, dst=target, group=self.ranks, async_op=True), parts
+        return dist.gather(filled, parts if is_owner else None, dst=target, group=self.ranks, async_op=True), parts
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the matrix joined from these parts."""

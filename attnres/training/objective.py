@@ -109,20 +109,20 @@ class Objective(nn.Module):
             return self._sums(x, y)
 
     def _sums(self, x: Tensor, y: Tensor) -> LossSums:
-        theirs = None if self.teacher is None else self._teach(self.teacher, x)
+        teacher_output = None if self.teacher is None else self._teach(self.teacher, x)
         (run,) = self._run
         with self.cast(), whole_sequences():
             output = run(input_ids=x, use_cache=False)
             if self.kind == "chunked":
                 soft = None
-                if self.teacher is not None and theirs is not None:
+                if self.teacher is not None and teacher_output is not None:
                     head = cast(Head, head_of(self.teacher.model))
-                    soft = Soft(head, theirs, self.teacher.weight, self.teacher.temperature)
+                    soft = Soft(head, teacher_output, self.teacher.weight, self.teacher.temperature)
                 return sums_in_parts(cast(Head, head_of(self.model)), output.last_hidden_state, y, soft)
         entropy = token_losses(output.logits, y).sum()
-        if self.teacher is None or theirs is None:
+        if self.teacher is None or teacher_output is None:
             return LossSums(entropy, entropy.detach(), torch.zeros_like(entropy))
-        apart = divergence(output.logits, theirs, self.teacher.temperature).sum()
+        apart = divergence(output.logits, teacher_output, self.teacher.temperature).sum()
         weight = self.teacher.weight
         return LossSums((1 - weight) * entropy + weight * apart, entropy.detach(), apart.detach())
 

@@ -142,14 +142,14 @@ def _settings_on(start: "Checkpoint", model: ModelConfig) -> dict[str, Any]:
             f"{start.name} has the residual '{start.residual}' and '{model.residual}' was asked for: give residual "
             f"{start.residual}, or start from a plain or standard model, which can get any residual"
         )
-    theirs = {**settings_of(model.residual), **start.settings}
+    start_settings = {**settings_of(model.residual), **start.settings}
     for name, value in model.settings.items():
-        if name in theirs and theirs[name] != value:
+        if name in start_settings and start_settings[name] != value:
             raise UserError(
-                f"{name} is {value!r} and {start.name} was made with {theirs[name]!r}: leave it out to continue the "
-                "model as it is, or start from a plain or standard one"
+                f"{name} is {value!r} and {start.name} was made with {start_settings[name]!r}: leave it out to "
+                "continue the model as it is, or start from a plain or standard one"
             )
-    return {**start.settings, **{name: value for name, value in model.settings.items() if name not in theirs}}
+    return {**start.settings, **{name: value for name, value in model.settings.items() if name not in start_settings}}
 
 
 def _tokenized_for(start: "Checkpoint", data: DataConfig) -> DataConfig:

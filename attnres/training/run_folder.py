@@ -42,8 +42,8 @@ def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[s
         advice = "choose another --out" if summary.exists() else "continue it with --resume, choose another --out"
         raise UserError(f"{folder} holds {state}: {advice}, or remove the folder")
     path = folder / "config.json"
-    theirs = dict(checked(read_json(path), RunConfig, path, ADVICE))
-    same_configuration(config, theirs, f"the run in {folder}")
+    stored = dict(checked(read_json(path), RunConfig, path, ADVICE))
+    same_configuration(config, stored, f"the run in {folder}")
     return dict(checked(read_json(summary), Finished, summary, ADVICE)) if summary.exists() else None
 
 

@@ -144,8 +144,8 @@ def first_model(
         "crc32": checksum(source.named_parameters()),
         "logits": None,
     }
-    chosen = changed_settings(wanted.residual, wanted.settings)
-    if (start.residual, start.settings) == (wanted.residual, chosen):
+    wanted_settings = changed_settings(wanted.residual, wanted.settings)
+    if (start.residual, start.settings) == (wanted.residual, wanted_settings):
         if residual_class(wanted.residual).set_progress is not Residual.set_progress:
             raise UserError(
                 f"{start.name} has residual '{start.residual}', which is annealed over a run's steps: going on from it "
@@ -203,11 +203,11 @@ def _with_residual(source: Any, wanted: ModelConfig, start: "Checkpoint") -> Any
     from attnres.models import DepthMixin, convert
 
     standard: Any = source if isinstance(source, DepthMixin) else convert(source, "standard")
-    chosen = changed_settings(wanted.residual, wanted.settings)
-    if wanted.residual == "standard" and not chosen:
+    settings = changed_settings(wanted.residual, wanted.settings)
+    if wanted.residual == "standard" and not settings:
         return standard
     new_config = copy.deepcopy(standard.config)
-    new_config.residual, new_config.residual_settings = wanted.residual, chosen
+    new_config.residual, new_config.residual_settings = wanted.residual, settings
     new_config.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):
         model = type(standard)(new_config)

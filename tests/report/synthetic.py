@@ -101,7 +101,9 @@ def write_run(
         return folder
     weights = routing(residual, layers)
     if weights is not None:
-        (folder / "routing.json").write_text(json.dumps(weights))
+        model = {"name": residual, "residual": residual}
+        inspection = {"format": 1, "model": model, "data": {}, "reads": weights["reads"], "routing": weights}
+        (folder / "inspection.json").write_text(json.dumps(inspection))
     final = next(line for line in reversed(lines) if line["kind"] == "val")
     val_loss = float(final["loss"])
     extra = {"block": 6400, "full": 6400}.get(residual, 0)

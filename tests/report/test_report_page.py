@@ -315,12 +315,12 @@ def test_magnitudes_have_a_point_for_every_sublayer(tmp_path):
 
 
 def test_weights_are_those_of_the_mean_over_seeds(tmp_path):
-    """Runs of an earlier version, which left routing.json and no inspection."""
     folder = write_study(tmp_path, ("standard", "full"), seeds=2, layers=3)
-    path = folder / "full-seed1" / "routing.json"
-    other = json.loads(path.read_text())
+    path = folder / "full-seed1" / "inspection.json"
+    inspection = json.loads(path.read_text())
+    other = inspection["routing"]
     other["weights"][-1] = other["weights"][-1][::-1]
-    path.write_text(json.dumps(other))
+    path.write_text(json.dumps(inspection))
     plots = plots_of(load_study(folder))
     assert [name for name in plots if name.startswith("patterns")] == ["patterns-full"]
     before_mlp = plots["patterns-full"].figure.axes[1]

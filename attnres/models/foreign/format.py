@@ -206,8 +206,8 @@ def plain_config(config: Any) -> Config:
     classes: Any = CLASSES[key]
     base, model = classes[0].__bases__[1], classes[1].plain_class
     fields = config.to_dict()
-    ours = (*FIELDS, "residual_family", "foreign_config", "auto_map", "_name_or_path")
-    kept = {name: value for name, value in fields.items() if name not in ours}
+    our_fields = (*FIELDS, "residual_family", "foreign_config", "auto_map", "_name_or_path")
+    kept = {name: value for name, value in fields.items() if name not in our_fields}
     return {**kept, "model_type": base.model_type, "architectures": [model.__name__]}
 
 

@@ -165,8 +165,8 @@ class Kimi(WrittenFormat):
     def kept(self, config: Config) -> Config:
         if isinstance(text := config.get("text_config"), dict):
             config = {**config, "text_config": self.kept(text)}
-        gone = ("quantization_config", "vision_config", "media_placeholder_token_id", "_attn_implementation")
-        config = {name: value for name, value in config.items() if name not in gone}
+        dropped = ("quantization_config", "vision_config", "media_placeholder_token_id", "_attn_implementation")
+        config = {name: value for name, value in config.items() if name not in dropped}
         return {**config, _AHEAD: 0} if _AHEAD in config else config
 
     def write(self, config: Any, residual: Any, stored: Config) -> Config:

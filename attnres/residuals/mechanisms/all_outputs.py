@@ -4,6 +4,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import Residual
@@ -77,9 +78,8 @@ class StaticMix(AllOutputs):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
-        table = torch.full_like(self.logits, torch.nan, device="cpu", dtype=torch.float32)
-        for index in range(len(table)):
-            table[index, : index + 1] = self.implied(index)
+        rows = [self.implied(index) for index in range(len(self.logits))]
+        table = pad_sequence(rows, batch_first=True, padding_value=torch.nan)
         return {"mix": Learned(table, ("read", "source"), "coefficient of the embedding and each output")}
 
 

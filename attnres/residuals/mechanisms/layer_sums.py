@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import Residual
@@ -42,13 +43,8 @@ class LayerSums(Residual):
         with full_precision(output):
             return self.mixed(state, index // 2)
 
-    @torch.no_grad()
     def implied(self, read: int) -> Tensor:
-        rows = torch.eye(self.num_sublayers + 1)
-        state = self.start(rows[0])
-        for sublayer in range(read):
-            state = self.write(state, sublayer, rows[sublayer + 1])
-        return state.stream[: read + 1]
+        return self.weights_by_verbs(read)
 
     def hidden_state(self, state: Layers) -> Tensor:
         return state.stream
@@ -136,8 +132,6 @@ class ANCRe(LayerSums):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
-        layers = len(self.logits)
-        table = torch.full((layers, layers), torch.nan)
-        for layer in range(layers):
-            table[layer, : layer + 1] = self.coefficients(layer, torch.float32).cpu()
+        rows = [self.coefficients(layer, torch.float32).cpu() for layer in range(len(self.logits))]
+        table = pad_sequence(rows, batch_first=True, padding_value=torch.nan)
         return {"mix": Learned(table, ("layer", "source"), "coefficient of the embedding and each layer")}

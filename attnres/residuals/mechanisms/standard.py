@@ -43,15 +43,8 @@ class ScalarMix(OneStream):
         kept = state if shortcut is None else state * shortcut
         return kept + output.to(state.dtype) * self.branch(index)
 
-    @torch.no_grad()
     def implied(self, read: int) -> Tensor | None:
-        weights = [1.0]
-        for sublayer in range(read):
-            shortcut = self.shortcut(sublayer)
-            factor = 1.0 if shortcut is None else float(shortcut)
-            weights = [weight * factor for weight in weights]
-            weights.append(float(self.branch(sublayer)))
-        return torch.tensor(weights)
+        return self.weights_by_verbs(read)
 
 
 class Standard(OneStream):

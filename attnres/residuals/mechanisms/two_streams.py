@@ -126,14 +126,8 @@ class ParallelLanes(Residual):
     def finish(self, state: Lanes, norm: NormLike) -> Tensor:
         return self.normed(self.hidden_state(state), self.num_sublayers, norm)
 
-    @torch.no_grad()
     def implied(self, read: int) -> Tensor:
-        rows = torch.eye(self.num_sublayers + 1)
-        state = self.start(rows[0])
-        for sublayer in range(read):
-            state = self.write(state, sublayer, rows[sublayer + 1])
-        row = self.hidden_state(state) if read == self.num_sublayers else state[self.lane(read)]
-        return row[: read + 1]
+        return self.weights_by_verbs(read)
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
