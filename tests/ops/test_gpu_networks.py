@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from attnres import Norm, depth_read, make_residual
-from attnres.ops import apply_norm, dispatch, eager, plain_torch
+from attnres.ops import apply_norm, dispatch, eager, explain, plain_torch
 from attnres.ops.bank import Bank, Banks
 from attnres.ops.gpu import kernels as gpu
 from attnres.ops.gpu import launch, merge, replay, sealed
@@ -90,6 +90,28 @@ def test_a_single_read_is_that_of_plain_torch(on, n):
         return [h, weights, *torch.autograd.grad(h.pow(2).sum(), [*sources, query, gain])]
 
     for a, b in zip(made(gpu), made(eager), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.quick("False")
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_read_of_wide_vectors_takes_two_phases(normed, triton_on_a_cpu, monkeypatch):
+    row = dispatch.KERNELS[DEVICE.type]
+    launches, run = [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda self, device: launches.append(self) or run(self, device))
+    sources = [torch.randn(5, 24, device=DEVICE, requires_grad=True) for _ in range(9)]
+    query, gain = torch.randn(24, device=DEVICE, requires_grad=True), torch.rand(24, device=DEVICE, requires_grad=True)
+    norm = Norm(torch.rand(24, device=DEVICE)) if normed else None
+
+    def read(width):
+        monkeypatch.setitem(dispatch.KERNELS, DEVICE.type, row._replace(one_pass_width=width))
+        launches.clear()
+        h, weights = depth_read(sources, query, gain, norm=norm, return_weights=True)
+        names = {launch.kernel.fn.__name__ for launch in launches}
+        assert (explain(sources).schedule == "two phases") == any("read" in name for name in names) == (width < 24)
+        return [h, weights, *torch.autograd.grad(h.pow(2).sum(), [*sources, query, gain])]
+
+    for a, b in zip(read(23), read(24), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
 
 
