@@ -31,7 +31,8 @@ class UserError(ValueError):
 
 
 class Interrupted(Exception):
-    """A command was stopped by a signal; the message says what is saved, `code` is the exit status (130 or 143)."""
+    """Raised when a signal stopped a command. The message says what is saved; `code` is the exit status (130 or
+    143)."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -40,7 +41,8 @@ class Interrupted(Exception):
 
 @contextmanager
 def left_when_stopped(left: Callable[[], str]) -> Generator[None]:
-    """Turn a Ctrl-C in the block into `Interrupted`; its sentence says what is saved and how to continue."""
+    """Raise `Interrupted` in place of a Ctrl-C in the block, with the sentence that `left` returns: what is saved, and
+    how to continue."""
     try:
         yield
     except KeyboardInterrupt:

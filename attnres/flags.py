@@ -146,7 +146,8 @@ def _refuse_empty(values: Any) -> None:
 
 
 def fields_of(config: Any, only: Any = None, **changes: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass (or only those that `only` has) by name, uncopied, with `changes` applied."""
+    """Return the fields of a dataclass by name, with `changes` in place of some. Values are not copied; with `only`, a
+    dataclass, its fields alone."""
     names = [item.name for item in dataclasses.fields(only or config)]
     return {name: getattr(config, name) for name in names} | changes
 

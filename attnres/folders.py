@@ -66,10 +66,10 @@ def refuse_other(folder: str | Path, *kinds: Kind) -> Path:
         UserError: the folder holds something else, or cannot be written to.
     """
     path = user_path(folder)
-    here = kind_of(path)
-    if here is not None and here not in kinds:
-        what = " or ".join(["an empty folder", *(_NAMES[kind] for kind in kinds)])
-        raise UserError(f"{path} is not empty and holds {_NAMES[here]}: expected {what}, choose another folder")
+    present = kind_of(path)
+    if present is not None and present not in kinds:
+        expected = " or ".join(["an empty folder", *(_NAMES[kind] for kind in kinds)])
+        raise UserError(f"{path} is not empty and holds {_NAMES[present]}: expected {expected}, choose another folder")
     if barrier := in_the_way(path):
         raise UserError(f"cannot write into {path}: {barrier} is no folder that this user may write into")
     return path

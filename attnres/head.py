@@ -189,7 +189,7 @@ def logits_at_a_time(device: torch.device) -> int:
 
 
 def is_small(model: Any, tokens: int, device: torch.device) -> bool:
-    """Return whether all logits of so many tokens are computed at once on `device` by default."""
+    """Return whether the logits of this many tokens are computed at once on `device` by default."""
     output = model.get_output_embeddings()
     return output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)
 
@@ -297,11 +297,11 @@ def _part(head: Head, x: Tensor, y: Tensor, soft: Soft | None, theirs: Tensor | 
         entropy = losses_and_gradients(grad, y, head.scale, head.cap).sum()
         return grad, torch.stack([entropy, entropy, torch.zeros_like(entropy)])
     z = head.logits(x)
-    here = torch.arange(len(y), device=y.device)
+    rows = torch.arange(len(y), device=y.device)
     logp = F.log_softmax(z, -1)
-    entropy = -logp[here, y].sum()
+    entropy = -logp[rows, y].sum()
     grad = logp.exp_()
-    grad[here, y] -= 1
+    grad[rows, y] -= 1
     if soft is None or theirs is None:
         return head.before(grad, z), torch.stack([entropy, entropy, torch.zeros_like(entropy)])
     weight, temperature = soft.weight, soft.temperature

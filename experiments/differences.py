@@ -13,11 +13,11 @@ import tyro
 
 from attnres.cli import carry_out
 from attnres.errors import UserError
-from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, STEP
 from attnres.figures.style import style
 from attnres.reading import read_json
 from attnres.text import label_and_seed
+from lab.charts import Curves, Line
 
 
 def differences(folder: Path, since: int) -> list[Line]:

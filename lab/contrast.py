@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attnres.figures.chart import Differences, Interval
+from attnres.figures.comparison import Differences, Interval
 from attnres.savings import UNDERSTATED, LossCurve, Saving, saving
 from attnres.stats import QUESTIONS, Effect, Recipe, judged, or_none
 from attnres.text import UNKNOWN, listed, number

@@ -19,7 +19,7 @@ from attnres.text import label_and_seed
 from attnres.training.config import TrainConfig, from_dict
 
 if TYPE_CHECKING:
-    from attnres.figures.chart import Chart
+    from lab.charts import Chart
     from lab.presets import Preset
 
 

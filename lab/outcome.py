@@ -23,7 +23,7 @@ from attnres.files import write_json, write_text
 from attnres.folders import refuse_other
 from attnres.progress import say
 from attnres.reading import read_json
-from attnres.report.page import figure_cards, framed
+from attnres.report.page import figure_cards, framed, html_table
 from attnres.stats import plain
 from attnres.text import UNKNOWN, listed, number, run_name
 from attnres.training.run_folder import DIVERGED, ended
@@ -263,7 +263,7 @@ def report_page(outcomes: Sequence[StudyOutcome]) -> str:
         for outcome in outcomes
     ]
     head = ["study", "preset", "runs", "answer"]
-    table = _table(ResultTable("", head, rows), "worded", [_anchor(outcome) for outcome in outcomes])
+    table = _card(html_table(head, rows, "worded", [_anchor(outcome) for outcome in outcomes]))
     parts = [f"<section>\n<h2>All studies</h2>\n{table}</section>"]
     parts += map(_section, at_sizes(outcomes))
     for outcome in outcomes:
@@ -305,7 +305,7 @@ def _sections(outcome: StudyOutcome) -> list[str]:
         *([["not used", outcome.not_used]] if outcome.not_used else []),
         ["command", command(outcome)],
     ]
-    how = _table(ResultTable("", ["", ""], facts), "plain")
+    how = _card(html_table([], facts, "plain"))
     parts.append(f"<section>\n<h2>How</h2>\n{how}\n</section>")
     return parts
 
@@ -324,24 +324,13 @@ def _anchor(outcome: StudyOutcome) -> str:
 
 def _section(table: ResultTable) -> str:
     kind = "worded" if table.head[-1] == "published" else "numbers"
-    return f"<section>\n<h2>{escape(table.title)}</h2>\n{_table(table, kind)}\n</section>"
-
-
-def _table(table: ResultTable, kind: str = "numbers", anchors: Sequence[str] = ()) -> str:
-    """Return a table as HTML; with `anchors` each row's first cell links to one."""
-    firsts = [escape(row[0]) for row in table.rows]
-    if anchors:
-        firsts = [f'<a href="#{anchor}">{first}</a>' for anchor, first in zip(anchors, firsts, strict=True)]
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.head)
-    body = "".join(
-        f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>\n"
-        for first, row in zip(firsts, table.rows, strict=True)
-    )
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
-    top = f"<thead><tr>{head}</tr></thead>" if any(table.head) else ""
-    return f'<div class="card scroll"><table class="{kind}">{top}<tbody>\n{body}</tbody></table></div>\n' + (
-        f'<ul class="notes">{notes}</ul>' if notes else ""
-    )
+    body = _card(html_table(table.head, table.rows, kind)) + (f'<ul class="notes">{notes}</ul>' if notes else "")
+    return f"<section>\n<h2>{escape(table.title)}</h2>\n{body}\n</section>"
+
+
+def _card(table: str) -> str:
+    return f'<div class="card scroll">{table}</div>\n'
 
 
 def at_sizes(outcomes: Sequence[StudyOutcome]) -> list[ResultTable]:

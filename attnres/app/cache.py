@@ -49,7 +49,7 @@ class Cache:
             return self._make(key, make)
 
     def work(self, key: Hashable, make: Callable[[Callable[[int], None]], T], total: int, report: Report) -> T:
-        """Return the analysis of a key; call `make` where there is none yet, of which the caller sees the progress.
+        """Return the cached analysis of a key, or compute it with `make` and show its progress to the caller.
 
         `make` gets a function that it calls now and then with the number of units done since its last call, out of
         `total`. Other threads may use the model during such a call. A thread that asks for an analysis which another

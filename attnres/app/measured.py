@@ -159,8 +159,8 @@ class Measured:
         return self.cache.partial.get(("score", asked)) or self.cache.get(("score", asked))
 
     def score(self, asked: Asked, report: Report, most: int | None = None) -> Attribution:
-        """Measure what each of the `most` edges of the largest gradients (None: `MEASURED`), cut alone at all tokens,
-        does to the prediction.
+        """Measure the change of the prediction when an edge is ablated at all tokens, for each of the `most` edges with
+        the largest gradients (None: `MEASURED`).
 
         `report` is called with the number of edges done and of all; other threads may use the model during that call,
         and a thread that asks for the same scores waits for them. Until the end `scored` returns the gradients and the

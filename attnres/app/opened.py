@@ -97,8 +97,8 @@ class Encoder:
         lost = sorted({character for character in text if not character.isspace()} - set(decoded))
         if self.tokenizer.unk_token_id in ids or (lost and not set(text.lower()) <= set(decoded.lower())):
             some = " ".join(lost[:5])
-            which = f" ({some}{' ...' if len(lost) > 5 else ''})" if lost else ""
-            notes.append(f"The tokenizer of {self.name} has never seen some characters of this text{which}.")
+            listing = f" ({some}{' ...' if len(lost) > 5 else ''})" if lost else ""
+            notes.append(f"The tokenizer of {self.name} has never seen some characters of this text{listing}.")
         if len(ids) == 1:
             notes.append("One token: it has a next-token distribution, but no loss.")
         return notes
@@ -384,8 +384,8 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
         model = Opened(name, trust_remote_code=trust_remote_code)
         model.sources  # noqa: B018  what cannot be shown is said at once
         run = model.run
-        kept = sorted((run / "kept").glob("[0-9]*")) if run is not None else []
-        named[model] = [Opened(folder) for folder in kept]
+        kept_folders = sorted((run / "kept").glob("[0-9]*")) if run is not None else []
+        named[model] = [Opened(folder) for folder in kept_folders]
         whole = {one.step for one in (*named[model], model)}
         for step, path in snapshots(run).items() if run is not None else ():
             if step not in whole:

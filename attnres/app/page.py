@@ -117,12 +117,12 @@ class Page:
         for number in view.models:
             if isinstance(self.models[number], Learned):
                 raise UserError(f"{self.models[number].label} reads no text: choose another step")
-        known = tuple(cut for cut in view.cuts if self._has(cut))
-        if known != view.cuts:
+        cuts = tuple(cut for cut in view.cuts if self._has(cut))
+        if cuts != view.cuts:
             message = (
                 message or "Some cuts of this link are of edges that these models do not have: they were left out."
             )
-        view = replace(view, cuts=known)
+        view = replace(view, cuts=cuts)
         self._let_go(view.models)
         panes: list[dict[str, Any]] = []
         for number in view.models:

@@ -111,8 +111,8 @@ class Guard:
 
 def is_loopback(address: str) -> bool:
     """Return whether a numeric address reaches this machine alone."""
-    known = _address(address)
-    return known is not None and known.is_loopback
+    parsed = _address(address)
+    return parsed is not None and parsed.is_loopback
 
 
 def own_names(*others: str) -> set[str]:

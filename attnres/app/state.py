@@ -140,10 +140,8 @@ def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
         keys: of the models that are there.
 
     Raises:
-        UserError: a link of an earlier version, a damaged one, or a model that is not there.
+        UserError: a damaged link, or a model that is not there.
     """
-    if "v" not in fields and fields.keys() & set("tumcbrskhoe"):
-        raise UserError("this link was made by an earlier version of the explorer: copy it there again, as of today")
     if "v" not in fields:
         return View()
     try:

@@ -96,8 +96,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _refuse_variant(base: TrainConfig, demo: TrainConfig) -> None:
-    """Refuse a configuration that sets for the whole comparison what each run sets: residual, seed, name and
-    resuming."""
+    """Refuse options for the whole comparison that each run sets itself: residual, seed, name and resuming."""
     model, default = base.model, demo.model
     for name in ("residual", "residual_file", "residual_sha256", "block_size", "num_blocks", "settings"):
         if getattr(model, name) != getattr(default, name):

@@ -79,8 +79,8 @@ def _subject(options: Doctor) -> "tuple[nn.Module, Any, Any]":
 
 
 def _from_file(entry: str) -> "tuple[nn.Module, Any, Any]":
-    """Call the function of FILE.py:FUNCTION and return its model, optimizer and example; None for those that it does
-    not return."""
+    """Call FILE.py:FUNCTION and return its model, optimizer and example batch; a part that it does not return is
+    None."""
     from torch import nn
 
     function, entry, _ = from_file(entry, "function")

@@ -238,14 +238,14 @@ def _kernels(before: Compared, plan: ComparisonPlan) -> str | None:
     if "kernels" not in before:
         return cpu.version()
     with cpu.switched(before["kernels"] is not None):
-        here = cpu.version()
-    if before["kernels"] != here and not plan.first.allow_different:
+        version = cpu.version()
+    if before["kernels"] != version and not plan.first.allow_different:
         raise UserError(
-            f"the comparison was begun with build {before['kernels']} of the C kernels, and here is {here}: runs "
+            f"the comparison was begun with build {before['kernels']} of the C kernels, and here is {version}: runs "
             "would differ by more than their variants; continue it where it was begun, choose another --out, or "
             "give --allow-different"
         )
-    return here
+    return version
 
 
 def _share(
@@ -317,8 +317,8 @@ def time_steps(work: OpenComparison, seconds: float, say: Console) -> None:
 
 
 def _fits(models: int, plan: ComparisonPlan, vocabulary: int) -> bool:
-    """Return whether so many models, with gradients and AdamW's state (16 bytes a parameter), take at most half the
-    free memory."""
+    """Return whether this many models, with gradients and AdamW's state (16 bytes a parameter), take at most half of
+    the free memory."""
     from attnres.models import build
 
     run = plan.first

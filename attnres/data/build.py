@@ -101,8 +101,8 @@ def prepare(
     for line in text.files if progress else ():
         say(Console(stderr=True), line)
     settings = {"source": text.name, **settings}
-    known = {**settings, "version": VERSION, "text": text.fingerprint, "tokenizer_files": fingerprint(tokenizer)}
-    key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    identity = {**settings, "version": VERSION, "text": text.fingerprint, "tokenizer_files": fingerprint(tokenizer)}
+    key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     target = (cache_dir() / "data" / key[:16] if out is None else user_path(out)).absolute()
     lock_file = target.parent / f".{target.name}.lock"
     if (existing := _existing(target, key)) is not None and not lock_file.exists():
@@ -196,8 +196,8 @@ def _build(
         threshold = held_below(source, held_out)
         if isinstance(tokenizer, int):
             bar.begin("training the tokenizer")
-            kept = (text for text in source.read() if hash_of(text.encode()) >= threshold)
-            tokenizer = train_tokenizer(tokenizer, kept)
+            training_texts = (text for text in source.read() if hash_of(text.encode()) >= threshold)
+            tokenizer = train_tokenizer(tokenizer, training_texts)
         model, eos = tokenizer
         bar.begin("tokenising")
         vocab_size = vocabulary_size(model)
@@ -232,20 +232,20 @@ def held_below(source: TextSource, held_out: float) -> int:
         UserError: no text, or one of the two splits would be empty.
     """
     threshold = int(held_out * _HASHES)
-    held: set[int] = set()
-    kept: set[int] = set()
+    validation: set[int] = set()
+    training: set[int] = set()
     for text in source.read():
         hashed = hash_of(text.encode())
-        (held if hashed < threshold else kept).add(hashed)
-        if kept and (held or not threshold):
+        (validation if hashed < threshold else training).add(hashed)
+        if training and (validation or not threshold):
             return threshold
-    if not held and not kept:
+    if not validation and not training:
         raise UserError(f"source '{source.name}' holds no text: every document in it is empty")
-    if held and not kept:  # a handful of documents, all below: train on the one with the highest hash
-        if len(held) > 1:
-            return max(held)
-    elif len(kept) > 1:
-        return min(kept) + 1
+    if validation and not training:  # a handful of documents, all below: train on the one with the highest hash
+        if len(validation) > 1:
+            return max(validation)
+    elif len(training) > 1:
+        return min(training) + 1
     raise UserError(
         f"source '{source.name}' is one document, or one over and over, so that none can be held "
         "out: give text of several documents"

@@ -66,7 +66,7 @@ class Choice:
             self.read = [path for path in self.read if path not in without]
 
     def sentence(self, name: str) -> str:
-        """Say in one line what is read and what is left out of the source `name`."""
+        """Return one line for the source `name`: how many files are read, and which are left out and why."""
         read = counted(len(self.read), "file")
         if not self.left:
             return f"source {name}: {read} read, none left out"
@@ -144,8 +144,8 @@ def _saved_splits(folder: Path) -> Choice:
     if "train" not in splits and len(splits) != 1:
         raise UserError(f"{folder} has the splits {', '.join(splits)}: name one, for example {folder / splits[0]}")
     split = "train" if "train" in splits else Path(splits[0]).name
-    others = [name for name in splits if name != split]
-    return Choice(_saved(folder / split), {"another split": others} if others else {})
+    other_splits = [name for name in splits if name != split]
+    return Choice(_saved(folder / split), {"another split": other_splits} if other_splits else {})
 
 
 def _saved(folder: Path) -> list[Path]:

@@ -49,7 +49,7 @@ def edge_map(measured: "Attribution | Patching", title: str) -> Plot:
 
 
 def graph(attribution: "Attribution", title: str) -> Plot:
-    """Draw, of the `DRAWN` edges with the largest effect on the prediction, those that lead to it.
+    """Draw the connections to the output among the `DRAWN` edges that change the prediction most.
 
     Starting at the output, an edge is drawn if its read is the output's or belongs to a source already drawn. Each edge
     was measured alone; the effect of two may differ from the sum.

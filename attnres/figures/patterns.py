@@ -350,9 +350,9 @@ def layers(inspection: "Inspection", by: By = "contribution") -> Plot:
     """Draw the matrix of `layer_shares`, and arcs for its largest entries."""
     values, by = layer_shares(inspection, by)
     count = len(values) - 1
-    beside = side_by_side() > 1
-    side = sheet().page * (0.45 if beside else 0.95)
-    if beside:
+    is_wide = side_by_side() > 1
+    side = sheet().page * (0.45 if is_wide else 0.95)
+    if is_wide:
         figure, axes = canvas(sheet().page, side + 0.35, 1, 2, width_ratios=[1.0, 0.75])
     else:
         figure, axes = canvas(sheet().page, 1.8 * side + 0.35, 2, 1)

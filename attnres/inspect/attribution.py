@@ -199,8 +199,8 @@ def attribute(
 def prediction_of(
     model: Any, text: Text, position: int, target: Token | None, against: Token | None
 ) -> tuple[Tensor, int, int | None, int | None]:
-    """Return a text's ids (1, position + 1), the number of the position, the id of the target, None for the likeliest
-    of what follows the last token, and that of the token it is compared with. Raises UserError."""
+    """Return a text's ids (1, position + 1), the position, the target's id and that of the token it is compared with.
+    The target is by default the token after the position, None at the end of the text. Raises UserError."""
     ids = prompt_ids(model, text)
     position = position_of(position, ids.shape[1])
     if target is not None:
@@ -293,9 +293,8 @@ def as_rows(values: Sequence[float], sources: Sequence[Sequence[Any]]) -> list[l
 
 
 class _Probe(ActiveEdits):
-    """Makes some edits, and adds zero to all weights, whose gradients are then those of the weights:
-    dL/dp_i = <dL/dh, v_i>. As an observer it keeps the inner products of each read's sources, from which the lengths of
-    all edited reads follow."""
+    """Applies edits, and adds a zero to every weight, whose gradient is that of the weight: dL/dp_i = <dL/dh, v_i>. As
+    an observer it stores the inner products of each read's sources, from which the lengths of edited reads follow."""
 
     def __init__(self, residual: Residual, edits: Sequence[Edit]) -> None:
         super().__init__(residual, edits)

@@ -182,7 +182,7 @@ def pruned(links: Sequence[Link], output: tuple[int, int], threshold: float) -> 
 
 
 class Parts(ActiveEdits):
-    """Makes some edits and adds zero to all reads, whose gradients are then those of the reads.
+    """Applies edits, and adds a zero vector to every read, whose gradient is that of the read.
 
     Attributes:
         h: (T, d) of each read. rows: (T, L+1), the depth mixing matrix. zeros: what was added.
@@ -220,8 +220,8 @@ class Parts(ActiveEdits):
         return self.rows[index][:, output, None].to(vector) * vector
 
     def estimates(self, index: int, grad: Tensor) -> Tensor:
-        """Return (T, outputs): the first-order change of what `grad` (T, d) is the gradient of when what an output adds
-        to a read is taken out.
+        """Return (T, outputs): to first order, the change of a value with gradient `grad` (T, d) when the part that an
+        output adds to a read is removed.
 
         A norm after the read hides its length: where the gradient has no part along it, the read without the part is
         brought to its length first, as in `attribute`.

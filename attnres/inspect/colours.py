@@ -54,8 +54,7 @@ def signed_root(value: Any) -> Any:
 
 
 def place_of_size(value: float, largest: float) -> float:
-    """Return where a number stands on a scale over the root of its size: from -1 at -largest to 1 at `largest`, not
-    beyond; what is no number stands at 0."""
+    """Return sign(x) sqrt(|x| / largest), clipped to -1 and 1: the place of a number on a colour scale; 0 for NaN."""
     place = math.copysign(math.sqrt(abs(value / largest)), value)
     return 0.0 if math.isnan(place) else min(1.0, max(-1.0, place))
 

@@ -19,8 +19,8 @@ from attnres.ops import compute_dtype
 
 
 class Contributions:
-    """Sums over tokens of what sources, and single outputs, are of each of `reads` reads. The outputs of the running
-    pass are held until its last read.
+    """Accumulates, for each of `reads` reads, the contributions of its sources and of single outputs over tokens. The
+    outputs of the running pass are held until its last read.
 
     Attributes:
         tokens: of the last pass, by read: (tokens, sources) on the CPU; kept with `keep`.

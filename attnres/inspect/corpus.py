@@ -261,8 +261,8 @@ class _Seen(NamedTuple):
 
 
 def _apart(places: Iterable[tuple[_Seen, int]], count: int) -> list[tuple[_Seen, int]]:
-    """Return the first `count` tokens of which no two are of a window within `APART` tokens of one another, and no two
-    in the same words."""
+    """Return the first `count` tokens that are more than `APART` tokens from one another in their window, and stand in
+    different words."""
     best: list[tuple[_Seen, int]] = []
     taken: dict[tuple[int, int], list[int]] = {}
     words = set[tuple[int, ...]]()

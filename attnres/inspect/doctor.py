@@ -92,7 +92,7 @@ class Finding:
 
     @classmethod
     def of(cls, name: str, found: str) -> "Finding":
-        """Return a fault of `FAULTS` with what was seen of it."""
+        """Return the fault `name` of `FAULTS`, with the observation that shows it."""
         return cls(name, found, *FAULTS[name])
 
     def __str__(self) -> str:

@@ -71,8 +71,8 @@ def query_pca(residual: Residual) -> dict[str, Any] | None:
 
 
 def learned_mixing(residual: Residual) -> dict[str, Any] | None:
-    """Return what a residual has learned besides queries (`Residual.tables`), by name, as nested lists, without entries
-    that are NaN; None where there is nothing."""
+    """Return the learned tables of a residual other than queries (`Residual.tables`) by name, as nested lists without
+    NaN; None if it has none."""
     return {name: _lists(table.values.tolist()) for name, table in residual.tables().items()} or None
 
 

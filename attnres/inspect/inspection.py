@@ -95,8 +95,8 @@ DIGITS = 6
 
 
 class Weights(TypedDict):
-    """Means over tokens for every read's sources: weights, and what the sources are of the read, `contribution` and
-    `size` (`attnres.inspect.contribution`); rows are parallel. `layout` is of `Read.to_json`."""
+    """Means over tokens for the sources of every read: their weights, `contribution` and `size`
+    (`attnres.inspect.contribution`). Rows are parallel; `layout` holds `Read.to_json`."""
 
     reads: list[str]
     sources: list[list[str]]
@@ -144,7 +144,7 @@ class Table(TypedDict):
 
 @dataclass(repr=False)
 class Inspection(notebook.Result):
-    """One model, seen on some text: as it is in memory, so it is in a file.
+    """The measurements of one model on some text, the same in memory as in a file.
 
     Rows that belong to reads are in the order of `reads`. A number that does not exist (the entropy of a read that
     weighs nothing, an error over one document) is None; what a residual does not have is None as a whole.
@@ -236,7 +236,7 @@ class Inspection(notebook.Result):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a file of `save`, of this version or of another with the same meaning.
+        """Read a file that `save` wrote, in this version or another with the same `FORMAT`.
 
         Raises:
             UserError: it is not there, is not one of ours, or holds something else than it should.
@@ -318,8 +318,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def mean_inspection(inspections: Sequence[Inspection], name: str) -> Inspection:
-    """Return the first of several seeds' under a name of its own, with means over the seeds of what has one: weights,
-    mixing, entropy and magnitudes. Texts and queries are each seed's own."""
+    """Return the first inspection of several seeds, named `name`, with means over the seeds of its weights, mixing,
+    entropy and magnitudes. Texts and queries stay the first seed's."""
     first = inspections[0]
     model = {**first.model, "name": name}
     if len(inspections) == 1:

@@ -119,7 +119,7 @@ def _tokens(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _in_lines(words: Sequence[Lexeme]) -> Iterator[Lexeme]:
-    """Yield the words with the ends of logical lines in place of those of lines."""
+    """Yield the words, with the ends of logical lines in place of the ends of physical lines."""
     depth, first = _open_before(words), True
     for word in words:
         if word.type == "line":

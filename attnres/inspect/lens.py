@@ -214,7 +214,7 @@ def direct(
     scale = (centred.square().mean() + spec.eps).rsqrt()
 
     def of(weight: Tensor) -> Tensor:
-        """Return the row of the target, less that of the rival, in double precision."""
+        """Return the target's row, minus the rival's, in fp64."""
         return weight[target_id].double() - (0.0 if rival is None else weight[rival].double())
 
     row = of(head.weight)

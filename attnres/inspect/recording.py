@@ -252,15 +252,15 @@ class Trace(notebook.Result):
 
     @property
     def weighs(self) -> bool:
-        """Whether something was weighed, and every read that has sources: a mechanism of which some reads alone say
-        their weights, as one of a single source does by itself, shows none."""
+        """Whether every read with sources showed weights, and there is one. A mechanism that shows weights of some
+        reads alone, such as those of a single source, does not weigh."""
         pairs = list(zip(self.layout, self.sources, strict=True))
         return any(names for _, names in pairs) and all(names or not read.sources for read, names in pairs)
 
     @property
     def weights(self) -> list[list[float]]:
-        """Mean over tokens of each read's weights; rows of a softmax sum to one. Without a softmax they are what the
-        residual implies (standard: ones); rows are empty where it implies none."""
+        """Mean over tokens of each read's weights. Without a softmax they are the weights that the residual implies
+        (standard: ones); a row is empty if it implies none."""
         return [_mean(row, self.tokens) for row in self._weights]
 
     @property
@@ -315,8 +315,8 @@ class Trace(notebook.Result):
     # -- contributions ---------------------------------------------------------------------------------------------
     @property
     def contribution(self) -> list[list[float]]:
-        """Mean over tokens of what each source is of each read, by projection on it: signed, rows sum to one; see
-        `attnres.inspect.contribution`. Rows are empty where `weights` are, or where it was not asked for."""
+        """Mean over tokens of each source's contribution to its read (`attnres.inspect.contribution`): signed, rows sum
+        to one. Rows are empty where `weights` are, or if it was not recorded."""
         return self._of_contributions("shares")
 
     @property
@@ -331,8 +331,8 @@ class Trace(notebook.Result):
 
     @property
     def mixing_contribution(self) -> np.ndarray | None:
-        """(R, L+1): mean over tokens of what each single output is of each read, by projection on it; rows sum to one.
-        None where `mixing` is, or where it was not asked for."""
+        """(R, L+1): mean over tokens of each single output's contribution to each read; rows sum to one. None if
+        `mixing` is, or if it was not recorded."""
         rows = self._of_contributions("output_shares")
         if not all(rows):
             return None
@@ -486,7 +486,7 @@ _T = TypeVar("_T", bound=Trace)
 
 @contextmanager
 def recorded_by(trace: _T, residual: Residual) -> Generator[_T]:
-    """Record what a residual does while the block runs in a trace of its own. Raises UserError as `record`."""
+    """Record the passes of a residual inside the block into `trace`. Raises UserError as `record`."""
     if residual.observer is not None:
         raise UserError("this model is being recorded already: leave the first `record` block before a second")
     # Only where something may be compiled: importing torch._dynamo takes seconds.

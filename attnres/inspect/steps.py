@@ -54,7 +54,7 @@ class StepChange(notebook.Named, notebook.Result):
 
 
 def step_change(first: Residual, last: Residual, steps: tuple[int, int]) -> StepChange:
-    """Compare one state of a residual with another, those of two steps."""
+    """Compare the states of one residual at two steps."""
     one, two = directions(first), directions(last)
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(two, axis=1)
     cosines = (one * two).sum(1) / lengths

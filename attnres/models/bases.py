@@ -246,9 +246,9 @@ def _split_inputs(layers: nn.ModuleList, family: Family, residual: Residual, con
     """Let attentions take a separate input for each of their projections, if the residual provides them."""
     several = any(isinstance(way, str) for index in range(residual.num_sublayers) for way in residual.ways(index))
     if several or residual.value_mix is not None:
-        what = f"residual '{residual.name}'" if several else f"value_residual '{residual.value_kind}'"
+        setting = f"residual '{residual.name}'" if several else f"value_residual '{residual.value_kind}'"
         fused = Fused(config.layers_config.num_attention_heads, config.shared_heads, family.by_head)
-        split(list(layers), family.projections, fused, what, family.causal_lm)
+        split(list(layers), family.projections, fused, setting, family.causal_lm)
 
 
 @functools.cache

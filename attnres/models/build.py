@@ -277,10 +277,10 @@ def _refuse_larger_than_memory(model_class: Any, config: Any) -> None:
 def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
     """Refuse fields that the family does not have (its config would store them without effect), and heads that do not
     divide the width."""
-    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    field_names = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     for name in fields:
-        if name not in known:
-            raise unknown("field of the model size", name, known)
+        if name not in field_names:
+            raise unknown("field of the model size", name, field_names)
 
     def value(name: str) -> Any:
         return fields.get(name, fields.get(config_class.attribute_map.get(name, name)))

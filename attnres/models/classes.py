@@ -123,19 +123,19 @@ def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_cod
             family's name.
     """
     file = config.get("residual_file")
-    here = bool(file) and Path(str(file).rpartition(":")[0]).is_file()  # otherwise the model raises what it needs
-    if here and trust_remote_code and not is_known(str(config.get("residual"))):
+    has_file = bool(file) and Path(str(file).rpartition(":")[0]).is_file()  # otherwise the model raises what it needs
+    if has_file and trust_remote_code and not is_known(str(config.get("residual"))):
         residual_class(str(file))
     key = str(config.get("model_type", "")).removeprefix("attnres_")
     stored = config.get("residual_family")
     if isinstance(stored, Mapping):
         if key not in CLASSES:
             _register_probed(key, stored, folder, trust_remote_code=trust_remote_code)
-        known = CLASSES[key][1].family
-        if _family_of(stored, folder).places != known.places:
+        family = CLASSES[key][1].family
+        if _family_of(stored, folder).places != family.places:
             raise UserError(
                 f"the model in {folder} is of type 'attnres_{key}' with the layers of {stored['causal_lm']}, and this "
-                f"process has the type with those of {known.causal_lm}: load the two in separate processes, or "
+                f"process has the type with those of {family.causal_lm}: load the two in separate processes, or "
                 "convert the plain model again, which gives it another type"
             )
     if key not in CLASSES:

@@ -165,8 +165,8 @@ class ResidualConfigMixin:
 
 
 def stray_settings(config: type, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that are settings of some residual but no field of this config class: no model of
-    Transformers reads them."""
+    """Return the `names` that are settings of a residual but no fields of this config class: no model of Transformers
+    reads them."""
     settings = {key for name in list(RESIDUALS) for key in settings_of(name)} - field_names(config)
     return sorted(settings & {*names})
 

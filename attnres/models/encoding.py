@@ -174,13 +174,13 @@ def pieces(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], text: str, of
     tokenizers drop, or `piece` where several tokens share a character."""
     token_spans = list(offsets[: len(ids)]) or [(0, 0)] * len(ids)
     spans = [(0, 0), *token_spans, (len(text), len(text))]
-    alone = [
+    is_separate = [
         before[1] <= start < end <= after[0]
         for before, (start, end), after in zip(spans, spans[1:], spans[2:], strict=False)
     ]
     return [
         text[start:end] if whole else piece(tokenizer, token)
-        for token, (start, end), whole in zip(ids, token_spans, alone, strict=True)
+        for token, (start, end), whole in zip(ids, token_spans, is_separate, strict=True)
     ]
 
 
@@ -212,9 +212,9 @@ def bytes_of(token: str) -> bytes | None:
     spelling."""
     if re.fullmatch("<0x[0-9A-F]{2}>", token):
         return bytes.fromhex(token[3:5])
-    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    order = kept + [byte for byte in range(256) if byte not in kept]
-    letters = {chr(byte if i < len(kept) else 256 + i - len(kept)): byte for i, byte in enumerate(order)}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    order = printable + [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte if i < len(printable) else 256 + i - len(printable)): byte for i, byte in enumerate(order)}
     return bytes(letters[c] for c in token) if set(token) <= letters.keys() else None
 
 

@@ -35,7 +35,7 @@ SHARD = "5GB"
 def export_model(
     model: DepthMixin | str | Path, out: str | Path, to: str | None = None, *, trust_remote_code: bool = False
 ) -> str:
-    """Write a model with depth reads as it is, weights bit for bit, with its tokenizer and generation settings.
+    """Write a model with depth reads, its weights bit for bit, with its tokenizer and generation settings.
 
     >>> print(export_model("wdlctc/open-attnres-block", "models/cumulative"))     # doctest: +SKIP
     >>> print(export_model("runs/mine", "exported", to="fla"))                    # doctest: +SKIP

@@ -69,12 +69,12 @@ def _multiplying(model: Any, *, trained: bool = False) -> float:
     """Return the number of weights (or of trained weights) that multiply a token; of experts the fraction that a token
     uses."""
     residual = getattr(model, "residual", None)
-    apart = {id(p) for p in residual.parameters()} if isinstance(residual, nn.Module) else set()
+    of_residual = {id(p) for p in residual.parameters()} if isinstance(residual, nn.Module) else set()
     head = {id(p) for p in model.get_output_embeddings().parameters()}
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()} - head
     total = 0.0
     for name, parameter in model.named_parameters():
-        if id(parameter) not in apart | tables and (parameter.requires_grad or not trained):
+        if id(parameter) not in of_residual | tables and (parameter.requires_grad or not trained):
             total += parameter.numel() * share_of_token(name, parameter, model.config)
     return total
 

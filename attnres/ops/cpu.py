@@ -430,11 +430,11 @@ def _connected(
         if not tensor.is_contiguous():
             tensor = tensor.reshape(-1, *tensor.shape[-2:])
             tensor = tensor if tensor.stride(2) == 1 else tensor.contiguous()
-            apart = tensor.stride()[:2]
+            strides = tensor.stride()[:2]
         else:
-            apart = n * shape[-1], shape[-1]
+            strides = n * shape[-1], shape[-1]
         alive.append(tensor)
-        return _place(tensor), *(tensor.element_size() * stride for stride in apart), _is_bf16(tensor)
+        return _place(tensor), *(tensor.element_size() * stride for stride in strides), _is_bf16(tensor)
 
     before = 0 if earlier is None else earlier.shape[-1]
     _call(

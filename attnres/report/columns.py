@@ -159,8 +159,8 @@ def plain_cells(table: ComparisonTable, columns: list[Column]) -> list[str]:
     """Return the cells of the plain model's row, which was timed but not trained; empty if there is nothing to show."""
     if table.doubt or math.isnan(table.plain_tokens_per_s):
         return []
-    known = {"label": "plain model", "tokens_per_s": number(table.plain_tokens_per_s, 0), "step_time_ratio": "1.00×"}
-    return [known.get(column.name, "") for column in columns]
+    cells = {"label": "plain model", "tokens_per_s": number(table.plain_tokens_per_s, 0), "step_time_ratio": "1.00×"}
+    return [cells.get(column.name, "") for column in columns]
 
 
 def print_table(table: ComparisonTable, verdict: str, console: "Console | None" = None) -> None:

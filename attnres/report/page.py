@@ -213,6 +213,23 @@ def figure_cards(plots: Sequence[Plot], anchor: str = "") -> str:
 # ------------------------------------------------------------------ tables
 
 
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], kind: str, links: Sequence[str] = ()) -> str:
+    """Return a table as HTML, all text escaped, without headings if `head` is empty.
+
+    Args:
+        kind: its CSS classes.
+        links: ids of elements; the first cell of each row is a link to one.
+    """
+    body = []
+    for number, (first, *rest) in enumerate(rows):
+        name = f'<a href="#{links[number]}">{escape(first)}</a>' if links else escape(first)
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in rest)
+        body.append(f'<tr><th scope="row">{name}</th>{cells}</tr>\n')
+    titles = "".join(f'<th scope="col">{escape(title)}</th>' for title in head)
+    top = f"<thead><tr>{titles}</tr></thead>" if head else ""
+    return f'<table class="{kind}">{top}<tbody>\n{"".join(body)}</tbody></table>'
+
+
 def _table(table: ComparisonTable, comparison: Comparison) -> str:
     colours = {one.label: look["color"] for one, look in zip(comparison.variants, comparison.looks(), strict=True)}
     columns = shown(table)
@@ -271,14 +288,8 @@ def _configuration(study: Study) -> str:
         environment[key] = values[0] if len(values) == 1 else f"{values[0]} … {values[-1]}"
     parts = []
     if different:
-        head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ["", *by_label])
-        body = "".join(
-            f'<tr><th scope="row">{escape(key)}</th>'
-            + "".join(f"<td>{escape(_text(values.get(key)))}</td>" for values in by_label.values())
-            + "</tr>"
-            for key in different
-        )
-        table = f'<table class="plain wide"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        rows = [[key, *(_text(values.get(key)) for values in by_label.values())] for key in different]
+        table = html_table(["", *by_label], rows, "plain wide")
         parts.append(_details("What differs between the variants", f'<div class="scroll">{table}</div>', open_=True))
     parts.append(_details("Shared configuration", _pairs(shared), open_=False))
     if environment:
@@ -302,10 +313,8 @@ def _details(title: str, body: str, open_: bool) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{escape(key)}</th><td>{escape(_text(value))}</td></tr>' for key, value in values.items()
-    )
-    return f'<div class="scroll"><table class="plain"><tbody>{rows}</tbody></table></div>'
+    rows = [[key, _text(value)] for key, value in values.items()]
+    return f'<div class="scroll">{html_table([], rows, "plain")}</div>'
 
 
 def _text(value: Any) -> str:

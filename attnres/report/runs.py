@@ -210,7 +210,7 @@ def _load_folder(folder: Path) -> Study:
         label: 0 if run.residual == "standard" else 1 if run.traits.is_control else 2 for label, run in first.items()
     }
     unplanned = sorted((label for label in labels if label not in planned), key=lambda label: (ranks[label], label))
-    here = {(run.label, run.seed) for run in runs}
+    present = {(run.label, run.seed) for run in runs}
     return Study(
         title=folder.resolve().name,
         labels=planned + unplanned,
@@ -221,7 +221,7 @@ def _load_folder(folder: Path) -> Study:
             run_name(label, seed)
             for label in plan.get("labels", [])
             for seed in plan.get("seeds", [])
-            if (label, seed) not in here
+            if (label, seed) not in present
         ],
     )
 

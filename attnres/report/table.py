@@ -305,7 +305,7 @@ def _what_the_losses_error_is(rows: list[VariantRow]) -> list[str]:
 
 
 def _what_the_error_is(study: Study, pairs_by_label: dict[str, Paired], baseline: str) -> str:
-    """Return the sentence about the rule of the intervals, and what the errors are over."""
+    """Return the note on the errors in the column of differences: their rule, and what they are taken over."""
     pairs = list(pairs_by_label.values())
     windows = listed([f"{count:,}" for count in sorted({pair.windows for pair in pairs})])
     what = f"Difference: loss minus that of {baseline} on the same {windows} held-out windows. "

@@ -63,9 +63,9 @@ def verdict(study: Study, table: ComparisonTable) -> str:
 def _apart(pairs: Iterable[tuple[str, Paired | None]]) -> tuple[Pairs, Pairs, Pairs]:
     """Split pairs by significance, each part sorted by size: significantly better, significantly worse, and not
     significant."""
-    known = sorted(((label, pair) for label, pair in pairs if pair is not None), key=lambda item: item[1].mean)
-    decided = [(label, pair) for label, pair in known if pair.decided]
-    tied = [(label, pair) for label, pair in known if not pair.decided]
+    by_size = sorted(((label, pair) for label, pair in pairs if pair is not None), key=lambda item: item[1].mean)
+    decided = [(label, pair) for label, pair in by_size if pair.decided]
+    tied = [(label, pair) for label, pair in by_size if not pair.decided]
     return [item for item in decided if item[1].mean < 0], [item for item in decided if item[1].mean > 0], tied
 
 

@@ -112,9 +112,9 @@ def _program(residual: "Residual") -> Program | str:
         return reads
     mechanism = type(residual)
     saying = next(place for place, cls in enumerate(mechanism.__mro__) if "bank_reads" in vars(cls))
-    others = [verb for cls in mechanism.__mro__[:saying] for verb in _VERBS if verb in vars(cls)]
-    if others:  # a subclass that overrides something else
-        return f"residual '{residual.name}' has a {others[0]} of its own"
+    overridden = [verb for cls in mechanism.__mro__[:saying] for verb in _VERBS if verb in vars(cls)]
+    if overridden:  # a subclass that overrides something else
+        return f"residual '{residual.name}' has a {overridden[0]} of its own"
     return program_of(reads)
 
 
@@ -175,9 +175,9 @@ def program_of(reads: BankReads) -> Program | str:
         step = steps[needed[row]]
         steps[needed[row]] = step._replace(done=(*step.done, row))
     grouped = {index for group in groups for index in range(group.start, group.stop)}
-    alone = max((len(step.rows) for index, step in enumerate(steps) if index not in grouped), default=1)
+    most_rows = max((len(step.rows) for index, step in enumerate(steps) if index not in grouped), default=1)
     return Program(
-        tuple(steps), tuple(groups), count, tuple(sums), reads.eps, alone, frozenset(sealed) if stored else None
+        tuple(steps), tuple(groups), count, tuple(sums), reads.eps, most_rows, frozenset(sealed) if stored else None
     )
 
 

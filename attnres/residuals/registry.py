@@ -199,8 +199,8 @@ def changed_settings(name: str, settings: Mapping[str, Any] | None) -> dict[str,
 
 
 def switched_settings(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without those that "standard" ignores, which are those of "block", so that one word of a
-    config turns depth reads off."""
+    """Return the settings; for "standard" without those of "block", which it ignores, so that one word of a config
+    turns depth reads off."""
     ignored = set(settings_of("block")) - set(settings_of("standard")) if name == "standard" else set()
     return {key: value for key, value in settings.items() if key not in ignored}
 

@@ -49,9 +49,9 @@ def regroup(
     """
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     kinds = _kinds(model)
-    known = {id(p) for optim in optimizers for group in optim.param_groups for p in group["params"]}
+    grouped = {id(p) for optim in optimizers for group in optim.param_groups for p in group["params"]}
     missing = [
-        name for name, p in model.named_parameters() if id(p) in kinds and p.requires_grad and id(p) not in known
+        name for name, p in model.named_parameters() if id(p) in kinds and p.requires_grad and id(p) not in grouped
     ]
     if missing:
         raise UserError(

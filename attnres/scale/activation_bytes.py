@@ -49,7 +49,7 @@ def kept_bytes(
     losses: Callable[..., Tensor],
     checkpointing: str = "none",
 ) -> Kept:
-    """Count what a pass of `batch` x `tokens` keeps, but for parameters.
+    """Count the bytes that a pass of `batch` x `tokens` stores for its backward, without parameters.
 
     Args:
         model: on any device; of it only shapes are taken.
@@ -154,7 +154,8 @@ class _Place(TorchDispatchMode):
         return len(self._made)
 
     def left(self, before: int, given: list[Tensor], result: Any) -> "_Left | None":
-        """Return what was made and saved since `begin` returned `before`; None if a result is no tensor of its own."""
+        """Return the tensors that were created and saved since `begin` returned `before`; None if a result is no tensor
+        of its own."""
         leaves, structure = tree_flatten(result)
         tensors = [leaf for leaf in leaves if leaf is not None]
         gc.collect()
@@ -192,7 +193,7 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 def _run_one_of_each_kind(model: DepthMixin, place: _Place) -> None:
-    """Let each attention and MLP leave behind what the first of its kind does, without being run."""
+    """Run only the first attention and MLP of each kind; the others are taken to store the same bytes."""
     if model.residual.itself().value_mix is not None:  # the first layer hands its values to the others
         return
     types, kinds = getattr(model.config, "layer_types", None), dict[Any, dict[Any, Any]]()
@@ -231,7 +232,8 @@ class _Left(NamedTuple):
 def _run_first(
     place: _Place, known: dict[Any, _Left | None], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `forward` with these shapes for the first time; afterwards leave behind what it left then."""
+    """Run `forward` for the first call with these shapes, and note what it stored; later calls store the same without
+    running."""
     leaves = tree_leaves((args, kwargs))
     lists = any(isinstance(value, dict | list) for value in (*args, *kwargs.values()))  # which a layer may change
     if lists or not all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves):

@@ -169,7 +169,7 @@ def balanced(costs: Sequence[float], stages: int, *, last: float = 0.0) -> tuple
 
 
 def cut_of(layers: Sequence[int], ranks: Sequence[int], *, sublayers: int = 2) -> PipelineCut:
-    """Return the cut with these numbers of layers a stage; `sublayers` are those of a layer.
+    """Return the cut with these numbers of layers in its stages. A layer has `sublayers` sublayers.
 
     Raises:
         UserError: an inner stage without a layer.

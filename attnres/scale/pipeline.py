@@ -124,13 +124,13 @@ def plan_cut(
         UserError: more stages than layers, or `layers` of another number of stages.
     """
     stages = ranks * virtual
-    where = placed(stages, ranks, v_shaped=schedule_named(schedule).v_shaped)
+    rank_of = placed(stages, ranks, v_shaped=schedule_named(schedule).v_shaped)
     if layers is None:
         of_layers, head = costs or layer_costs(model)
         layers = balanced(of_layers, stages, last=head)
     elif sum(layers) != len(model.depth_layers):
         raise UserError(f"the layers of the stages are {list(layers)}, and the model has {len(model.depth_layers)}")
-    return cut_of(layers, where, sublayers=len(model.residual.itself().sublayers))
+    return cut_of(layers, rank_of, sublayers=len(model.residual.itself().sublayers))
 
 
 def refuse_schedule(model: DepthMixin, cut: PipelineCut, name: str, *, shards: int, loss: str) -> None:
@@ -200,8 +200,8 @@ class Pipeline:
         ends = [stage for stage in (0, cut.stages - 1) if cut.ranks[stage] == self.rank]
         self.tied = [p for p in head.parameters() if id(p) in tied and len(ends) == 1]
         """Parameters of which the first stage's rank and the last one's have a copy each."""
-        here = [stage for stage, rank in enumerate(cut.ranks) if rank == self.rank]
-        self.stages = [StageModule(shell(model), stage, cut, self.table, self.cache, losses, cast) for stage in here]
+        stages = [stage for stage, rank in enumerate(cut.ranks) if rank == self.rank]
+        self.stages = [StageModule(shell(model), stage, cut, self.table, self.cache, losses, cast) for stage in stages]
         self.parameters = {  # before they are sharded, which makes new ones
             self.names[id(parameter)]: (stage, path) for stage in self.stages for path, parameter in stage.named_owned()
         }

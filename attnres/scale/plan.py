@@ -298,7 +298,7 @@ def _planned(
 
 
 class _LaidOut:
-    """A model in a layout: what its ranks have of it.
+    """A model in a layout: the parameters, messages and times of its ranks.
 
     Attributes:
         table: what crosses from stage to stage.
@@ -329,8 +329,8 @@ class _LaidOut:
                 self.needed[rank] += self.inside[rank][-1]
 
     def memory(self, kept: Activations) -> dict[str, float]:
-        """Return the bytes of the fullest rank by what they are for. Slots that a rank keeps are aliases of what it
-        received or made: no bytes of their own."""
+        """Return the bytes of the fullest rank by purpose. Slots that a rank keeps are aliases of tensors that it
+        received or computed, and count nothing."""
         layout, load = self.layout, self.load
         held = in_flight(layout.schedule, layout.pp, layout.virtual, load.microbatches)
 
@@ -400,8 +400,8 @@ class _LaidOut:
         return 8 * (sum(self.owned) / pp / shard * (dp - 1) / dp + self.of_residual * (1 - 1 / (dp * shard)))
 
     def time(self, traffic: Mapping[str, float], flops: float, *, again: float) -> dict[str, float | None]:
-        """Return the bubble, the bytes of reads, a step's seconds and the tokens a second, at so many operations a
-        token, all of it `again` times where activations are recomputed."""
+        """Return the bubble, the bytes of reads, the seconds of a step and the tokens a second, at `flops` operations a
+        token. With recomputed activations all of it counts `again` times."""
         (dp, shard, pp, tp, ep, virtual, schedule), load = self.layout, self.load
         device = DEVICES[load.device]
         step_tokens = self.tokens * load.microbatches * dp * shard
@@ -448,7 +448,7 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
 
 
 def _outside(model: DepthMixin, cut: PipelineCut) -> list[int]:
-    """Return for each rank the number of parameters in what is in no layer, but for the residual's."""
+    """Return for each rank the number of parameters outside the layers, without the residual's."""
     outside = [0] * len(set(cut.ranks))
     outside[cut.ranks[0]] += _numel(model.get_input_embeddings())
     outside[cut.ranks[-1]] += _numel(model.depth_base.get_submodule(model.family.final_norm))

@@ -55,7 +55,7 @@ class _Description(pickle.Unpickler):
 
 
 class _CheckedReader(FileSystemReader):
-    """torch's reader, which would run what a checkpoint's description names: the description is checked first."""
+    """torch's reader, with a check of the checkpoint's description before torch runs the code that it names."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:

@@ -263,13 +263,13 @@ class StageModule(nn.Module):
 
     def _take_apart(self, model: DepthMixin, cut: PipelineCut) -> None:
         base, layers, sublayers = model.depth_base, model.depth_layers, len(self.residual.itself().sublayers)
-        here = range(self.index_in // sublayers, self.index_out // sublayers)
+        own_layers = range(self.index_in // sublayers, self.index_out // sublayers)
         self.entry = Entry(self.residual if self.first else None)
         self.exit = [Exit()]  # a list: the exit is registered where the norm was
         layers[0]._forward_pre_hooks.clear()
         layers[0]._forward_pre_hooks_with_kwargs.clear()
         for index, layer in enumerate(layers):
-            if index not in here:
+            if index not in own_layers:
                 layers[index] = Skipped(layer)
         layers[0].register_forward_pre_hook(self.entry, with_kwargs=True)
         if not self.first:
@@ -323,8 +323,8 @@ class StageModule(nn.Module):
                     self.cache.keep(number, slots[place].name, tensors[slots[place].name])
         if self.came.held:
             names_held = [slots[place].name for place in self.came.held]
-            kept = self.cache.held[number]
-            borrowed = Borrow.apply(self.cache, number, names_held, anchor, *(kept[name] for name in names_held))
+            held_slots = self.cache.held[number]
+            borrowed = Borrow.apply(self.cache, number, names_held, anchor, *(held_slots[name] for name in names_held))
             tensors |= dict(zip(names_held, borrowed, strict=True))
         if self.last_here:
             self.cache.drop(number)

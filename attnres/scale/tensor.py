@@ -40,7 +40,7 @@ class TokenSlices:
         self.shape = torch.Size()
 
     def splits(self, tokens: int) -> bool:
-        """Return whether so many tokens are split: every rank must have one."""
+        """Return whether this many tokens are split over the ranks: each must get one."""
         return -(-tokens // self.ranks) * (self.ranks - 1) < tokens
 
     def of(self, tensor: Tensor) -> Tensor:

@@ -304,10 +304,12 @@ def fill(folder: Path, placed: "PlacedModel", optimizers: list[torch.optim.Optim
     """
     from attnres.scale.sharded_checkpoint import load_shards, shapes_in
 
-    here = folder / SHARES
-    shapes = {key.removeprefix("optimizer."): size for key, size in shapes_in(here).items() if key[:10] == "optimizer."}
+    place = folder / SHARES
+    shapes = {
+        key.removeprefix("optimizer."): size for key, size in shapes_in(place).items() if key[:10] == "optimizer."
+    }
     entries = empty_state(optimizers, shapes)
-    load_shards(here, _model_tensors(placed) | {f"optimizer.{key}": value for key, value in entries.items()})
+    load_shards(place, _model_tensors(placed) | {f"optimizer.{key}": value for key, value in entries.items()})
     load_state_tensors(optimizers, entries)
 
 

@@ -295,7 +295,7 @@ def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> Tra
 
 
 def unused(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of fields that have no effect with these values (all, by dotted names), and what each would
+    """Return each field without effect among these values (all fields, by dotted names), with the field that it would
     need."""
     needed = {
         "optimizer muon": (values["optim.optimizer"] == "muon", "optim.muon_lr", "optim.momentum"),

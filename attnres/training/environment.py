@@ -200,7 +200,7 @@ def arithmetic(who: Processes, width: int, loss: str | None) -> ArithmeticRecord
     """Return everything that affects the last bits of this process's results, for depth reads of vectors of `width`.
     `loss` is how the loss is computed if that depends on installed packages, None if it was configured."""
     backend = explain([torch.zeros(1, width, device=who.device)]).backend
-    here: ArithmeticRecord = {
+    record: ArithmeticRecord = {
         "device": _processor() if is_host(who.device) else name_of(who.device),
         "reads": backend,
         "kernels": next((row.version() for row in KERNELS.values() if row.name == backend), None),
@@ -209,8 +209,8 @@ def arithmetic(who: Processes, width: int, loss: str | None) -> ArithmeticRecord
         "attnres": attnres.__version__,
     }
     if loss is not None:
-        here["loss"] = loss
-    return {**here, "threads": torch.get_num_threads()} if is_host(who.device) else here
+        record["loss"] = loss
+    return {**record, "threads": torch.get_num_threads()} if is_host(who.device) else record
 
 
 @contextmanager
@@ -235,10 +235,10 @@ def restored_arithmetic(
             kernels = KERNELS[who.device.type]
             if recorded.get("reads") in (kernels.name, "eager"):
                 stack.enter_context(kernels.switched(recorded["reads"] == kernels.name))
-        here: dict[str, Any] = {**arithmetic(who, width, loss)}
-        changed = [name for name in recorded if name in here and here[name] != recorded[name]]
+        present: dict[str, Any] = {**arithmetic(who, width, loss)}
+        changed = [name for name in recorded if name in present and present[name] != recorded[name]]
         if changed and not different:
-            pairs = [f"{_NAMES.get(name, name)} ({recorded[name]} there, {here[name]} here)" for name in changed]
+            pairs = [f"{_NAMES.get(name, name)} ({recorded[name]} there, {present[name]} here)" for name in changed]
             raise UserError(
                 "the run would not continue bit for bit, because it was trained with other arithmetic: "
                 f"{listed(pairs)}; "

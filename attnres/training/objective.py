@@ -72,10 +72,10 @@ def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = No
     device = next(model.parameters()).device
     if choice == "whole" or (choice == "auto" and is_small(model, tokens, device)):
         return "whole"
-    apart = is_apart(model) and (teacher is None or is_apart(teacher.model))
+    has_heads = is_apart(model) and (teacher is None or is_apart(teacher.model))
     if choice == "auto":
-        return "chunked" if apart else "whole"
-    if not apart:
+        return "chunked" if has_heads else "whole"
+    if not has_heads:
         raise UserError(
             f"loss is {choice} and the head of {type(model).__name__} does more than attnres knows of: choose whole"
         )
@@ -122,9 +122,9 @@ class Objective(nn.Module):
         entropy = token_losses(output.logits, y).sum()
         if self.teacher is None or teacher_output is None:
             return LossSums(entropy, entropy.detach(), torch.zeros_like(entropy))
-        apart = divergence(output.logits, teacher_output, self.teacher.temperature).sum()
+        distilled = divergence(output.logits, teacher_output, self.teacher.temperature).sum()
         weight = self.teacher.weight
-        return LossSums((1 - weight) * entropy + weight * apart, entropy.detach(), apart.detach())
+        return LossSums((1 - weight) * entropy + weight * distilled, entropy.detach(), distilled.detach())
 
     @torch.no_grad()
     def _teach(self, teacher: Teacher, x: Tensor) -> Tensor:

@@ -398,7 +398,7 @@ def _refuse_layout(config: TrainConfig) -> None:
 
 
 def idle(config: TrainConfig, defaults: TrainConfig | None = None) -> dict[str, str]:
-    """Return the given settings (those that differ from `defaults`) without effect, and what each would need."""
+    """Return each setting that differs from `defaults` and has no effect, with the setting that it would need."""
     values, known = (dict(leaves(to_dict(one))) for one in (config, defaults or TrainConfig()))
     return {name: what for name, what in unused(values).items() if values[name] != known[name]}
 

@@ -281,19 +281,19 @@ class Run:
             "arithmetic": self.computed_with(),
         }
         folder, step = self.output.folder, self.run_state.step
-        here = folder / "checkpoint"
+        checkpoint_folder = folder / "checkpoint"
         extra_files = self.files_beside()
         if not self.placed.whole:
             if self.output.gone:  # and with it the checkpoint that was being written there
                 self._end_saving()
             self._await_saving()
-            self.saving = checkpoint.ShardedSave(here, self.placed, self.optimizers, state, extra_files)
+            self.saving = checkpoint.ShardedSave(checkpoint_folder, self.placed, self.optimizers, state, extra_files)
             if self.steps.signalled or self.output.gone or step in self.config.keep_at or step == self.config.steps:
                 self._await_saving()
 
         def write() -> None:
             if self.placed.whole:
-                checkpoint.save(here, self.model, self.optimizers, state, extra_files)
+                checkpoint.save(checkpoint_folder, self.model, self.optimizers, state, extra_files)
             if step in self.config.keep_at:
                 checkpoint.keep(folder, step)
 
@@ -379,9 +379,9 @@ class Run:
         """Return the error for a loss or gradient that is not finite, after writing its step to the folder."""
         if self.who.first:
             write_json(self.output.folder / DIVERGED, {"step": step})
-        kept = f"the checkpoint of step {self.saved} is kept" if self.saved else "no checkpoint was made yet"
+        left_over = f"the checkpoint of step {self.saved} is kept" if self.saved else "no checkpoint was made yet"
         return UserError(
-            f"step {step}: the loss is {loss} and the gradient norm {norm}, the training has diverged; {kept} in "
+            f"step {step}: the loss is {loss} and the gradient norm {norm}, the training has diverged; {left_over} in "
             f"{self.output.folder}; try a lower optim.lr, a longer optim.warmup, a smaller optim.clip or --dtype fp32 "
             "(in another --out)"
         )

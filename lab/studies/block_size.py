@@ -1,9 +1,9 @@
 """Loss by block size: the paper's Figure 6."""
 
-from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
 from attnres.stats import ALPHA
 from attnres.text import number
+from lab.charts import Curves, Line
 from lab.contrast import contrast
 from lab.design import Arm, Design, Measured, Setting, StudyResult
 

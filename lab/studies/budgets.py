@@ -4,13 +4,13 @@ import dataclasses
 import math
 import statistics
 
-from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, TOKENS
 from attnres.savings import LossCurve, saving
 from attnres.stats import Effect, Recipe, or_none
 from attnres.text import UNKNOWN, number, run_name
 from attnres.training.config import TrainConfig
 from lab.analyses import pooled, trend
+from lab.charts import Curves, Line
 from lab.contrast import NO_NOISE, interval, times_fewer
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult, branch_step
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from attnres.data.sources import DOCUMENTS, STEPS, task_documents, task_problems
-from attnres.figures.chart import Curves, Line
 from attnres.text import number
+from lab.charts import Curves, Line
 from lab.contrast import contrast
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 

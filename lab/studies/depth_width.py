@@ -2,10 +2,10 @@
 
 import math
 
-from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
 from attnres.text import number
 from lab.analyses import optimum, pooled, widened
+from lab.charts import Curves, Line
 from lab.contrast import NO_NOISE
 from lab.cost import flops_a_token, vocabulary_of
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult

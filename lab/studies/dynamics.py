@@ -4,9 +4,9 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from attnres.figures.chart import Curves, Line
 from attnres.stats import Effect, Recipe, judged
 from attnres.text import UNKNOWN, number
+from lab.charts import Curves, Line
 from lab.contrast import ratio_interval
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 

@@ -3,11 +3,11 @@
 import math
 import statistics
 
-from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
 from attnres.savings import LossCurve
 from attnres.stats import or_none
 from attnres.text import number
+from lab.charts import Curves, Line
 from lab.contrast import NO_NOISE, noise_note
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 

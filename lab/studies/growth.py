@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnres.figures.chart import Curves, Line
 from attnres.residuals import make_residual
 from attnres.text import run_name
+from lab.charts import Curves, Line
 from lab.design import Arm, Computed, ComputedCall, Design, Measured, ResultTable, Setting, StudyResult
 
 EPS = 1e-12

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from attnres.figures.chart import Curves, Line
 from attnres.stats import Effect, Recipe, judged, or_none
 from attnres.text import UNKNOWN, listed, run_name
+from lab.charts import Curves, Line
 from lab.contrast import ratio_interval
 from lab.design import Arm, Computed, ComputedCall, Design, Measured, ResultTable, Setting, StudyResult
 from lab.studies.growth import Mlps

@@ -1,8 +1,8 @@
 """The nanoGPT study's six configurations, and its final gates without a model."""
 
 from attnres.comparison.plan import label_of
-from attnres.figures.chart import Chart, Curves, Line
 from attnres.text import number
+from lab.charts import Chart, Curves, Line
 from lab.contrast import contrast
 from lab.design import Arm, Computed, Design, Measured, ResultTable, Setting, StudyResult
 from lab.studies.null_gates import STEPS, VARIANTS, runs

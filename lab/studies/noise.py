@@ -2,9 +2,9 @@
 
 import statistics
 
-from attnres.figures.chart import Curves, Line
 from attnres.stats import Recipe
 from attnres.text import number
+from lab.charts import Curves, Line
 from lab.contrast import interval
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from attnres.comparison.plan import label_of
-from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, LOSS, TOKENS
 from attnres.stats import Effect, Recipe
 from attnres.text import number
 from attnres.training.config import READ_RATE
 from lab.analyses import beyond, survivors
+from lab.charts import Curves, Line
 from lab.contrast import contrast, noise_note
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult
 from lab.presets import shape

@@ -4,12 +4,12 @@ import math
 import statistics
 from typing import Any
 
-from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import LOSS
 from attnres.stats import or_none
 from attnres.text import UNKNOWN, number
 from attnres.training.config import TrainConfig
 from lab.analyses import Fitted, fitted, multiplier, multiplier_interval, pooled, widened
+from lab.charts import Curves, Line
 from lab.contrast import NO_NOISE
 from lab.cost import flops_a_token, vocabulary_of
 from lab.design import Arm, Design, Measured, ResultTable, Setting, StudyResult

@@ -234,7 +234,7 @@ def test_two_do_not_compare_in_one_folder(done):
         compare(config)
 
 
-def test_however_early_it_is_stopped_the_same_command_continues(done, tmp_path, monkeypatch):
+def test_however_early_it_is_stopped_the_same_command_continues(done, empty_cache, tmp_path, monkeypatch):
     config, _, _ = done
     config = dataclasses.replace(config, out=str(tmp_path / "out"), timing_s=0)
 
@@ -250,7 +250,7 @@ def test_however_early_it_is_stopped_the_same_command_continues(done, tmp_path, 
     assert not (tmp_path / "out" / "configs").exists()
     monkeypatch.undo()
     monkeypatch.setattr("attnres.comparison.compare.train_all", stop)
-    monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ATTNRES_CACHE", empty_cache(tmp_path / "cache"))
     with pytest.raises(KeyboardInterrupt):  # comes to training: the folder is taken for a comparison
         compare(config)
 

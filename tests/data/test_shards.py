@@ -15,7 +15,6 @@ from attnres.errors import UserError
 documents = st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=30), min_size=1, max_size=20)
 
 
-@settings(deadline=None)
 @given(texts=documents, file_tokens=st.integers(1, 40), data=st.data())
 def test_any_slice_over_any_split_into_files_reads_what_was_written(tmp_path_factory, texts, file_tokens, data):
     folder: Path = tmp_path_factory.mktemp("shards")
@@ -115,7 +114,7 @@ def test_changed_token_is_refused(prepared: Prepared):
         open_tokens(prepared.path)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(texts=documents, file_tokens=st.integers(1, 40), data=st.data())
 def test_a_document_that_begins_elsewhere_is_told_by_the_end_before_it(tmp_path_factory, texts, file_tokens, data):
     folder: Path = tmp_path_factory.mktemp("shards")

@@ -76,7 +76,7 @@ def dtypes(*tensors):
     return [t if t is None else t.dtype for t in tensors]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     n=st.integers(1, 11),
     reads=st.integers(1, 10),
@@ -159,7 +159,7 @@ def check_merge(k, tokens, width, kind, dtype, out_dtype, has_added, has_output,
     assert ours.output is None or ours.output.dtype == FP32
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     k=st.integers(1, 7),
     tokens=st.integers(1, 70),

@@ -64,7 +64,7 @@ TAKEN = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     where=st.sampled_from(["source", "query", "gain", "weight"]),
     how=st.sampled_from(sorted({**REFUSED, **TAKEN})),

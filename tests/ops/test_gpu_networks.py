@@ -212,7 +212,7 @@ def test_bytes_a_sublayer(name, settings, forward, backward, triton_on_a_cpu, mo
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "most"), [("block", {"block_size": 3}, (136, 119)), ("full", {}, (126, 93))]
+    ("name", "settings", "most"), [("block", {"block_size": 3}, (104, 52)), ("full", {}, (94, 50))]
 )
 def test_the_host_s_work_a_sublayer(name, settings, most, triton_on_a_cpu, monkeypatch):
     """Calls of functions, Python's and C's, of a step whose plans are made: `benchmarks/host.py` has their time."""
@@ -229,7 +229,7 @@ def test_the_host_s_work_a_sublayer(name, settings, most, triton_on_a_cpu, monke
             state = residual.start(embedding)
             for i in range(sublayers):
                 x, state = residual.read(state, i, norms[i])
-                state = residual.write(state, i, x)
+                state = residual.write(state, i, 2 * x)  # of x itself two gradients would be one tensor, planned anew
             made.append(residual.finish(state, norms[-1]))
 
     def backward():
@@ -439,6 +439,8 @@ def test_a_bank_takes_memory_for_its_reads_alone(name, settings, phases, triton_
         return x
 
     monkeypatch.setattr(Bank, "read", poisoned)
+    dispatched = lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype)  # noqa: E731
+    monkeypatch.setitem(replay.ALLOCATORS, "cpu", dispatched)
     for ours, theirs in zip(run_in_bank(residual, embedding, outputs, norm), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     replay._REPLAYS.clear()

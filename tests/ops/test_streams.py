@@ -147,7 +147,7 @@ def check(backend, inputs, dtype=FP32, tolerance=2e-5):
 
 
 @compiled
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(KINDS),
     n=st.integers(1, MAX_STREAMS),

@@ -40,7 +40,7 @@ def both_ways(n, k, reads, tokens, width, kind, seed, dtype=torch.float64, recom
     return [[*outs, *torch.autograd.grad(outs, leaves, list(upstream), retain_graph=True)] for outs in (ours, expected)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(0, 5),
     k=st.integers(0, 3),
@@ -57,7 +57,7 @@ def test_two_phases_are_one_pass_in_fp64(n, k, reads, tokens, width, kind, recom
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(0, 9),
     k=st.integers(1, 5),

@@ -124,6 +124,7 @@ def test_a_norm_given_as_a_function_reads_the_same():
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.quick("eager-block-*-fp32", "cpu-*-bf16")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "size"), [("block", 3), ("full", 1)])
 def test_a_networks_gradients_are_no_worse_than_one_pass_through_autograd(backend, name, size, dtype):

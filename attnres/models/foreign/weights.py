@@ -43,9 +43,9 @@ def foreign_config(name: str, fields: dict[str, Any]) -> Any:
         target = kind.read(fields)
     config_class: Any = CLASSES[target.family][0]
     skipped = ("model_type", "architectures", "auto_map", "transformers_version")
-    kept = {field: value for field, value in target.fields.items() if field not in skipped}
+    ours = {field: value for field, value in target.fields.items() if field not in skipped}
     with foreign(f"config.json of {name} is no valid {target.family} config", "copy it again"):
-        config = config_class.from_dict({**kept, "residual": target.residual, "residual_settings": target.settings})
+        config = config_class.from_dict({**ours, "residual": target.residual, "residual_settings": target.settings})
     config.foreign_config = kind.kept(fields)
     return config
 
@@ -157,18 +157,18 @@ def _gathered(tensors: dict[str, Stored], kind: Format, residual: Residual, sour
     """Return the residual's tensors by their names in it, and remove their parts from `tensors`."""
     rows = kind.rows(residual)
     missing = [row.theirs for row in rows if row.theirs not in tensors]
-    others = [name for name in tensors if _READ.search(name) and name not in {row.theirs for row in rows}]
-    if missing and others:
+    unknown = [name for name in tensors if _READ.search(name) and name not in {row.theirs for row in rows}]
+    if missing and unknown:
         raise UserError(
-            f"{source} has depth reads named '{others[0]}' where '{kind.name}' names '{missing[0]}': its config and "
+            f"{source} has depth reads named '{unknown[0]}' where '{kind.name}' names '{missing[0]}': its config and "
             "its weights are in two formats"
         )
     if missing:
         raise UserError(f"{source} lacks {first_of(missing, 'other tensor')} of depth reads")
-    if others:
+    if unknown:
         raise UserError(
-            f"{source} has {first_of(others, 'other tensor')} of depth reads, for which its config ('{kind.name}') has "
-            "no place"
+            f"{source} has {first_of(unknown, 'other tensor')} of depth reads, for which its config ('{kind.name}') "
+            "has no place"
         )
     wide = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors.values()) else torch.float32
     gathered = {name: torch.empty(tensor.shape, dtype=wide) for name, tensor in residual.state_dict().items()}

@@ -38,8 +38,8 @@ def warps_for(block: int, per_thread: int = 16) -> int:
 
 
 def registers_for(warps: int, resident: int) -> int:
-    """Return the most registers of a thread, so that `resident` programs of so many warps fit on a multiprocessor,
-    which gives registers to a warp in units of eight a thread."""
+    """Return the most registers a thread may use if `resident` programs of this many warps are to fit on a
+    multiprocessor, which allocates eight registers a thread at a time."""
     return min(255, REGISTERS // (32 * warps * resident) // 8 * 8)
 
 

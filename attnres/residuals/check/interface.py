@@ -45,12 +45,12 @@ def settings(subject: Subject) -> str:
         names == ["num_sublayers", "width"],
         f"the constructor takes ({', '.join(names)}), not (num_sublayers, width, *, settings)",
     )
-    known = settings_of(mechanism.name)
-    missing = [name for name, default in known.items() if default is inspect.Parameter.empty]
+    defaults = settings_of(mechanism.name)
+    missing = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
     expect(not missing, f"setting '{''.join(missing[:1])}' has no default")
     for depth in (1, 2, 5, 8):
         make_residual(mechanism.name, depth, WIDTH)
-    return ", ".join(known) or "none"
+    return ", ".join(defaults) or "none"
 
 
 def start_values(subject: Subject) -> str:

@@ -189,8 +189,8 @@ def weights(subject: Subject) -> str:
             if not read.sources or shown is None:
                 expect(not traits.sums_to_one, f"traits say sums_to_one, and read '{read.name}' has no weights")
                 continue
-            apart = (shown.sum(-1) - 1.0).abs().max().item()
-            sums[traits.sums_to_one] = max(sums[traits.sums_to_one], apart)
+            error = (shown.sum(-1) - 1.0).abs().max().item()
+            sums[traits.sums_to_one] = max(sums[traits.sums_to_one], error)
             spread = max(spread, (shown - shown[:1]).abs().max().item())
             implied = residual.implied(index)
             at = f"of read '{read.name}' of {network.depth} sublayers"
@@ -199,8 +199,8 @@ def weights(subject: Subject) -> str:
                 close(shown, implied.to(shown).expand_as(shown), f"the weights {at} are not those implied", _CLOSE)
     if not all(read.sources for read in residual.layout()):
         sums.pop(False, None)  # reads without weights have no sum
-    for claim, apart in sums.items():
-        expect(claim == (apart < _CLOSE), f"traits say sums_to_one={claim}: rows differ from one by {apart:.1e}")
+    for claim, error in sums.items():
+        expect(claim == (error < _CLOSE), f"traits say sums_to_one={claim}: rows differ from one by {error:.1e}")
     by_token = traits.by_token
     expect(by_token == (spread > _CLOSE), f"traits say by_token={by_token}: tokens differ by {spread:.1e}")
     one = "sum to one" if traits.sums_to_one else "need not sum to one"

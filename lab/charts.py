@@ -1,28 +1,15 @@
-"""Charts of a study, given as data: curves, and differences with their intervals."""
+"""Charts of a study, given as data: curves, and (`attnres.figures.comparison`) differences with their intervals."""
 
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-from matplotlib.ticker import MaxNLocator
+from typing import Any
 
 from attnres.figures import style
-from attnres.figures.plot import (
-    Plot,
-    beside,
-    canvas,
-    fit,
-    head,
-    legend,
-    limits,
-    log_numbers,
-    numbers_on,
-    plain,
-)
+from attnres.figures.comparison import Differences
+from attnres.figures.plot import Plot, canvas, fit, head, legend, log_numbers, numbers_on, plain
 from attnres.figures.style import sheet
-from attnres.inspect.colours import LESS, MORE
 from attnres.residuals import RESIDUALS, residual_class
 from attnres.text import tick
 
@@ -106,80 +93,6 @@ class Curves:
         axes[0, 0].set_ylabel(fit(self.y_label, HEIGHT - 0.3, sheet().font))
         legend(figure, *axes[0])
         return Plot(self.name, self.title, self.caption, figure)
-
-
-class Interval(NamedTuple):
-    """One row of `Differences`.
-
-    Attributes:
-        difference, margin: the difference, and half the width of its interval (NaN if unknown).
-        clear: whether the interval excludes 0. colour: the row's colour; None colours it by sign if it is clear.
-        is_chance: whether the variant is mathematically the baseline. per_seed: the differences of single seeds.
-    """
-
-    label: str
-    difference: float
-    margin: float
-    clear: bool
-    colour: str = ""
-    is_chance: bool = False
-    per_seed: Sequence[float] = ()
-
-
-@dataclass(frozen=True)
-class Differences:
-    """Differences to a baseline with their intervals, one a row, the best at the top or in the given order. An interval
-    far wider than all differences is cut at the edge."""
-
-    name: str
-    title: str
-    caption: str
-    x_label: str
-    rows: list[Interval]
-    zero: str = style.MUTED
-    """The colour of the line at 0."""
-    ranked: bool = True
-
-    def draw(self) -> Plot:
-        """Draw the chart inside `style.style`; the caption explains its marks."""
-        rows = sorted(self.rows, key=lambda row: -row.difference) if self.ranked else self.rows[::-1]
-        figure, axes = canvas(
-            sheet().column * (1.35 if self.ranked else 1), 0.7 + (0.19 if self.ranked else 0.33) * len(rows)
-        )
-        ax = axes[0, 0]
-        ax.axvline(0, color=self.zero, linewidth=0.9)
-        means, ends = [0.0], list[float]()
-        for place, row in enumerate(rows):
-            colour = row.colour or (style.MUTED if not row.clear else MORE if row.difference < 0 else LESS)
-            means += [row.difference, *row.per_seed]
-            if not math.isnan(row.margin):
-                bar = [row.difference - row.margin, row.difference + row.margin]
-                ends += bar
-                ax.plot(bar, [place, place], color=colour, linewidth=1.6, solid_capstyle="butt")
-            fill, mark = colour if row.clear else style.PAPER, "s" if row.is_chance else "o"
-            ax.plot(row.difference, place, mark, color=colour, markersize=4, markerfacecolor=fill)
-            if len(row.per_seed) > 1:
-                ax.plot(row.per_seed, [place - 0.26] * len(row.per_seed), "|", color=colour, markersize=3.5, alpha=0.9)
-        ax.set_yticks(range(len(rows)), [plain(row.label) for row in rows], fontsize=sheet().font)
-        ax.tick_params(axis="y", length=0, labelcolor=style.INK)
-        ax.set_ylim(-0.7, len(rows) - 0.3)
-        ax.grid(visible=False, axis="y")
-        ax.spines["left"].set_visible(False)
-        ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
-        numbers_on(ax.xaxis)
-        bars = beside(means, ends)
-        ax.set_xlim(limits([*means, *bars]))
-        ax.set_xlabel(self.x_label)
-        caption = f"{self.caption} Bars: 95 % interval, of comparisons together by Holm; hollow: it includes 0."
-        if bars != ends:
-            caption += " Bars to the edge go on."
-        if any(row.is_chance for row in rows):
-            caption += " Square: the placebo control, mathematically the baseline: its difference is noise."
-        if any(math.isnan(row.margin) for row in rows):
-            caption += " No bar: the error is not known."
-        if any(len(row.per_seed) > 1 for row in rows):
-            caption += " Ticks below: single seeds."
-        return Plot(self.name, self.title, caption, figure)
 
 
 Chart = Curves | Differences
