@@ -20,9 +20,10 @@ class _Copies(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if name in TO_HOST or (name in FROM_HOST and kwargs.get("device") is not None):
+        result = func(*args, **kwargs)
+        if name in TO_HOST or (name in FROM_HOST and kwargs.get("device") is not None and result.numel()):
             raise RuntimeError(f"{name} copies between the device and the host")
-        return func(*args, **kwargs)
+        return result
 
 
 def _asks(func: Any, args: Any) -> bool:
