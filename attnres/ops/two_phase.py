@@ -168,41 +168,23 @@ class _ReadSealed(torch.autograd.Function):
 
 class _Merge(torch.autograd.Function):
     @staticmethod
-    def plainly(
-        form: _Form,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        query: Tensor | None,
-        output: Tensor | None,
-        top: Tensor | None,
-        total: Tensor | None,
-        added: Tensor | None,
-        *rest: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def plainly(form: _Form, *tensors: Any) -> tuple[Tensor, ...]:
         """Return the results of `forward`, computed in operations that autograd differentiates."""
+        weight, bias, query, output, top, total, added, *rest = tensors
         norm = form.norm(weight, bias)
         x, h, sealed, weights, opens = plain.merge(
-            MergeInputs(rest[: form.k], added, query, form.eps, output, top, total, norm, form.dtype)
+            MergeInputs(tuple(rest[: form.k]), added, query, form.eps, output, top, total, norm, form.dtype)
         )
         return (x, *opens, h, sealed.reshape(-1), weights.reshape(sealed.numel(), weights.shape[-1]))
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        form: _Form,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        query: Tensor | None,
-        output: Tensor | None,
-        top: Tensor | None,
-        total: Tensor | None,
-        added: Tensor | None,
-        *rest: Tensor,
-    ) -> tuple[Tensor, ...]:
-        # rest: k open sources; then, if the read is to be recomputed in backward, the sealed sources and their logits.
+    def forward(ctx: Any, form: _Form, *tensors: Any) -> tuple[Tensor, ...]:
+        # tensors are None where there are none; rest: k open sources, then, if the read is to be recomputed in
+        # backward, the sealed sources and their logits
+        weight, bias, query, output, top, total, added, *rest = tensors
         ctx.set_materialize_grads(False)
         k = form.k
-        opens = rest[:k]
+        opens = tuple(rest[:k])
         last = opens[-1].dtype if opens else None
         norm = form.norm(weight, bias)
         saves: Any = "h" if form.watched else "least" if form.recorded else "nothing"
