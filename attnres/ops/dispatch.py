@@ -7,6 +7,7 @@ plain torch for calls that the kernels cannot take; the fallback is logged once.
 
 import functools
 import logging
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from attnres.device import autocast_dtype
 from attnres.ops import eager
 from attnres.ops.backend import (
     MAX_ONE_PASS,
@@ -28,7 +30,7 @@ from attnres.ops.backend import (
 )
 from attnres.ops.devices import KERNELS
 from attnres.ops.precision import compute_dtype
-from attnres.ops.sharded import refuse_sharded
+from attnres.ops.sharded import refuse_sharded, settled
 
 _log = logging.getLogger("attnres")
 
@@ -95,15 +97,12 @@ def backend_for(
     Raises:
         UserError: a tensor or a parameter is sharded.
     """
-    kinds = list[Any]()
-    for tensor in tensors:
-        kinds += (tensor.device, tensor.dtype, type(tensor))
-    kinds += map(type, parameters)
-    kernels = KERNELS.get(tensors[0].device.type)
-    width = tensors[0].shape[-1]  # of all vectors: the kernels refuse others
-    key = (_choose, kernels and kernels.load(), compute, outputs, width, reads, opens, streams, form, *kinds)
+    kernels, width = KERNELS.get(tensors[0].device.type), tensors[0].shape[-1]  # of all vectors: kernels refuse others
+    kinds = *map(type, tensors), *map(type, parameters), *map(_KIND, tensors)
+    key = _choose, kernels and kernels.load(), compute, outputs, width, reads, opens, streams, form, kinds
     module = _CHOSEN.get(key)
     if module is None:
+        tensors = [settled(tensor) for tensor in tensors]
         refuse_sharded((*tensors, *parameters))
         _, module, reason, loud = _choose(Call(tensors, compute, outputs, reads, opens, streams, form))
         if loud:
@@ -112,6 +111,8 @@ def backend_for(
             _CHOSEN[key] = module
     return module
 
+
+_KIND = operator.attrgetter("device", "dtype")
 
 _CHOSEN: dict[Any, Backend] = {}
 """Choices of `backend_for` by device, dtypes, widths and types, of which a program has a few. A fallback that is logged
@@ -156,10 +157,17 @@ def bank_plan(device: str, *, in_common: bool) -> Plan:
 def stored_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which finished sources of a stream of this dtype are stored: bf16 for an fp32 stream if the
     model computes in bf16 and the device's kernels are `narrow`, else the stream's dtype."""
-    narrow = device in KERNELS and KERNELS[device].narrow and torch.is_autocast_enabled(device)
-    if narrow and dtype == torch.float32 and torch.get_autocast_dtype(device) == torch.bfloat16:
-        return torch.bfloat16
-    return dtype
+    kernels = KERNELS.get(device)
+    if dtype != torch.float32 or kernels is None or not kernels.narrow or autocast_dtype(device) != torch.bfloat16:
+        return dtype
+    return torch.bfloat16
+
+
+def is_wide(source: Tensor) -> bool:
+    """Return whether a read of its own over such sources takes two phases, because vectors this wide leave a program of
+    one pass no registers to load the next source ahead."""
+    row = KERNELS.get(source.device.type)
+    return row is not None and row.one_pass_width is not None and source.shape[-1] > row.one_pass_width
 
 
 def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, training: bool | None = None) -> Plan:
@@ -179,10 +187,13 @@ def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, traini
     training = torch.is_grad_enabled() if training is None else training
     name, _, reason, _ = _choose(Call(list(sources), compute_dtype(sources[0].dtype), (), reads, opens))
     n = len(sources)
-    two = in_two_phases(n, reads, training=training, opens=opens)
+    shared = in_two_phases(n, reads, training=training, opens=opens)
+    two = shared or (n > 1 and reads == 1 and not opens and is_wide(sources[0]))
     moved = vectors_moved(n, reads, training=training)
     kind = "training" if training else "inference"
-    if not two or moved[1] < moved[0]:
+    if two and not shared:
+        why = f"vectors of {sources[0].shape[-1]} leave one pass no registers to load a source ahead"
+    elif not two or moved[1] < moved[0]:
         why = f"{n} sources and {reads} reads move {moved[0]} vectors a token in one pass, {moved[1]} in two phases"
     else:
         why = f"one pass takes at most {MAX_ONE_PASS} sources, here are {n + opens}"

@@ -28,6 +28,10 @@ MOST_COMPILED = 40
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """Key of the dispatch mode of `make_fx`, which records operations."""
 
+# asked by every read
+_is_functorch_active, _is_tracing = torch._C._are_functorch_transforms_active, torch._C._is_tracing
+_dispatch_mode = torch._C._get_dispatch_mode
+
 _asked: ContextVar[bool] = ContextVar("plain_torch", default=False)
 
 
@@ -61,8 +65,8 @@ def is_needed() -> bool:
 
 def is_transformed() -> bool:
     """Return `is_needed` for code that no compiler traces."""
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return transformed or torch._C._is_tracing() or _asked.get() or torch._C._get_dispatch_mode(_PROXY) is not None
+    transformed = _is_functorch_active() or forward_ad._current_level >= 0 or _is_tracing()
+    return transformed or _asked.get() or _dispatch_mode(_PROXY) is not None
 
 
 def is_compiled(tensors: Sequence[Tensor | None], source: Tensor, *, phase: int, opens: int) -> bool:

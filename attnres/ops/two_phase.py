@@ -43,9 +43,8 @@ from attnres.ops.backend import (
 )
 from attnres.ops.devices import KERNELS
 from attnres.ops.dispatch import backend_for
-from attnres.ops.norms import Norm, norm_kind
+from attnres.ops.norms import Norm
 from attnres.ops.precision import compute_dtype, full_precision, rounded_sum
-from attnres.ops.sharded import settled
 
 
 class SealedReads(NamedTuple):
@@ -101,24 +100,19 @@ class Merged(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """All parameters of a merge, or of phase 1, that are no tensors. kind: kind of a merge's norm, 0 for none, 1 for
-    RMSNorm, 2 for LayerNorm. index: number of the read in phase 1. recorded: gradients are enabled."""
+    """All parameters of a merge, or of phase 1, that are no tensors. of_norm: the fields of a merge's norm after its
+    weight and bias, None without one. index: number of the read in phase 1. recorded: gradients are enabled."""
 
     backend: Backend
     k: int
     eps: float
     dtype: torch.dtype
-    kind: int = 0
-    norm_eps: float = 0.0
-    out_dtype: torch.dtype | None = None
-    index: int = 0
-    recompute: bool = False
+    recorded: bool
+    of_norm: Any = None
     watched: bool = False
-    recorded: bool = False
+    recompute: bool = False
+    index: int = 0
     phase: int = 2
-
-    def norm(self, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
-        return Norm(weight, bias, self.norm_eps, self.kind == 2, self.out_dtype) if self.kind else None
 
 
 class _Unrecorded:
@@ -147,20 +141,18 @@ class _ReadSealed(torch.autograd.Function):
         ctx.form = form
         totals = total.unbind(0)
         ctx.mark_non_differentiable(logits, *totals)
-        return (*outputs, *top.unbind(0), *totals, logits, *_handed_on(sources))
+        # Sources are handed on as new outputs, not as views of inputs: FSDP2 warns about views, and each costs a node.
+        return (*outputs, *top.unbind(0), *totals, logits, *[source.detach() for source in sources])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plain.refuse_second_derivative()
         queries, logits, inv_rms, *sources = ctx.saved_tensors
-        form, reads, shape = ctx.form, len(queries), sources[0].shape
+        form, reads = ctx.form, queries.shape[0]
+        outputs, tops, carried = grads[:reads], grads[reads : 2 * reads], grads[-len(sources) :]
         # A read that nothing used has no gradient.
-        outputs: list[Tensor] = []  # dynamo cannot trace the call list[Tensor]()
-        tops: list[Tensor] = []
-        for output, top in zip(grads[:reads], grads[reads : 2 * reads], strict=True):
-            outputs.append(queries.new_zeros(shape, dtype=form.dtype) if output is None else output)
-            tops.append(queries.new_zeros(len(logits)) if top is None else top)
-        carried = grads[-len(sources) :]
+        outputs = [sources[0].new_zeros(sources[0].shape, dtype=form.dtype) if g is None else g for g in outputs]
+        tops = [queries.new_zeros(logits.shape[0]) if g is None else g for g in tops]
         inputs = ReadGradInputs(queries, sources, inv_rms, logits, outputs, tops, carried)
         dqueries, dsources = form.backend.read_sealed_backward(inputs)
         return (None, dqueries, *dsources)
@@ -168,87 +160,101 @@ class _ReadSealed(torch.autograd.Function):
 
 class _Merge(torch.autograd.Function):
     @staticmethod
-    def plainly(form: _Form, *tensors: Any) -> tuple[Tensor, ...]:
+    def plainly(
+        form: _Form,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        query: Tensor | None,
+        output: Tensor | None,
+        top: Tensor | None,
+        total: Tensor | None,
+        added: Tensor | None,
+        *rest: Tensor,
+    ) -> tuple[Tensor, ...]:
         """Return the results of `forward`, computed in operations that autograd differentiates."""
-        weight, bias, query, output, top, total, added, *rest = tensors
-        norm = form.norm(weight, bias)
+        norm = None if form.of_norm is None else Norm(weight, bias, *form.of_norm)
         x, h, sealed, weights, opens = plain.merge(
-            MergeInputs(tuple(rest[: form.k]), added, query, form.eps, output, top, total, norm, form.dtype)
+            MergeInputs(rest[: form.k], added, query, form.eps, output, top, total, norm, form.dtype)
         )
         return (x, *opens, h, sealed.reshape(-1), weights.reshape(sealed.numel(), weights.shape[-1]))
 
     @staticmethod
-    def forward(ctx: Any, form: _Form, *tensors: Any) -> tuple[Tensor, ...]:
-        # tensors are None where there are none; rest: k open sources, then, if the read is to be recomputed in
-        # backward, the sealed sources and their logits
-        weight, bias, query, output, top, total, added, *rest = tensors
+    def forward(
+        ctx: Any,
+        form: _Form,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        query: Tensor | None,
+        output: Tensor | None,
+        top: Tensor | None,
+        total: Tensor | None,
+        added: Tensor | None,
+        *rest: Tensor,
+    ) -> tuple[Tensor, ...]:
+        # rest: k open sources; then, if the read is to be recomputed in backward, the sealed sources and their logits.
         ctx.set_materialize_grads(False)
-        k = form.k
-        opens = tuple(rest[:k])
-        last = opens[-1].dtype if opens else None
-        norm = form.norm(weight, bias)
-        saves: Any = "h" if form.watched else "least" if form.recorded else "nothing"
-        x, saved, partial = form.backend.merge(
-            MergeInputs(opens, added, query, form.eps, output, top, total, norm, form.dtype, saves)
-        )
+        backend, k, eps, dtype, recorded, of_norm, watched, recompute, *_ = form
+        opens = rest[:k]
+        norm = None if of_norm is None else Norm(weight, bias, *of_norm)
+        saves: Any = "h" if watched else "least" if recorded else "nothing"
+        x, saved, partial = backend.merge(MergeInputs(opens, added, query, eps, output, top, total, norm, dtype, saves))
         if x is output:
             x = x.clone()
+        output_dtype = None if output is None else output.dtype
+        last_dtype = opens[-1].dtype if opens else None
+        added_dtype = None
         if partial is not None:
             opens = (*opens[:-1], partial)
-        h = None if form.recompute else saved.h
-        again = output if saved.h is None and not form.recompute else None
-        ctx.save_for_backward(weight, bias, query, again, h, saved.scalars, *opens, *rest[k:])
-        dtypes = (
-            None if output is None else output.dtype,
-            last,
-            None if partial is None or added is None else added.dtype,
-        )
-        ctx.form = form, x.shape, x.dtype, top is not None, dtypes
-        results = [x]
-        for source in opens:
-            results.append(source.detach())
-        if not form.watched:
-            return tuple(results)
+            added_dtype = None if added is None else added.dtype
+        h, scalars = saved
+        again = output if h is None and not recompute else None
+        ctx.save_for_backward(weight, bias, query, again, None if recompute else h, scalars, *opens, *rest[k:])
+        ctx.form = form, top is not None, output_dtype, last_dtype, added_dtype
+        results = (x, *[source.detach() for source in opens])
+        if not watched:
+            return results
         # Results for observers only; empty if the value is an input, x itself or known beforehand.
-        none, scalars = x.new_empty(0), saved.named(k, normed=form.kind > 0)
-        h = none if saved.h is None or not k or norm is None else saved.h.to(form.dtype)
-        weights = none.clone() if scalars.weights is None else scalars.weights
-        sealed = none.clone() if scalars.sealed is None else scalars.sealed
+        none, named = x.new_empty(0), saved.named(k, normed=norm is not None)
+        h = none if h is None or not k or norm is None else h.to(dtype)
+        weights = none.clone() if named.weights is None else named.weights
+        sealed = none.clone() if named.sealed is None else named.sealed
         ctx.mark_non_differentiable(h, sealed, weights)
         return (*results, h, sealed, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plain.refuse_second_derivative()
-        form, shape, x_dtype, has_top, dtypes = ctx.form
-        k = form.k
+        form, has_top, output_dtype, last_dtype, added_dtype = ctx.form
+        backend, k, _, dtype, _, of_norm, _, recompute, *_ = form
         weight, bias, query, again, h, scalars, *rest = ctx.saved_tensors
+        opens, recomputed, grad = rest[:k], rest[k:], grads[0]
+        norm = None if of_norm is None else Norm(weight, bias, *of_norm)
+        if grad is None:  # only the sources that the read handed on were used
+            like = next(vector for vector in (h, again, *rest) if vector is not None)
+            grad = like.new_zeros(like.shape, dtype=dtype if norm is None else norm.out_dtype)
         saved = MergeSaved(h, scalars)
-        opens, recomputed, carried = rest[:k], rest[k:], grads[1 : 1 + k]
-        grad = grads[0]
-        if grad is None:
-            grad = next(part for part in (scalars, *rest) if part is not None).new_zeros(shape, dtype=x_dtype)
-        if form.recompute:
-            h_dtype = form.dtype if form.kind else compute_dtype(form.dtype)
+        if recompute:
+            h_dtype = compute_dtype(dtype) if norm is None else dtype
             saved = saved._replace(h=_read_again(form, recomputed, opens, saved, h_dtype))
-        norm = form.norm(weight, bias)
-        output, top, dopens, dquery, dweight, dbias, added = form.backend.merge_backward(
-            MergeGradInputs(grad, carried, opens, query, norm, saved, form.dtype, again, *dtypes)
+        output, top, dopens, dquery, dweight, dbias, added = backend.merge_backward(
+            MergeGradInputs(
+                grad, grads[1 : 1 + k], opens, query, norm, saved, dtype, again, output_dtype, last_dtype, added_dtype
+            )
         )
-        output_dtype, _, added_dtype = dtypes
-        output, top = None if output_dtype is None else output, top if has_top else None
-        if added_dtype is not None and added is None:
+        if added is None and added_dtype is not None:
             added = dopens[-1]
-        return (None, dweight, dbias, dquery, output, top, None, added, *dopens, *(None,) * len(recomputed))
-
-
-def _handed_on(sources: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sources as new outputs of a Function, not as views of its inputs: FSDP2 warns about views, and each
-    costs a node."""
-    handed_on = []
-    for source in sources:
-        handed_on.append(source.detach())
-    return handed_on
+        return (
+            None,
+            dweight,
+            dbias,
+            dquery,
+            None if output_dtype is None else output,
+            top if has_top else None,
+            None,
+            added,
+            *dopens,
+            *(None,) * len(recomputed),
+        )
 
 
 def _read_again(
@@ -259,7 +265,7 @@ def _read_again(
     dtype: torch.dtype,
 ) -> Tensor:
     """Return the read before its norm, recomputed from its weights, for `recompute`."""
-    _, weights, sealed, *_ = saved.named(form.k, normed=form.kind > 0)
+    _, weights, sealed, *_ = saved.named(form.k, normed=form.of_norm is not None)
     parts = [] if weights is None else [weights]
     if recomputed:
         shares = recomputed[-1][:, :, form.index].softmax(1)
@@ -287,7 +293,7 @@ def _backend(
 def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the function's results, from a backend, or from torch operations if a backend cannot be used."""
     if form.backend is not registered and not plain.is_transformed():
-        if torch.is_grad_enabled():
+        if form.recorded:
             return _recorded(function)(form, *arguments)
         return function.forward(_UNRECORDED, form, *arguments)
     first = next(argument for argument in reversed(arguments) if argument is not None)
@@ -296,7 +302,7 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
             not form.recompute and plain.is_compiled(arguments, first, phase=form.phase, opens=form.k)
         ):
             return function.plainly(form, *arguments)
-        if torch.is_grad_enabled():
+        if form.recorded:
             return function.apply(form, *arguments)
         return function.forward(_UNRECORDED, form, *arguments)
 
@@ -329,8 +335,9 @@ def read_sealed(
         kernels = KERNELS.get(first.device.type)
         dtype = compute if kernels is not None and kernels.cached else first.dtype
     reads, n = queries.shape[0], len(sources)
-    backend = _backend(_settled(sources), (queries,), compute, dtype, reads=reads)
-    out = _run(_ReadSealed, _Form(backend, 0, eps, dtype, phase=1), queries.to(compute), *sources)
+    backend = _backend(sources, (queries,), compute, dtype, reads=reads)
+    form = _Form(backend, 0, eps, dtype, torch.is_grad_enabled(), phase=1)
+    out = _run(_ReadSealed, form, queries.to(compute), *sources)
     return SealedReads(out[-n:], out[:reads], out[reads : 2 * reads], out[2 * reads : 3 * reads], out[3 * reads])
 
 
@@ -366,24 +373,22 @@ def merge(
     if k and query is None:
         raise UserError(f"a merge got {k} open sources and no query: expected a query (d,) that scores them")
     output = top = total = None
-    vectors = _settled(opens)
+    vectors = [*opens]
     if read is not None:
-        output, top, total = read.output, read.top, read.total
-        vectors = [*vectors, output]
+        output, top, total, sources, logits, index = read
+        vectors.append(output)
         if recompute:
-            recomputed, index = (*read.sources, read.logits), read.index
+            recomputed = (*sources, logits)
     if added is not None:
-        vectors = [*vectors, *_settled((added,))]
-    dtype = dtype or vectors[0].dtype
-    weight = bias = out_dtype = None
-    norm_eps = 0.0
+        vectors.append(added)
+    dtype = out_dtype = dtype or vectors[0].dtype
+    weight = bias = of_norm = None
     if norm is not None:
-        weight, bias, norm_eps, _, out_dtype = norm
-    out_dtype = out_dtype or dtype
-    compute = compute_dtype(dtype)
-    backend = _backend(vectors, (weight, bias, query), compute, dtype, out_dtype, opens=k)
-    recorded = torch.is_grad_enabled()
-    form = _Form(backend, k, eps, dtype, norm_kind(norm), norm_eps, out_dtype, index, recompute, watched, recorded)
+        weight, bias, norm_eps, center, out_dtype = norm
+        out_dtype = out_dtype or dtype
+        of_norm = norm_eps, center, out_dtype
+    backend = _backend(vectors, (weight, bias, query), compute_dtype(dtype), dtype, out_dtype, opens=k)
+    form = _Form(backend, k, eps, dtype, torch.is_grad_enabled(), of_norm, watched, recompute, index)
     out = _run(_Merge, form, weight, bias, query, output, top, total, added, *opens, *recomputed)
     x, handed_on = out[0], out[1 : 1 + k]
     if not watched:
@@ -395,14 +400,6 @@ def merge(
     h, sealed, weights = out[1 + k :]
     h = x.detach() if norm is None else h
     return Merged(x, handed_on, h.reshape(-1, h.shape[-1]), sealed, weights)
-
-
-def _settled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Wait for pending collectives; return plain tensors."""
-    for tensor in tensors:
-        if type(tensor) is not Tensor:
-            return [settled(tensor) for tensor in tensors]
-    return tensors
 
 
 class _RoundedSum(torch.autograd.Function):
@@ -446,7 +443,6 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
                 return torch.rms_norm(h, h.shape[-1:], weight, eps)
         if dtype == torch.float32 and h.numel() <= kernels.torch_norm:  # autocast leaves its result in fp32
             return torch.rms_norm(h, h.shape[-1:], weight, eps).to(out_dtype)
-    backend = _backend(_settled((h,)), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
-    recorded = torch.is_grad_enabled()
-    form = _Form(backend, 0, 0.0, dtype, norm_kind(norm), eps, out_dtype, recorded=recorded)
+    backend = _backend((h,), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
+    form = _Form(backend, 0, 0.0, dtype, torch.is_grad_enabled(), (eps, norm.center, out_dtype))
     return _run(_Merge, form, weight, bias, None, h, None, None, None)[0]

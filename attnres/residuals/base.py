@@ -122,7 +122,7 @@ class Residual(Described, Watched, Cut, Banked):
     def forward(self, verb: str, *args: Any) -> Any:
         """Call the method named `verb`. Calling by name runs `__call__` and its hooks (adapters, FSDP)."""
         call = getattr(self, verb)
-        if not (self.recompute_reads and verb in ("read", "finish") and torch.is_grad_enabled()):
+        if not self.recompute_reads or verb not in ("read", "finish") or not torch.is_grad_enabled():
             return call(*args)
         if self.heeds_recompute or self.watched:  # an observer would see a checkpointed read twice
             return call(*args)

@@ -116,7 +116,9 @@ def showing(verb: str, method: Callable[..., Any]) -> Any:
 
     @functools.wraps(method)
     def shown(self: "Residual", *args: Any) -> Any:
-        if self.watched and getattr(type(self), verb) is shown:  # not again in super().start
+        if self.observer is None and self.editor is None:
+            return method(self, *args)
+        if getattr(type(self), verb) is shown:  # not again in super().start
             for watcher in (self.observer, self.editor):
                 if watcher is not None:
                     watcher.on_start(*args) if verb == "start" else watcher.on_write(*args[1:])  # without the state

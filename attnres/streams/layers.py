@@ -127,12 +127,12 @@ def _enter(
     """
     if not parts.enabled:
         return None
-    place, stream = place_of(Stream | Handed, args, kwargs)
+    place, stream = place_of((Stream, Handed), args, kwargs)
     count = number * parts.each
     if stream is not None:
         layer_input, stream = stream, stream.stream(parts.residual) if isinstance(stream, Handed) else stream
         # a stream begun by another module, such as a pipeline stage, skips nothing
-        if layer.training and (torch.compiler.is_compiling() or progress() != WAITING):
+        if stream.index < count and layer.training and (torch.compiler.is_compiling() or progress() != WAITING):
             stream = passed_over(stream, count)
         if parts.unpacks(layer):
             stream = Handed.of(stream)
@@ -177,7 +177,7 @@ def _leave(parts: Parts, number: int, layer: nn.Module, args: tuple[Any, ...], o
     if not parts.enabled:
         return None
     stream, count = output[0] if type(output) is tuple else output, (number + 1) * parts.each
-    if not isinstance(stream, Stream | Handed):
+    if not isinstance(stream, (Stream, Handed)):
         raise _lost_stream(layer)
     if stream.index != count:
         raise UserError(

@@ -218,9 +218,10 @@ class Parts:
     def hands_tuples(self, number: int) -> bool:
         """Return whether a layer passes on a tuple of tensors: in a compiled pass a checkpointed layer takes only
         these."""
+        if self.tuples or not torch.compiler.is_compiling():
+            return self.tuples
         layer, (holder, name) = self.layers[number], self.homes[number]
-        wrapped = holder._modules[name] is not layer
-        return self.tuples or (torch.compiler.is_compiling() and (wrapped or self.unpacks(layer)))
+        return holder._modules[name] is not layer or self.unpacks(layer)
 
     def unpacks(self, layer: nn.Module) -> bool:
         """Return whether a layer has to be given a tuple, because it checkpoints its own forward in a compiled pass."""

@@ -157,7 +157,7 @@ def test_cumulative_in_two_phases_is_cumulative_in_one_pass(monkeypatch):
     network, residual = Network(), stirred("cumulative", block_size=4)
     monkeypatch.setattr("attnres.residuals.mechanisms.depth_attention.in_two_phases", lambda *args, **kw: True)
     state = residual.start(network.embedding)
-    assert state.outputs
+    assert state.reads
     network.compare(residual, cumulative(network, residual, 4))
 
 

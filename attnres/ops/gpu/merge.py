@@ -9,6 +9,7 @@ bit.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,9 +135,14 @@ def merge(m: MergeInputs, partial: Tensor | None = None) -> tuple[Tensor, MergeS
         assert m.output is not None
         return m.output.to(m.dtype), MergeSaved(m.output), None
     opens, added, query, eps, output, top, total, norm, dtype, saves = m
-    weight, bias, *of_norm = norm or (None, None)
-    inputs = [*opens, added, query, output, top, total, weight, bias, partial]
-    return planned(plan_merge, m, inputs, eps, dtype, saves, *of_norm, out=partial)
+    weight, bias, of_norm = _parts(norm)
+    inputs = (*opens, added, query, output, top, total, weight, bias, partial)
+    return planned(plan_merge, m, inputs, eps, dtype, saves, of_norm, out=partial)
+
+
+def _parts(norm: Norm | None) -> tuple[Tensor | None, Tensor | None, tuple[Any, ...]]:
+    """Return a norm's weight, bias, and other fields."""
+    return (None, None, ()) if norm is None else (norm[0], norm[1], norm[2:])
 
 
 @functools.cache
@@ -155,9 +161,10 @@ def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> 
     return most, 1
 
 
-def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[Launch], tuple[MergeGrads, Tensor]]:
-    """Return the launch and the gradients that it fills, except those of query, weight and bias; of these it gives one
-    row (d,) a program: (count, programs, d) for the `count` of them that exist, in order."""
+def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[Launch], tuple[Any, ...]]:
+    """Return the launch and the gradients that it fills: of phase 1's output and top, the open sources and `added`. Of
+    query, weight and bias it gives one row (d,) a program: (count, programs, d) for the `count` of them that exist, in
+    order."""
     grad, carried, opens, query, norm, saved, dtype, output, output_dtype, last_dtype, added_dtype = m
     _check_opens(len(opens))
     shape, width = grad.shape, grad.shape[-1]
@@ -185,19 +192,13 @@ def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[La
         output_dtype = grad.dtype if norm is None or h is None else h.dtype
     copied = not opens and norm is None  # the gradient of the read is the gradient of its output
     doutput = empty(grad, shape, output_dtype) if to_sealed and not copied else None
-    grads = MergeGrads(
-        doutput,
-        empty(grad, (tokens,), torch.float32) if to_sealed else None,
-        [empty(source, shape, source.dtype) for source in opens[: k - 1]],
-        None,
-        None,
-        None,
-    )
+    dtop = empty(grad, (tokens,), torch.float32) if to_sealed else None
+    dopens, dadded = [empty(source, shape, source.dtype) for source in opens[: k - 1]], None
     if opens:
         last_dtype = last_dtype or opens[-1].dtype
-        grads.opens.append(empty(opens[-1], shape, last_dtype))
+        dopens.append(empty(opens[-1], shape, last_dtype))
         if added_dtype is not None and added_dtype != last_dtype:
-            grads = grads._replace(added=empty(opens[-1], shape, added_dtype))
+            dadded = empty(opens[-1], shape, added_dtype)
     arguments = {
         "grad": grad,
         "grad_stride": grad_stride,
@@ -212,10 +213,10 @@ def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[La
         "output": output,
         "output_stride": output_stride,
         "scalars": saved.scalars,
-        "dopens": tuple(grads.opens),
-        "dadded": grads.added,
-        "doutput": grads.output,
-        "dtop": grads.top,
+        "dopens": tuple(dopens),
+        "dadded": dadded,
+        "doutput": doutput,
+        "dtop": dtop,
         "shares": shares,
         "tokens": tokens,
         "last": tokens - 1,
@@ -235,7 +236,8 @@ def plan_backward(m: MergeGradInputs, empty: Empty = new_empty) -> tuple[list[La
         "TOGETHER": _together(4, block, warps) if stages > 1 or h is None else 1,
     }
     options = {"num_warps": warps, "num_stages": 1, "maxnreg": registers_for(warps, resident)}
-    return [Launch(merge_rows_backward, programs, arguments, constants, options)], (grads, shares)
+    results = doutput, dtop, dopens, dadded, shares
+    return [Launch(merge_rows_backward, programs, arguments, constants, options)], results
 
 
 def _summed(k: int, norm: Norm | None) -> tuple[bool, bool, bool]:
@@ -250,17 +252,18 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
     Raises:
         ValueError: more than 32 open sources.
     """
-    grad, carried, opens, query, norm, (h, scalars), dtype, again, *dtypes = m
+    grad, carried, opens, query, norm, (h, scalars), _, again, *_ = m
     k = len(opens)
-    weight, bias, *of_norm = norm or (None, None)
-    inputs = [grad, *carried[:k], *opens, query, weight, bias, h, scalars, again]
-    (output, top, dopens, *_, added), shares = planned(plan_backward, m, inputs, k, dtype, *dtypes, *of_norm)
+    weight, bias, of_norm = _parts(norm)
+    inputs = (grad, *carried[:k], *opens, query, weight, bias, h, scalars, again)
+    output, top, dopens, added, shares = planned(plan_backward, m, inputs, k, m[6], m[8:], of_norm)
     if not k and norm is None:
         return MergeGrads(grad, top, dopens, None, None, None)
-    count = shares.shape[0]
-    sums = iter(shares.sum(1).unbind(0) if count > 1 else [shares.sum((0, 1))] if count else [])
-    dquery, dweight, dbias = [next(sums) if summed else None for summed in _summed(k, norm)]
-    return MergeGrads(output, top, dopens, dquery, dweight, dbias, added)
+    several = shares.shape[0] > 1  # each row of a sum is a view, which takes longer than a launch
+    sums = [*shares.sum(1).unbind(0)] if several else [shares.sum((0, 1))]
+    dbias = sums.pop() if bias is not None else None
+    dweight = sums.pop() if weight is not None else None
+    return MergeGrads(output, top, dopens, sums.pop() if k else None, dweight, dbias, added)
 
 
 def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None, dtype: torch.dtype) -> Launch:

@@ -1,17 +1,29 @@
 """Plan the launches of a call once for inputs alike, and replay them: planning takes several times as long on the
 host."""
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
 from attnres.ops.gpu.launch import Launch, is_traced
 from attnres.ops.sharded import PLAIN
 
 Empty = Callable[..., Tensor]
 """`new_empty(like, shape, dtype)`."""
+
+_inductor: Any = guards
+ALLOCATORS: dict[str, Callable[..., Tensor]] = {
+    "cpu": _inductor._empty_strided_cpu,
+    "cuda": _inductor._empty_strided_cuda,
+}
+"""By type of device, the function of a shape, strides and a dtype that allocates memory on the current device. Code
+that Inductor generates calls these functions too: they take half of the time of `torch.empty_strided`."""
 
 
 def new_empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -22,7 +34,7 @@ def new_empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = No
 def planned(
     plan: Callable[..., tuple[Sequence[Launch], Any]],
     record: Any,
-    inputs: list[Tensor | None],
+    inputs: Sequence[Tensor | None],
     *fixed: Any,
     out: Any = None,
 ) -> Any:
@@ -35,10 +47,10 @@ def planned(
         inputs: the tensors of the record and of `out`. fixed: all other fields of the record that the plan depends on.
         out: memory for the results.
     """
-    key = alike(plan, inputs, (*fixed, out is None))
-    replay = None if key is None else _REPLAYS.get(key)
+    key = alike(plan, inputs, out is None, fixed)
+    replay = _REPLAYS.get(key)
     if replay is not None:
-        return replay(inputs)
+        return replay(*inputs)
     allocated = list[Tensor]()
 
     def empty(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -50,96 +62,63 @@ def planned(
     for launch in launches:
         if launch.programs:
             launch.run(device)
-    if key is not None and (replay := _Replay.of(launches, results, inputs, allocated)) is not None:
+    if key is not None and (replay := _replay(launches, results, inputs, allocated, device)) is not None:
         if len(_REPLAYS) == MOST_REPLAYS:
             _REPLAYS.clear()
         _REPLAYS[key] = replay
     return results
 
 
-def alike(plan: Any, inputs: Sequence[Tensor | None], fixed: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return a key that is equal for inputs with one plan: number, shapes, dtypes, alignment and device. None if an
-    input is not contiguous or no plain tensor, or if a graph is traced."""
-    if is_traced():
+def alike(plan: Any, inputs: Sequence[Tensor | None], *others: Any) -> tuple[Any, ...] | None:
+    """Return a key that is equal for inputs with one plan: number, shapes, dtypes, alignment and device; and `others`.
+    None if an input is not contiguous or no plain tensor, or if a graph is traced.
+
+    It takes longer than a launch, so that its loops over the inputs are those of `map`."""
+    types = tuple(map(type, inputs))
+    if is_traced() or not _PLAIN.issuperset(types):
         return None
-    key, device = [plan, fixed], None
-    for tensor in inputs:
-        if tensor is None:
-            key.append(None)
-        elif type(tensor) in PLAIN and tensor.is_contiguous():
-            key += (tensor.shape, tensor.dtype, tensor.data_ptr() & 15)
-            device = tensor.device
-        else:
-            return None
-    return (device, *key)
+    tensors: list[Any] = [*filter(_IS_PRESENT, inputs)]
+    if not all(map(Tensor.is_contiguous, tensors)):
+        return None
+    places = map(_OFFSET, map(Tensor.data_ptr, tensors))
+    return (plan, others, types, tensors[0].device, *map(_KIND, tensors), *places)
 
 
-class _Replay:
-    """Launches that are repeated with new inputs and new memory for results.
+_PLAIN = frozenset([*PLAIN, NoneType])
+_IS_PRESENT = functools.partial(operator.is_not, None)
+_KIND: Callable[[Tensor], tuple[torch.Size, torch.dtype]] = operator.attrgetter("shape", "dtype")
+_OFFSET = (15).__and__
+"""Return an address modulo 16, in bytes."""
 
-    Args:
-        calls: for each launch a function that starts it, and one that picks its arguments from the pool (inputs, then
-            memory).
-        results: picks the plan's results from the pool. made: shapes, strides and dtypes of the memory.
-        first: index of an input whose device is that of all tensors.
+
+def _replay(
+    launches: Sequence[Launch],
+    results: Any,
+    inputs: Sequence[Tensor | None],
+    made: Sequence[Tensor],
+    device: torch.device,
+) -> Callable[..., Any] | None:
+    """Return a function of new inputs that allocates memory, repeats the launches and returns the results. It is
+    compiled from source without loops, because a loop over the arguments would take longer than a launch.
+
+    Return None if a launch uses a tensor that is neither an input nor memory for a result, such as a copy, or if one
+    tensor is two inputs.
     """
-
-    def __init__(self, calls: Any, results: Callable[..., Any], made: Any, first: int) -> None:
-        self.calls, self.results, self.made, self.first = calls, results, made, first
-
-    @classmethod
-    def of(
-        cls, launches: Sequence[Launch], results: Any, inputs: Sequence[Tensor | None], made: Sequence[Tensor]
-    ) -> "_Replay | None":
-        """Make a replay of launches; None if a launch uses a tensor that is neither an input nor memory for a result,
-        such as a copy, or if one tensor is two inputs."""
-        places = {id(tensor): place for place, tensor in enumerate([*inputs, *made]) if tensor is not None}
-        if len(places) < sum(tensor is not None for tensor in [*inputs, *made]) or not all(
-            launch.programs for launch in launches
-        ):
-            return None
-        first = next(place for place, tensor in enumerate(inputs) if tensor is not None)
-        device = cast(Tensor, inputs[first]).device
-        try:
-            calls = [(launch.started(device), _put_in(launch.in_order(), places)) for launch in launches]
-            memory = [(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in made]
-            return cls(calls, _put_in(results, places), memory, first)
-        except KeyError:
-            return None
-
-    def __call__(self, inputs: list[Any]) -> Any:
-        device: torch.device = inputs[self.first].device
-        # `empty_strided` takes a third of the time of `new_empty`
-        made = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in self.made]
-        pool = inputs + made
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self._start(pool)
-        else:
-            self._start(pool)
-        return self.results(pool)
-
-    def _start(self, pool: list[Any]) -> None:
-        for call, arguments in self.calls:
-            call(*arguments(pool))
-
-
-def _put_in(value: Any, places: dict[int, int]) -> Callable[[list[Any]], Any]:
-    """Return a function that builds a nest like `value` from a pool, taking each tensor from its index in `places`. The
-    function is compiled, because a Python call for each part of the nest would take longer than the launch.
-
-    Raises:
-        KeyError: a tensor is not in `places`.
-    """
-    constants = list[Any]()
+    tensors = [tensor for tensor in (*inputs, *made) if tensor is not None]
+    names = {id(tensor): f"t{place}" for place, tensor in enumerate(tensors)}
+    if len(names) < len(tensors) or device.type not in ALLOCATORS or not all(launch.programs for launch in launches):
+        return None
+    scope = {"empty": ALLOCATORS[device.type], "new": tuple.__new__}
 
     def constant(value: Any) -> str:
-        constants.append(value)
-        return f"constants[{len(constants) - 1}]"
+        if value is None or type(value) in (int, bool):
+            return repr(value)
+        scope[f"constant{len(scope)}"] = value
+        return f"constant{len(scope) - 1}"
 
     def written(value: Any) -> str:
         if isinstance(value, Tensor):
-            return f"pool[{places[id(value)]}]"
+            return names[id(value)]
         if not isinstance(value, (tuple, list)):
             return constant(value)
         parts = "".join(f"{written(part)}, " for part in value)
@@ -147,9 +126,33 @@ def _put_in(value: Any, places: dict[int, int]) -> Callable[[list[Any]], Any]:
             return f"[{parts}]" if type(value) is list else f"({parts})"
         return f"new({constant(type(value))}, ({parts}))"  # a named tuple
 
-    return eval(f"lambda pool: {written(value)}", {"constants": constants, "new": tuple.__new__})
+    taken = [f"absent{place}" if tensor is None else names[id(tensor)] for place, tensor in enumerate(inputs)]
+    lines = [f"def replay({', '.join(taken)}):"]
+    for tensor in made:
+        lines.append(f"{names[id(tensor)]} = empty({tuple(tensor.shape)}, {tensor.stride()}, {constant(tensor.dtype)})")
+    try:
+        for launch in launches:
+            lines.append(f"{constant(launch.started(device))}{written(tuple(launch.in_order()))}")
+        lines.append(f"return {written(results)}")
+    except KeyError:
+        return None
+    exec("\n    ".join(lines), scope)
+    replay: Any = scope["replay"]
+    return _on(device, replay) if device.type == "cuda" and torch.cuda.device_count() > 1 else replay
 
 
-_REPLAYS: dict[Any, _Replay] = {}
+def _on(device: torch.device, replay: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, run with `device` as the current one."""
+
+    def there(*inputs: Tensor | None) -> Any:
+        if device.index == torch.cuda.current_device():
+            return replay(*inputs)
+        with torch.cuda.device(device):
+            return replay(*inputs)
+
+    return there
+
+
+_REPLAYS: dict[Any, Callable[..., Any]] = {}
 MOST_REPLAYS = 4096
 """Most plans that are stored: a network has a few dozen for each length of its texts."""

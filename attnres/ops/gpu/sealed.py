@@ -198,9 +198,9 @@ def read_sealed(r: ReadInputs, out: Sealed | None = None) -> Sealed:
     """
     queries, sources, eps, dtype = r
     if out is None:
-        return planned(plan_read, r, [queries, *sources], eps, dtype)
-    memory = [*out.outputs, out.top, out.total, out.logits, out.inv_rms]
-    return planned(plan_read, r, [queries, *memory, *sources], eps, dtype, out=out)
+        return planned(plan_read, r, (queries, *sources), eps, dtype)
+    memory = *out.outputs, out.top, out.total, out.logits, out.inv_rms
+    return planned(plan_read, r, (queries, *memory, *sources), eps, dtype, out=out)
 
 
 def plan_backward(
@@ -287,9 +287,10 @@ def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     Raises:
         ValueError: more than 256 sources or reads.
     """
-    queries, sources = r.queries, r.sources
+    queries, sources, inv_rms, logits, grads, dtop, carried = r
     if not sources[0].numel():
         return torch.zeros_like(queries), [source.new_empty(source.shape) for source in sources]
-    inputs = [queries, *sources, r.inv_rms, r.logits, *r.grads, *r.dtop, *r.carried]
-    partials, dsources = planned(plan_backward, r, inputs, len(sources), queries.shape[0])
-    return partials.sum(0), [grad.to(source.dtype) for grad, source in zip(dsources, sources, strict=True)]
+    inputs = (queries, *sources, inv_rms, logits, *grads, *dtop, *carried)
+    partials, dsources = planned(plan_backward, r, inputs, len(sources), len(grads))
+    pairs = zip(dsources, sources, strict=True)
+    return partials.sum(0), [g if g.dtype == source.dtype else g.to(source.dtype) for g, source in pairs]

@@ -1,5 +1,6 @@
 """Block Attention Residuals: sublayers read the sums of earlier blocks and the running sum of their own block."""
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -201,23 +202,32 @@ class Block(DepthAttention):
         """Return the number of sublayers of each block."""
         return [stop - start for start, stop in pairwise(self.bounds)]
 
-    @property
+    @functools.cached_property
     def max_open(self) -> int:
         return min(self.kinds, max(self.block_sizes))
 
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
-        begun = self._count(index) > 1
-        older, rest = state.open[:begun], state.open[begun:]  # the growing sum was written last
+        sealed, opens, added, reads, scaled, shared = state
+        begun = len(opens) == self.kinds
         if self.altered is not None:
-            y = output if self.scales else self._sized(output, self.bounds.index(self.group_start(index)))
-            total = state.scaled[0] + y if begun else y.to(self._stream_dtype(state.sealed))
-            state = state._replace(scaled=(*state.scaled[begun:], total))
-            if self.scales:
-                scale = self._count(index) ** -self.count_power if self.scale is None else self.scale[index]
-                return state._replace(open=(*rest, total * scale))
-        if begun:
-            return state._replace(open=(*rest, *older), added=(output,))
-        return state._replace(open=(*rest, output))
+            scaled = self._scaled(state, index, output, begun=begun)
+        if self.scales:
+            scale = self._count(index) ** -self.count_power if self.scale is None else self.scale[index]
+            opens = (*opens[begun:], scaled[-1] * scale)
+        elif begun:
+            opens, added = (*opens[1:], opens[0]), (output,)  # the growing sum is the last source
+        else:
+            opens = (*opens, output)
+        if scaled and index + 1 == self.num_sublayers:  # the head reads the last block as finished
+            state = DepthState(sealed, opens, added, reads, scaled, shared)
+            opens, added, scaled = self.closed(state, self._stream_dtype(sealed)), (), ()
+        return DepthState(sealed, opens, added, reads, scaled, shared)
+
+    def _scaled(self, state: DepthState, index: int, output: Tensor, *, begun: bool) -> tuple[Tensor, ...]:
+        """Return `DepthState.scaled` with an output added, to the first of its sums if that has `begun`."""
+        y = output if self.scales else self._sized(output, self.bounds.index(self.group_start(index)))
+        total = state.scaled[0] + y if begun else y.to(self._stream_dtype(state.sealed))
+        return (*state.scaled[begun:], total)
 
     def _sized(self, output: Tensor, group: int) -> Tensor:
         """Return y r^(gamma - 1) of an output y (..., d) in block number `group`."""
@@ -229,13 +239,6 @@ class Block(DepthAttention):
 
     def closed(self, state: DepthState, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return state.scaled if state.scaled and not self.scales else super().closed(state, dtype)
-
-    def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
-        state = super().write(state, index, output)
-        if index + 1 < self.num_sublayers or not state.scaled:
-            return state
-        ended = self.closed(state, self._stream_dtype(state.sealed))  # the head reads the last block as finished
-        return state._replace(open=ended, added=(), scaled=())
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         scaled = self._crossing(index) if self.altered is not None else ()

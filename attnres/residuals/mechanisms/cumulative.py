@@ -71,9 +71,7 @@ class Cumulative(DepthAttention):
         )
         self.block_size = size
 
-    @property
-    def max_open(self) -> int:
-        return 1
+    max_open = 1
 
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         return state._replace(added=(output,))

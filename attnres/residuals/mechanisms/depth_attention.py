@@ -1,6 +1,7 @@
 """The common base of Full and Block Attention Residuals: pseudo-queries, the two-phase schedule, the state."""
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -39,6 +40,20 @@ whose embeddings have a size of 0.02."""
 NULL = Source("null", None, range(0), open=True)
 
 
+class Shared(NamedTuple):
+    """What the reads of a group share; the later groups are included.
+
+    Attributes:
+        queries: scaled queries of the current group, (d,) each.
+        groups: scaled queries (reads, d) of each group from the current one on, computed once a pass.
+        logits: empty, or phase 1's logits of all reads of the group, as in `SealedReads`.
+    """
+
+    queries: tuple[Tensor, ...] = ()
+    groups: tuple[Tensor, ...] = ()
+    logits: tuple[Tensor, ...] = ()
+
+
 class DepthState(NamedTuple):
     """The sources of one forward pass, and phase 1 of the remaining reads of the current group.
 
@@ -46,24 +61,17 @@ class DepthState(NamedTuple):
         sealed: finished sources (..., d), in the dtype of `stored_dtype`.
         open: the current group's sources: its partial sum (Block) or its outputs so far (Full).
         added: empty, or the output that the next read adds to the last open source.
-        outputs, top, total: phase 1 of the remaining reads, the next one first, as in `SealedReads`. Empty if the
+        reads: output, top and total, as in `SealedRead`, of the remaining reads, the next one first. Empty if the
             group's reads take one pass each.
-        logits: logits of all reads of the group, as in `SealedReads`; empty if `outputs` is.
-        groups: scaled queries (reads, d) of each group from the current one on, computed once a pass.
-        queries: scaled queries of the current group, (d,) each.
         scaled: empty, or the sum that replaces the partial sum at the end of a block (`block_sum`).
     """
 
     sealed: tuple[Tensor, ...]
     open: tuple[Tensor, ...] = ()
     added: tuple[Tensor, ...] = ()
-    outputs: tuple[Tensor, ...] = ()
-    top: tuple[Tensor, ...] = ()
-    total: tuple[Tensor, ...] = ()
-    logits: tuple[Tensor, ...] = ()
-    groups: tuple[Tensor, ...] = ()
-    queries: tuple[Tensor, ...] = ()
+    reads: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
     scaled: tuple[Tensor, ...] = ()
+    shared: Shared = Shared()
 
 
 class DepthAttention(Queried):
@@ -114,6 +122,8 @@ class DepthAttention(Queried):
         shared = [*pairwise(self.bounds[:-1]), (self.bounds[-2], num_sublayers + self.output_read)]
         self._groups = [bounds for bounds in shared for _ in range(*bounds)]
         """The first read of the group of each read, and the one after its last; the output's read is in the last."""
+        self._sealing = frozenset(self.bounds[1:-1])
+        """The reads before which a group is sealed: not the output's, which is in the last group."""
         self.window = None if window is None else whole("window", window)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         reads = num_sublayers + self.output_read
@@ -154,9 +164,8 @@ class DepthAttention(Queried):
         if self.window is not None:
             count = len(self.sources(self.num_sublayers))
             plan = explain([embedding] * count, training=training)
-            return dataclasses.replace(
-                plan, reasons=(*plan.reasons, f"with window={self.window} reads share no sealed sources")
-            )
+            why = f"with window={self.window} reads share no sealed sources"
+            return dataclasses.replace(plan, schedule="one pass", reasons=(*plan.reasons, why))
         return explain(
             [embedding] * len(self.sealed(start)), reads=stop - start, opens=self.max_open, training=training
         )
@@ -166,7 +175,7 @@ class DepthAttention(Queried):
         to one."""
         raise NotImplementedError
 
-    @property
+    @functools.cached_property
     def max_open(self) -> int:
         """Return the most open sources of a read."""
         return max(stop - start for start, stop in pairwise(self.bounds))
@@ -218,12 +227,13 @@ class DepthAttention(Queried):
         if not (
             two and in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open)
         ):
-            return DepthState(sealed, opens, groups=groups, queries=queries)
+            return DepthState(sealed, opens, shared=Shared(queries, groups))
         group = groups[0] if first == start else groups[0][first - start :]
         sealed, outputs, top, total, logits = read_sealed(sealed, group, eps=self.key_norm_eps)
         if index == start:
             opens = self._reopened(sealed)
-        return DepthState(sealed, opens, (), outputs, top, total, (logits,), groups, queries)
+        reads = tuple(zip(outputs, top, total, strict=True))
+        return DepthState(sealed, opens, (), reads, (), Shared(queries, groups, (logits,)))
 
     def _reopened(self, sealed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the open sources at the start of a group. A sealed one that continues is passed as a view, because the
@@ -253,31 +263,32 @@ class DepthAttention(Queried):
         return self.bank_queries().split([stop - start for start, stop in dict.fromkeys(self._groups)])
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
-        embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
-        stream = self._stream_dtype(state.sealed)
+        sealed, opens, added, reads, scaled, shared = state
+        stream, count = self._stream_dtype(sealed), len(sealed) + len(opens)
         places = None if self.window is None else self._places(count)
         count = count if places is None else len(places)
         if count == 1:  # one source: the read is the source itself, and the query's gradient is exactly zero
-            h = embedding if isinstance(norm, Norm) else embedding.to(stream)
+            h = sealed[0] if isinstance(norm, Norm) else sealed[0].to(stream)
             return self.normed(h, index, norm, values=[h]), state
         if self.special is not None or (self.editor is not None and self.editor.edits(index)):
             return self._read_plainly(state, index, norm)
-        fused = norm if isinstance(norm, Norm) else None
-        if fused is not None:
-            eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
-            fused = Norm(fused.weight, fused.bias, eps, fused.center, fused.out_dtype or stream)
-        phase1, opens = None, state.open
-        if state.outputs:
-            place = state.logits[0].shape[-1] - len(state.outputs)
-            phase1 = SealedRead(state.outputs[0], state.top[0], state.total[0], state.sealed, state.logits[0], place)
+        fused = phase1 = None
+        if isinstance(norm, Norm):
+            weight, bias, eps, center, out_dtype = norm
+            eps = eps / count**2 if self.read_scale == "sum" else eps
+            fused = Norm(weight, bias, eps, center, out_dtype or stream)
+        mixed = opens
+        if reads:
+            (logits,) = shared.logits
+            phase1 = SealedRead(*reads[0], sealed, logits, logits.shape[-1] - len(reads))
         else:
-            every = state.sealed + opens
-            opens = every if places is None else tuple(every[place] for place in places)
+            every = sealed + opens
+            mixed = every if places is None else tuple(every[place] for place in places)
         merged = merge(
             phase1,
-            opens,
-            state.added[0] if state.added else None,
-            state.queries[index - self._groups[index][0]] if opens else None,
+            mixed,
+            added[0] if added else None,
+            shared.queries[index - self._groups[index][0]] if mixed else None,
             fused,
             eps=self.key_norm_eps,
             dtype=stream,
@@ -285,17 +296,15 @@ class DepthAttention(Queried):
             watched=self.observer is not None,
         )
         values = merged.opens
-        if phase1 is None:
-            every = merged.opens
-            if places is not None:
-                handed_on = dict(zip(places, merged.opens, strict=True))
-                every = tuple(handed_on.get(place, source) for place, source in enumerate(state.sealed + state.open))
-            n = len(state.sealed)
-            rest = state._replace(sealed=every[:n], open=every[n:], added=())
+        if reads:
+            rest = DepthState(sealed, values, (), reads[1:], scaled, shared)
         else:
-            rest = state._replace(
-                open=merged.opens, added=(), outputs=state.outputs[1:], top=state.top[1:], total=state.total[1:]
-            )
+            if places is not None:
+                handed_on = dict(zip(places, values, strict=True))
+                every = tuple(handed_on.get(place, source) for place, source in enumerate(every))
+            else:
+                every = values
+            rest = DepthState(every[: len(sealed)], every[len(sealed) :], (), (), scaled, shared)
         if self.observer is not None:
             weights = merged.weights
             assert weights is not None and merged.h is not None
@@ -303,7 +312,7 @@ class DepthAttention(Queried):
                 assert merged.sealed is not None
                 sealed = phase1.logits[:, :, phase1.index].softmax(1) * merged.sealed.unsqueeze(1)
                 weights, values = torch.cat([sealed, weights], 1), state.sealed + values
-            h = merged.h.view_as(embedding)
+            h = merged.h.view_as(state.sealed[0])
             h = h * count if self.read_scale == "sum" else h  # a fused norm accounts for the factor in its eps
             self.observer.on_read(index, h, weights, values)
         x = merged.x
@@ -375,15 +384,14 @@ class DepthAttention(Queried):
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         state = self.opened(state, index, output)
-        # nothing is sealed after the last group, which contains the output's read
-        if index + 1 not in self.bounds[:-1]:
+        if index + 1 not in self._sealing:
             return state
         stored = state.sealed[0].dtype
         finished = self.closed(state, stored)
         if stored != self._stream_dtype(state.sealed):
             finished = tuple(source.to(stored) for source in finished)
         sealed = state.sealed + finished
-        return self._begin(sealed, self._reopened(sealed), index + 1, state.groups[1:])
+        return self._begin(sealed, self._reopened(sealed), index + 1, state.shared.groups[1:])
 
     def closed(self, state: DepthState, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return the open sources as they are after the end of their group; sums are rounded to `dtype`."""
