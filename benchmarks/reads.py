@@ -27,6 +27,7 @@ from naive import EPS, naive_read
 from peers import able
 from torch import Tensor
 
+from attnres.files import write_json
 from attnres.models import step_cost as counts
 from attnres.ops import Norm, depth_read, eager, explain, merge, read_sealed
 from attnres.ops.backend import Backend, MergeGradInputs, MergeInputs, ReadGradInputs, ReadInputs
@@ -272,26 +273,28 @@ def run(
     seed: int,
     compiled: bool,
     say: Callable[[str], None] = print,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """All shapes; `say` is given each table as it is finished."""
+    """All shapes; `say` is given each table as it is finished, `keep` all that is."""
     copy = harness.copy_bandwidth(device)
     say(f"a copy on this device: {copy / 1e9:.4g} GB/s\n")
     how = {"seconds": seconds, "copy": copy}
     bar = harness.progress("kernels", len(reads) + 2 * len(blocks))
     result: dict[str, Any] = {"copy_bytes_per_s": copy, "read": [], "block": [], "block of reads": []}
 
-    def keep(kind: str, shape: Shape, measured: dict[str, Any]) -> None:
+    def add(kind: str, shape: Shape, measured: dict[str, Any]) -> None:
         result[kind].append({"shape": asdict(shape), **measured})
+        keep(result)
         for stage, rows in measured["stages"].items():
             say(f"{kind}, {stage}: {shape}\n{harness.lines(rows)}\n")
         bar.advance(1, f"{kind} {shape}")
 
     for shape in reads:
-        keep("read", shape, time_read(shape, device, dtype, how, seed, compiled))
+        add("read", shape, time_read(shape, device, dtype, how, seed, compiled))
     for shape in blocks:
-        keep("block", shape, {"stages": time_stages(shape, device, dtype, how, seed)})
+        add("block", shape, {"stages": time_stages(shape, device, dtype, how, seed)})
     for shape in blocks:
-        keep("block of reads", shape, time_block(shape, device, dtype, {"seconds": seconds}, seed))
+        add("block of reads", shape, time_block(shape, device, dtype, {"seconds": seconds}, seed))
     return result
 
 
@@ -316,8 +319,8 @@ def main() -> None:
     compiled = device.type == "cuda" if options.compile is None else options.compile
     if compiled:
         harness.compile_many()
-    result = harness.head("kernels", device, options.dtype, options.seed)
-    result |= run(
+    head = harness.head("kernels", device, options.dtype, options.seed)
+    result = head | run(
         device,
         DTYPES[options.dtype],
         () if options.only == "block" else READS[device.type],
@@ -325,6 +328,7 @@ def main() -> None:
         seconds=options.seconds,
         seed=options.seed,
         compiled=compiled,
+        keep=lambda parts: write_json(options.out, head | parts),
     )
     title = f"Depth reads on {result['environment']['device']}, {options.dtype}"
     harness.finish(options.out, result, shares(result), "% of a copy's bandwidth (longer is better)", title)

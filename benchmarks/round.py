@@ -213,10 +213,22 @@ class Script:
         if words is None:
             yield {"script": self.script, "passed_over": "it needs a CUDA device"}
             return
-        graphs = "_graphs" if "--graphs" in words else ""
-        file = place.out / f"{self.script.removesuffix('.py')}{graphs}_{place.device}.json"
-        run_script(self.script, [*words.split(), "--out", str(file)])
-        yield {"script": self.script, "words": words, "result": json.loads(file.read_text("utf-8"))}
+        run_script(self.script, [*words.split(), "--out", str(self._file(place))])
+        yield self._row(place)
+
+    def left(self, place: Place, since: float) -> Iterator[Row]:
+        """What a process wrote before it was stopped, if it wrote since then: scripts write as they measure."""
+        file = self._file(place)
+        if file.is_file() and file.stat().st_mtime >= since:
+            yield self._row(place) | {"cut": "the script was stopped"}
+
+    def _file(self, place: Place) -> Path:
+        graphs = "_graphs" if "--graphs" in self.words and not place.tiny else ""
+        return place.out / f"{self.script.removesuffix('.py')}{graphs}_{place.device}.json"
+
+    def _row(self, place: Place) -> Row:
+        words = self.tiny if place.tiny else self.words
+        return {"script": self.script, "words": words, "result": json.loads(self._file(place).read_text("utf-8"))}
 
 
 def run_script(script: str, words: Sequence[str]) -> None:
@@ -443,6 +455,7 @@ ROUNDS: dict[str, Any] = {
     "step 0.6b graphs, 152k words": Steps(120, "0.6b", (BLOCK8, "full"), "graphs", 8, 2048, vocabulary=151_936),
     "step 0.6b compiled": Steps(200, "0.6b", (BLOCK8,), "compile", 8, 2048),
     "tests of compiled models": Tests(150, ("tests/gpu/test_models.py", "-k", "compile")),
+    "tests of reads": Tests(240, ("tests/gpu/test_reads.py", "-k", "not two_to_the_31")),
     "step 100m eager, parallel streams": Steps(60, "100m", ("standard", "mhc", "hyper_connections"), "eager", 16, 1024),
     "step 100m eager": Steps(50, "100m", (BLOCK8, "full", "standard"), "eager", 16, 1024),
     "step 100m graphs, muon": Steps(60, "100m", ("standard", BLOCK8), "graphs", 16, 1024, optimizer="muon"),
@@ -454,15 +467,17 @@ ROUNDS: dict[str, Any] = {
         "--device cpu --size nano --batches 1 --prefill 8 --context 6 --seconds 0",
     ),
     "held": Script(60, "held.py", "", None),
-    "kernels": Script(240, "reads.py", "--device cuda --seconds 1", "--device cpu --seconds 0 --only read"),
+    "kernels": Script(
+        240, "reads.py", "--device cuda --seconds 1 --no-compile", "--device cpu --seconds 0 --only read"
+    ),
     "loss": Script(
         60, "loss.py", "--device cuda --seconds 5", "--device cpu --seconds 0 --vocabulary 64 --tokens 16 --dtype fp32"
     ),
     "muon": Script(60, "muon.py", "--device cuda --seconds 5 --cases 100m", "--device cpu --seconds 0 --cases nano"),
     "peers": Script(
-        300,
+        500,  # peers tune themselves for 20 to 60 s for each count of sources
         "stack.py",
-        "--device cuda --seconds 1",
+        "--device cuda --seconds 1 --no-compile",
         "--device cpu --seconds 0 --sublayers 4 --block-size 2 --tokens 16 --width 16 --no-compile",
     ),
     **_training(),
@@ -591,7 +606,7 @@ OTHERS: tuple[tuple[str, str, str, Callable[[Any], str]], ...] = (
     ),
     *(
         (
-            f"tokens a second of `attnres train`, 40 M, {variant}",
+            f"tokens a second of `attnres train --cuda-graphs`, 40 M, {variant}",
             f"train rates {name} adamw x1.0",
             goal,
             lambda row: f"{row['tokens_per_s']:,.0f}",
@@ -619,7 +634,7 @@ def others_table(rows: Sequence[Row]) -> str:
             try:
                 value = found(made[-1].get("result", made[-1]))
             except (KeyError, IndexError, ValueError):  # a candidate that failed has its reason in place of a time
-                value = "failed, its row says why"
+                value = "failed or cut, its row says why"
             value += f", {made[-1]['of']['device']}"
         lines.append(f"| {what} | {goal} | {value} | `{_command(experiment)}` |")
     return "\n".join(lines)
@@ -690,10 +705,11 @@ class Command:
         return any("ended" in row for row in self.done(name))
 
     def run(self, name: str) -> None:
-        """Carry out an experiment in this process."""
-        began, head = time.monotonic(), {"round": name, "of": self.of}
+        """Carry out an experiment in this process: what is left of it, or all of it where it has ended."""
+        began, head, done = time.monotonic(), {"round": name, "of": self.of}, self.done(name)
+        last = max((place for place, row in enumerate(done) if "ended" in row), default=-1)
         try:
-            for row in ROUNDS[name].rows(self.place, self.done(name)):
+            for row in ROUNDS[name].rows(self.place, done[last + 1 :]):
                 add_row(self.path, head | _finite(row))
                 shown = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
                 print(f"{name}: {json.dumps(shown)[:400]}", flush=True)
@@ -798,6 +814,7 @@ def main(words: Sequence[str] | None = None) -> int:
             if options.in_process:
                 command.run(name)
                 break
+            began = time.time()
             try:
                 status = subprocess.run(
                     [sys.executable, __file__, *map(str, words)], timeout=min(limit, left), check=False
@@ -809,6 +826,9 @@ def main(words: Sequence[str] | None = None) -> int:
             made = command.done(name)[before:]
             # With a row more, another process goes on with what it lacks: now, or where it took long in the next call.
             going_on = bool(made) and "ended" not in made[-1] and str(ending).startswith("died")
+            if not made and isinstance(ROUNDS[name], Script):
+                for row in ROUNDS[name].left(command.place, began):
+                    add_row(options.rows, {"round": name, "of": command.of} | row)
             if not made and ending is not None:
                 add_row(options.rows, {"round": name, "of": command.of, "ended": ending})
     return 0

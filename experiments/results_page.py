@@ -220,12 +220,27 @@ def cost() -> list[str]:
         ),
         (f"**training step, {STEP_GPU}**", f"one {gpu['device']}", gpu["variants"][block]),
         ("the same, compiled", "the same", compiled()),
+        *gpu_steps(BENCHMARKS / "gpu.jsonl"),
         ("prefill of 8,192 tokens, 0.6 B parameters", "the same", graphs["prefill"]["8192"]["block"]),
         ("decoding one text, 0.6 B, CUDA graphs", "the same", graphs["decode"]["1"]["block"]),
         ("decoding one text, 2.9 M", cpu["fp32"]["device"], benchmark("decode_nano_fp32.json")["decode"]["1"]["block"]),
     ]
     head = ["| what | on | time |", "|---|---|---|"]
     return head + [f"| {what} | {device} | {ratio(timed)} |" for what, device, timed in rows]
+
+
+def gpu_steps(path: Path) -> list[tuple[str, str, dict]]:
+    """Block's captured training steps as `make gpu` measured them last; none where it has not."""
+    rows = (
+        [json.loads(line) for line in path.read_text("utf-8").splitlines() if line[-1:] == "}"] if path.exists() else []
+    )
+    newest = {row["round"]: row for row in rows if row.get("variant") == "block (8 blocks)" and "ratio" in row}
+    shown = {
+        "step 100m graphs": "the step of 12 layers, CUDA graphs",
+        "step 100m compile+graphs": "the same, compiled, CUDA graphs",
+        "step 0.6b graphs": "training step, 0.6 B parameters, 16,384 tokens, CUDA graphs",
+    }
+    return [(what, newest[name]["of"]["device"], newest[name]) for name, what in shown.items() if name in newest]
 
 
 def marked(path: Path) -> str:

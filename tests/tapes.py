@@ -5,11 +5,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ASKING = ("local_scalar", "nonzero", "is_all", "equal.default", "masked_select", "unique")
 """In names of operators that a device has to answer before the host goes on."""
+TO_HOST, FROM_HOST = ("cpu", "tolist", "numpy"), ("tensor", "as_tensor")
+"""Calls that copy between a device and the host, for which there is no operator on a CPU."""
+
+
+class _Copies(TorchFunctionMode):
+    """Refuses copies between a device and the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        result = func(*args, **kwargs)
+        if name in TO_HOST or (name in FROM_HOST and kwargs.get("device") is not None and result.numel()):
+            raise RuntimeError(f"{name} copies between the device and the host")
+        return result
+
+
+def _asks(func: Any, args: Any) -> bool:
+    """Return whether the device has to answer before the host goes on."""
+    name = func._schema.name
+    if name in ("aten::index", "aten::index_put", "aten::index_put_"):  # a mask: how many values does it choose?
+        masked = any(index is not None and index.dtype == torch.bool for index in args[1])
+        return masked and (name == "aten::index" or args[2].numel() > 1)
+    return any(word in str(func) for word in ASKING)
 
 
 class Tape(TorchDispatchMode):
@@ -26,7 +49,7 @@ class Tape(TorchDispatchMode):
         self.own: set[int] = set()
         self.replays = 0
         numbers = torch.get_rng_state()
-        with self:
+        with self, _Copies():
             self.output = function()
         for storage, content in self.storages.values():
             storage.copy_(content)
@@ -35,7 +58,7 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(word in str(func) for word in ASKING):
+        if _asks(func, args):
             raise RuntimeError(f"{func} asks the device for a number")
         named = dict(zip((argument.name for argument in func._schema.arguments), args)) | kwargs
         for argument in func._schema.arguments:

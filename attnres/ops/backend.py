@@ -329,6 +329,7 @@ class Kernels(NamedTuple):
         few_compiled: by phase, the largest number of values of a source for which a compiler is given torch operations;
             for larger sources this package's operators are faster and store less for backward.
         most_open: most open sources of a merge for which it is given them; None for any number.
+        one_pass_width: the widest vectors of which one pass reads several sources well; None for any width.
         host: its tensors lie in the process's memory and are computed by its threads.
         devices: returns this machine's devices of the type. missing: returns the reason why there are none, or None.
         visible: the environment variable that selects the devices which a process sees.
@@ -355,6 +356,7 @@ class Kernels(NamedTuple):
     cached: bool = False
     few_compiled: dict[int, int] = {}  # noqa: RUF012
     most_open: int | None = None
+    one_pass_width: int | None = None
     torch_norm: int = 0
     traced: bool = False
     bank: Any = None

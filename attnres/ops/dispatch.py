@@ -163,6 +163,13 @@ def stored_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16
 
 
+def is_wide(source: Tensor) -> bool:
+    """Return whether a read of its own over such sources takes two phases, because vectors this wide leave a program of
+    one pass no registers to load the next source ahead."""
+    row = KERNELS.get(source.device.type)
+    return row is not None and row.one_pass_width is not None and source.shape[-1] > row.one_pass_width
+
+
 def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, training: bool | None = None) -> Plan:
     """Explain how `reads` reads over these sources are executed, and why.
 
@@ -180,10 +187,13 @@ def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, traini
     training = torch.is_grad_enabled() if training is None else training
     name, _, reason, _ = _choose(Call(list(sources), compute_dtype(sources[0].dtype), (), reads, opens))
     n = len(sources)
-    two = in_two_phases(n, reads, training=training, opens=opens)
+    shared = in_two_phases(n, reads, training=training, opens=opens)
+    two = shared or (n > 1 and reads == 1 and not opens and is_wide(sources[0]))
     moved = vectors_moved(n, reads, training=training)
     kind = "training" if training else "inference"
-    if not two or moved[1] < moved[0]:
+    if two and not shared:
+        why = f"vectors of {sources[0].shape[-1]} leave one pass no registers to load a source ahead"
+    elif not two or moved[1] < moved[0]:
         why = f"{n} sources and {reads} reads move {moved[0]} vectors a token in one pass, {moved[1]} in two phases"
     else:
         why = f"one pass takes at most {MAX_ONE_PASS} sources, here are {n + opens}"

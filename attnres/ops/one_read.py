@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres.ops.dispatch import in_two_phases
+from attnres.ops.dispatch import in_two_phases, is_wide
 from attnres.ops.norms import Norm
 from attnres.ops.precision import compute_dtype
 from attnres.ops.reference import scaled_query
@@ -66,7 +66,7 @@ def depth_read(
     if norm is not None and norm.out_dtype is None:
         norm = norm._replace(out_dtype=dtype)
     how: dict[str, Any] = {"eps": eps, "dtype": dtype, "recompute": bool(checkpoint_level), "watched": return_weights}
-    if in_two_phases(n, 1, training=torch.is_grad_enabled(), opens=0):
+    if in_two_phases(n, 1, training=torch.is_grad_enabled(), opens=0) or is_wide(sources[0]):
         sealed = read_sealed(sources, scaled.unsqueeze(0), eps=eps)
         merged = merge(sealed.read(0), (), None, None, norm, **how)
         weights = sealed.logits[:, :, 0].softmax(1)

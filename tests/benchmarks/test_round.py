@@ -194,7 +194,7 @@ def test_scripts_take_the_words_that_they_are_given_on_a_gpu(monkeypatch: pytest
 
 
 def test_it_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """What has ended with the same sources and versions is not repeated."""
+    """What has ended with the same sources and versions is repeated where it is asked for alone, all of it."""
     made: list[str] = []
 
     @dataclasses.dataclass(frozen=True)
@@ -204,6 +204,7 @@ def test_it_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, 
         fails: bool = False
 
         def rows(self, place: Any, done: Any) -> Any:
+            assert not done
             made.append(self.name)
             yield {"variant": "a", "value": float("nan")}
             if self.fails:
@@ -220,6 +221,7 @@ def test_it_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, 
     assert "the budget is spent" in capsys.readouterr().out
     run(only=False)
     assert made == ["one", "two"] * 2
+    assert [row.get("ended") for row in run("one")] == [None, "done"] and made[4:] == ["one"]
     with pytest.raises(SystemExit):
         run("three")
 
@@ -355,6 +357,34 @@ def test_another_process_goes_on_where_one_died(run: Run, tmp_path: Path, monkey
     assert started == ["died"] * 3 + ["long"] * 3 and ended() and len(started) == 6
 
 
+def test_what_a_script_measured_before_it_was_stopped_is_a_row(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of an earlier call is not."""
+    file, words = tmp_path / "loss_cpu.json", ["--device", "cpu", "--rows", str(tmp_path / "gpu.jsonl")]
+    script = gpu_round.Script(60, "loss.py", "--device cuda", "--device cpu")
+    monkeypatch.setattr(gpu_round, "ROUNDS", {"loss": script})
+    written: list[str] = []
+
+    def process(words: Any, timeout: float, check: bool) -> Any:
+        for text in written:
+            file.write_text(text)
+        raise subprocess.TimeoutExpired(words, timeout)
+
+    monkeypatch.setattr(subprocess, "run", process)
+    file.write_text('{"read": [1]}')
+    os.utime(file, (0, 0))
+    for text in ([], ['{"read": [2]}']):
+        written[:] = text
+        assert gpu_round.main([*words, "--only", "loss"]) == 0
+    rows = gpu_round.read_rows(tmp_path / "gpu.jsonl")
+    assert [(row.get("result"), row.get("ended")) for row in rows] == [
+        (None, "stopped after 60 s"),
+        ({"read": [2]}, None),
+        (None, "stopped after 60 s"),
+    ]
+
+
 def test_a_variant_that_lost_the_device_is_left_to_another_process(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which does not try again what failed, and goes on with the next way."""
     import busy
@@ -413,7 +443,7 @@ def test_the_page_has_what_scripts_have_found() -> None:
     read["read"][0]["stages"]["forward"]["ours"] = {"reason": "OutOfMemoryError"}
     stack["kinds"]["identity"] = {"standard": {"median_s": 1.0}}
     table = gpu_round.others_table([row | {"of": {"device": "H200"}} for row in rows])
-    assert table.count("failed, its row says why, H200") == 2
+    assert table.count("failed or cut, its row says why, H200") == 2
 
 
 def test_the_documentation_has_the_tables_of_the_rows_that_there_are() -> None:

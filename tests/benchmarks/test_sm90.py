@@ -3,8 +3,10 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,32 @@ def specimen_shape(specimen: Any) -> tuple[int, int, int, bool, bool]:
     """Width, sources, reads, whether they are fp32, whether it is a backward."""
     n, reads = specimen.constants["N"], specimen.constants["S"]
     return specimen.width, n, reads, "fp32" in specimen.name, "backward" in specimen.name
+
+
+def test_the_page_has_the_numbers_of_the_record() -> None:
+    """Of every kernel with a row of its own, and of held programs by their sources, reads and width."""
+    record = json.loads(sm90.RECORD.read_text("utf-8"))["kernels"]
+    kernels, found = {(kernel["name"], kernel["width"]): kernel for kernel in record}, Counter[str]()
+    page = (BENCHMARKS.parent / "docs" / "explanation" / "kernels_checked.md").read_text("utf-8")
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        shape = re.fullmatch(r"(\d+), (\d+), (\d+)", cells[0])
+        if shape:
+            name = f"{shape[1]} sources, {shape[2]} reads, fp32, held"
+            forward, backward = (kernels[f"{name}, {way}", int(shape[3])] for way in ("forward", "backward"))
+            found[f"{len(cells)} cells"] += 1
+            if len(cells) == 5:
+                assert [cells[2], cells[4]] == [str(kernel["barriers"]) for kernel in (forward, backward)], line
+            else:
+                warps = backward["ctas"] * backward["warps"]
+                now = [backward["spill_stores"], backward["registers"], warps]
+                assert cells[3:] == [str(number) for number in now], line
+        elif len(cells) == 6 and cells[1].isdecimal():
+            kernel = kernels[cells[0], int(cells[1])]
+            spilled = f"{kernel['spill_stores']} B" if kernel["spill_stores"] else "0"
+            assert cells[2:] == [str(kernel["registers"]), spilled, str(kernel["async_16"]), str(kernel["ctas"])], line
+            found["kernels"] += 1
+    assert found == {"5 cells": 4, "6 cells": 4, "kernels": 22}
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """The committed page of results is what its files say, and its headline is what other code reads from them."""
 
 import csv
+import json
 import math
 import re
 import statistics
@@ -25,6 +26,18 @@ def test_readme_and_the_guide_have_the_tables_of_the_files():
         results_page.marked(path) == path.read_text("utf-8") for path in (results_page.README, results_page.GUIDE)
     ), "run python experiments/results_page.py"
     assert len(results_page.README.read_text("utf-8").splitlines()) <= 150
+
+
+def test_the_table_of_cost_has_what_a_gpu_measured_last(tmp_path):
+    file, block = tmp_path / "gpu.jsonl", {"variant": "block (8 blocks)", "of": {"device": "H200"}}
+    assert results_page.gpu_steps(file) == []
+    rows = [block | {"round": "step 0.6b graphs", "ratio": ratio} for ratio in (2.0, 1.5)]
+    rows += [
+        block | {"round": "step 100m graphs", "error": "its cause"},
+        {"round": "step 0.6b graphs", "ended": "done"},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"round": "cut')
+    assert [(device, row["ratio"]) for _, device, row in results_page.gpu_steps(file)] == [("H200", 1.5)]
 
 
 def test_the_claims_are_those_of_the_files_and_34():

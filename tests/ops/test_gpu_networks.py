@@ -1,8 +1,10 @@
 """Whole networks of depth reads on the Triton kernels: what plain torch makes of them, forward and backward."""
 
+import re
 import sys
 from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from attnres import Norm, depth_read, make_residual
-from attnres.ops import apply_norm, dispatch, eager, plain_torch
+from attnres.ops import apply_norm, dispatch, eager, explain, plain_torch
 from attnres.ops.bank import Bank, Banks
 from attnres.ops.gpu import kernels as gpu
 from attnres.ops.gpu import launch, merge, replay, sealed
@@ -91,6 +93,28 @@ def test_a_single_read_is_that_of_plain_torch(on, n):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.quick("False")
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_read_of_wide_vectors_takes_two_phases(normed, triton_on_a_cpu, monkeypatch):
+    row = dispatch.KERNELS[DEVICE.type]
+    launches, run = [], Launch.run
+    monkeypatch.setattr(Launch, "run", lambda self, device: launches.append(self) or run(self, device))
+    sources = [torch.randn(5, 24, device=DEVICE, requires_grad=True) for _ in range(9)]
+    query, gain = torch.randn(24, device=DEVICE, requires_grad=True), torch.rand(24, device=DEVICE, requires_grad=True)
+    norm = Norm(torch.rand(24, device=DEVICE)) if normed else None
+
+    def read(width):
+        monkeypatch.setitem(dispatch.KERNELS, DEVICE.type, row._replace(one_pass_width=width))
+        launches.clear()
+        h, weights = depth_read(sources, query, gain, norm=norm, return_weights=True)
+        names = {launch.kernel.fn.__name__ for launch in launches}
+        assert (explain(sources).schedule == "two phases") == any("read" in name for name in names) == (width < 24)
+        return [h, weights, *torch.autograd.grad(h.pow(2).sum(), [*sources, query, gain])]
+
+    for a, b in zip(read(23), read(24), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+
+
 class Moved(TorchDispatchMode):
     """Bytes of vectors that are read or written, by our launches and by torch's operations, and how many of each."""
 
@@ -154,13 +178,24 @@ def moved(name, settings, sublayers, monkeypatch):
     return ways
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "forward", "backward"),
-    [
-        ("block", {"block_size": 3}, (15.3, 32, 8, 224), (24.1, 34, 9, 255)),
-        ("full", {}, (14.8, 29, 1, 215), (32.7, 29, 2, 280)),
-    ],
-)
+MOVED = [
+    ("block", {"block_size": 3}, (15.3, 32, 8, 224), (24.1, 34, 9, 255)),
+    ("full", {}, (14.8, 29, 1, 215), (32.7, 29, 2, 280)),
+]
+"""A mechanism and its settings; forward's and backward's bytes, launches, torch's passes and operations at most."""
+
+
+def test_the_pages_have_these_bytes_and_launches():
+    folder = Path(__file__).parents[2] / "docs" / "explanation"
+    for _, _, *ways in MOVED:
+        bytes_, launches, passes, _ = (f"{forward} + {backward}" for forward, backward in zip(*ways, strict=True))
+        rows = [line.split(" | ") for line in (folder / "kernels.md").read_text("utf-8").splitlines()]
+        assert [bytes_, launches, f"{passes} |"] in [row[2::2] for row in rows]
+        checked = (folder / "kernels_checked.md").read_text("utf-8")
+        assert f"| {bytes_} |" in checked and re.search(rf"[|;] {re.escape(launches)}[ ;]", checked)
+
+
+@pytest.mark.parametrize(("name", "settings", "forward", "backward"), MOVED)
 def test_bytes_a_sublayer(name, settings, forward, backward, triton_on_a_cpu, monkeypatch):
     """For each element of a vector, at 24 sublayers under bf16 autocast: reads, norms and additions; our launches,
     torch's passes beside them, and all operations that the host makes. A norm and an addition alone, as of the standard

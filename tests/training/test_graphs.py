@@ -168,20 +168,37 @@ def test_a_run_whose_capture_fails_goes_on_eagerly(
     assert path_of(tmp_path / "captured").startswith("eager: ") and said in path_of(tmp_path / "captured")
 
 
+@pytest.mark.quick("local_scalar")
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda loss: loss.item(), "local_scalar"),
+        (lambda loss: loss[None].tolist(), "tolist"),
+        (lambda loss: loss.detach().cpu(), "cpu copies"),
+        (lambda loss: loss[None][loss[None] > 0], "aten.index"),
+        (lambda loss: torch.tensor([2.0], device=loss.device) * loss, "tensor copies"),
+    ],
+    ids=["local_scalar", "tolist", "cpu", "mask", "tensor"],
+)
 def test_a_step_that_asks_for_a_number_is_no_captured_step(
-    configure: Configure, tmp_path: Path, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+    configure: Configure,
+    tmp_path: Path,
+    tapes: list[Tape],
+    monkeypatch: pytest.MonkeyPatch,
+    ask: Callable[[torch.Tensor], Any],
+    said: str,
 ) -> None:
     forward = Objective.forward
 
     def asking(self: Objective, *batch: Any, **how: Any) -> LossSums:
         sums = forward(self, *batch, **how)
         if not how.get("held_out"):
-            sums.cross_entropy.item()
+            ask(sums.cross_entropy)
         return sums
 
     monkeypatch.setattr(Objective, "forward", asking)
     train(configure(out="asking", cuda_graphs=True), progress=False)
-    assert not tapes and "local_scalar" in path_of(tmp_path / "asking")
+    assert not tapes and said in path_of(tmp_path / "asking")
 
 
 def test_each_shape_is_captured_up_to_a_number_of_shapes(tapes: list[Tape]) -> None:

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnres import head
+from attnres.comparison.speed import StepOptions, training_steps
 from attnres.data import Batches, held_out_windows, open_tokens
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
@@ -271,7 +272,8 @@ def test_a_large_vocabulary_gets_its_losses_in_parts(
 def test_a_stream_in_bf16_is_in_bf16_from_the_embedding_on(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where FSDP2 gathers: the root's parameters with the layers'. Losses stay near those of a stream in fp32."""
+    """Also where FSDP2 gathers: the root's parameters with the layers'; and with parameters in bf16. Losses stay near
+    those of a stream in fp32."""
     dtypes: list[torch.dtype] = []
     original = Residual.normed
 
@@ -288,6 +290,11 @@ def test_a_stream_in_bf16_is_in_bf16_from_the_embedding_on(
         losses[stream] = [line["loss"] for line in metrics if line["kind"] == "train"]
         assert set(dtypes) == {torch.bfloat16 if stream == "bf16" else torch.float32}
     assert losses["bf16"] != losses["fp32"] and losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
+
+    dtypes.clear()
+    options = StepOptions(NARROW, vocab_size=32, seq_len=8, batch_size=2, dtype="bf16-parameters")
+    training_steps({"standard": ("standard", {})}, options)["standard"]()
+    assert set(dtypes) == {torch.bfloat16}
 
     made = build(NARROW, vocab_size=32, max_positions=16)
     for stream in (None, torch.bfloat16):

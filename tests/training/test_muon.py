@@ -84,8 +84,11 @@ def test_in_fp32_the_steps_are_those_of_the_formula(shape: tuple[int, int], monk
 def test_a_step_takes_as_many_calls_for_forty_matrices_as_for_four(
     precise: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one shape; and in several stacks where one would be too large."""
+    """Of one shape, large ones too where it is not the host that computes; and in several stacks where one would be too
+    large."""
     monkeypatch.setattr(muon, "precision", lambda _: precise)
+    monkeypatch.setattr(muon, "is_host", lambda _: False)
+    monkeypatch.setattr(StackedMuon, "small", 0)
 
     class Calls(TorchDispatchMode):
         def __init__(self) -> None:

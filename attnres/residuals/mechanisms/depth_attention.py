@@ -164,9 +164,8 @@ class DepthAttention(Queried):
         if self.window is not None:
             count = len(self.sources(self.num_sublayers))
             plan = explain([embedding] * count, training=training)
-            return dataclasses.replace(
-                plan, reasons=(*plan.reasons, f"with window={self.window} reads share no sealed sources")
-            )
+            why = f"with window={self.window} reads share no sealed sources"
+            return dataclasses.replace(plan, schedule="one pass", reasons=(*plan.reasons, why))
         return explain(
             [embedding] * len(self.sealed(start)), reads=stop - start, opens=self.max_open, training=training
         )
