@@ -1,6 +1,5 @@
 """Block Attention Residuals: sublayers read the sums of earlier blocks and the running sum of their own block."""
 
-import functools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -202,8 +201,7 @@ class Block(DepthAttention):
         """Return the number of sublayers of each block."""
         return [stop - start for start, stop in pairwise(self.bounds)]
 
-    @functools.cached_property
-    def max_open(self) -> int:
+    def _most_open(self) -> int:
         return min(self.kinds, max(self.block_sizes))
 
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:

@@ -71,7 +71,8 @@ class Cumulative(DepthAttention):
         )
         self.block_size = size
 
-    max_open = 1
+    def _most_open(self) -> int:
+        return 1
 
     def opened(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         return state._replace(added=(output,))

@@ -1,7 +1,6 @@
 """The common base of Full and Block Attention Residuals: pseudo-queries, the two-phase schedule, the state."""
 
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Sequence
@@ -124,6 +123,7 @@ class DepthAttention(Queried):
         """The first read of the group of each read, and the one after its last; the output's read is in the last."""
         self._sealing = frozenset(self.bounds[1:-1])
         """The reads before which a group is sealed: not the output's, which is in the last group."""
+        self.max_open = self._most_open()
         self.window = None if window is None else whole("window", window)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         reads = num_sublayers + self.output_read
@@ -175,8 +175,7 @@ class DepthAttention(Queried):
         to one."""
         raise NotImplementedError
 
-    @functools.cached_property
-    def max_open(self) -> int:
+    def _most_open(self) -> int:
         """Return the most open sources of a read."""
         return max(stop - start for start, stop in pairwise(self.bounds))
 
