@@ -43,7 +43,7 @@ def vectors_at_the_head(model: Any, ids: torch.Tensor) -> float:
         if isinstance(args[0], Stream):  # and not what a norm that is called apart is given by the read
             state = args[0].state
             if isinstance(state, DepthState):  # queries are parameters', and the same on every rank
-                state = state._replace(groups=(), queries=())
+                state = state._replace(shared=type(state.shared)())
             if isinstance(state, Streams):  # and so are the tables
                 state = state._replace(tables=())
             count.append(sum(tensor.numel() for tensor in tree_leaves([state, args[0].output])))

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import Residual
@@ -132,6 +131,7 @@ class ANCRe(LayerSums):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
-        rows = [self.coefficients(layer, torch.float32).cpu() for layer in range(len(self.logits))]
-        table = pad_sequence(rows, batch_first=True, padding_value=torch.nan)
+        table = torch.full(self.logits.shape, torch.nan)  # without a row where one sublayer is half a layer
+        for layer in range(len(table)):
+            table[layer, : layer + 1] = self.coefficients(layer, torch.float32)
         return {"mix": Learned(table, ("layer", "source"), "coefficient of the embedding and each layer")}
