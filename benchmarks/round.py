@@ -346,6 +346,7 @@ class Training:
             "device": place.device,
             "dtype": "fp32" if place.tiny else "bf16",
             "cuda_graphs": True,
+            "loss": "chunked",  # fused; this many logits are just few enough for the whole ones by default
             "save_every": steps,
             "depth_every": 0,
             "val_every": max(1, steps // 10),

@@ -184,9 +184,10 @@ class TrainConfig:
     schedule needs."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 is autocast over fp32 parameters; auto is bf16 where the device has it, else fp32."""
-    stream_dtype: Literal["fp32", "bf16"] = "fp32"
+    stream_dtype: Literal["auto", "fp32", "bf16"] = "fp32"
     """bf16 keeps the residual stream in bf16 from the embedding on, which halves the bytes that reads move; its sums
-    are rounded to bf16 after each sublayer. It needs dtype bf16. Its cost in loss has not been measured."""
+    are rounded to bf16 after each sublayer. It needs dtype bf16. auto is bf16 where layers gather their parameters in
+    bf16 (parallel.shard), else fp32."""
     device: str = "auto"
     """auto (CUDA where there is one, else the CPU), cpu or cuda."""
     compile: bool = False

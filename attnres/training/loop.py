@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -28,6 +28,21 @@ from attnres.training.prepare import prepare_run
 from attnres.training.records import import_tracker
 from attnres.training.run import Run
 from attnres.training.run_folder import claim
+
+
+def stream_dtype(config: TrainConfig, dtype: Literal["fp32", "bf16"]) -> Literal["fp32", "bf16"]:
+    """Return the residual stream's dtype, where matrix products are in `dtype`.
+
+    Raises:
+        UserError: it is narrower than the products.
+    """
+    if config.stream_dtype == "auto":
+        return "bf16" if dtype == "bf16" and config.parallel.shard > 1 else "fp32"
+    if config.stream_dtype == "bf16" and dtype != "bf16":
+        raise UserError(
+            f"stream_dtype is bf16 and dtype {dtype}: a stream in bf16 needs matrix products in bf16, give --dtype bf16"
+        )
+    return config.stream_dtype
 
 
 def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
@@ -53,11 +68,8 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     for note in prepared.notes if who.first else ():
         print(f"attnres: {note}", file=sys.stderr)
     dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")
-    if config.stream_dtype == "bf16" and dtype != "bf16":
-        raise UserError(
-            f"stream_dtype is bf16 and dtype {dtype}: a stream in bf16 needs matrix products in bf16, give --dtype bf16"
-        )
-    config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
+    stream = stream_dtype(config, dtype)
+    config = dataclasses.replace(config, dtype=dtype, stream_dtype=stream, device=who.device.type)
     prepared = dataclasses.replace(prepared, config=config)
     going_on = f"give the same command with --resume to go on from the last checkpoint in {config.out}"
     with (

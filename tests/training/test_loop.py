@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -309,6 +309,13 @@ def test_a_stream_in_bf16_is_in_bf16_from_the_embedding_on(
         root = policies.pop(made)
         assert {policy.param_dtype for policy in policies.values()} == {torch.bfloat16}
         assert root is None if stream is None else root.param_dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(("dtype", "shard", "stream"), [("bf16", 2, "bf16"), ("fp32", 2, "fp32"), ("bf16", 1, "fp32")])
+def test_a_stream_is_bf16_by_itself_where_parameters_are_gathered_in_bf16(
+    configure: Configure, dtype: Literal["fp32", "bf16"], shard: int, stream: str
+) -> None:
+    assert loop.stream_dtype(configure(stream_dtype="auto", parallel={"shard": shard}), dtype) == stream
 
 
 def test_a_stream_narrower_than_products_is_refused(configure: Configure) -> None:
