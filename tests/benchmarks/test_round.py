@@ -461,3 +461,12 @@ def test_every_experiment_has_a_limit_and_the_first_nine_minutes_hold_what_decid
     wanted = ["equality of captured steps", "step 100m graphs", "step 100m compile+graphs", "step 0.6b graphs"]
     assert first == ["tests", *wanted]
     json.dumps([dataclasses.asdict(experiment) for experiment in gpu_round.ROUNDS.values()])
+
+
+def test_the_page_has_the_hosts_time_of_the_record() -> None:
+    root = Path(gpu_round.__file__).resolve().parents[1]
+    rows = json.loads((root / "benchmarks" / "results" / "host.json").read_text("utf-8"))["rows"]
+    page = (root / "docs" / "explanation" / "kernels.md").read_text("utf-8")
+    for name, variant in (("Block", "block"), ("Full", "full"), ("standard", "standard")):
+        there, back = (round(rows[variant][way]["beyond_plain_us_a_sublayer"]) for way in ("forward", "backward"))
+        assert re.search(rf"{there} {'+' if back > 0 else '-'} {abs(back)}( microseconds a sublayer)? for {name}\b", page)
