@@ -469,4 +469,5 @@ def test_the_page_has_the_hosts_time_of_the_record() -> None:
     page = (root / "docs" / "explanation" / "kernels.md").read_text("utf-8")
     for name, variant in (("Block", "block"), ("Full", "full"), ("standard", "standard")):
         there, back = (round(rows[variant][way]["beyond_plain_us_a_sublayer"]) for way in ("forward", "backward"))
-        assert re.search(rf"{there} {'+' if back > 0 else '-'} {abs(back)}( microseconds a sublayer)? for {name}\b", page)
+        time = re.escape(f"{there} {'+' if back > 0 else '-'} {abs(back)}")
+        assert re.search(rf"\b{time}( microseconds a sublayer)? for {name}\b", page), name
