@@ -3,7 +3,7 @@
     python benchmarks/round.py --budget 540        # nine minutes; again goes on where that stopped
     python benchmarks/round.py --list              # the experiments, their limits and what became of them
     python benchmarks/round.py --only "step 0.6b" train
-    python benchmarks/round.py --page              # the table of docs/explanation/kernels.md, from the rows
+    python benchmarks/round.py --page              # the tables of docs/explanation/kernels.md and README, from the rows
 
 Each experiment is a process with a limit. A row is a line of `gpu.jsonl`, written the moment it exists, with the hash
 of the kernels' sources, the device and the versions; an experiment that has ended with the same ones is not repeated.
@@ -231,12 +231,12 @@ class Script:
         return {"script": self.script, "words": words, "result": json.loads(self._file(place).read_text("utf-8"))}
 
 
-def run_script(script: str, words: Sequence[str]) -> None:
-    """Run a benchmark in this process."""
+def run_script(script: str, words: Sequence[str], folder: Path = HERE) -> None:
+    """Run a benchmark, or another folder's script, in this process."""
     before = sys.argv
     sys.argv = [script, *words]
     try:
-        runpy.run_path(str(HERE / script), run_name="__main__")
+        runpy.run_path(str(folder / script), run_name="__main__")
     finally:
         sys.argv = before
 
@@ -536,6 +536,8 @@ def add_row(path: Path, row: Row) -> None:
 # ------------------------------------------------------------------ the page
 
 PAGE = ROOT / "docs" / "explanation" / "kernels.md"
+EXPERIMENTS, FIGURES = ROOT / "experiments", ("results_page.py", "study_pages.py")
+"""The commands that write README's figures, and those of the page of cost."""
 MARKS = ("<!-- made by `python benchmarks/round.py --page` -->", "<!-- end -->")
 GOALS: tuple[tuple[str, str, str, str], ...] = (
     ("40 M, 16k tokens, captured", "step 100m graphs", BLOCK8, "1.08"),
@@ -686,6 +688,18 @@ def write_page(tables: str, path: Path) -> None:
     path.write_text(f"{before}{MARKS[0]}\n\n{tables}\n\n{MARKS[1]}{after}", "utf-8")
 
 
+def write_figures() -> None:
+    """Write README's figures anew, and the pages of results that show the same; say so where what that imports is not
+    there."""
+    sys.path.append(str(EXPERIMENTS))
+    for script in FIGURES:
+        try:
+            run_script(script, [], EXPERIMENTS)
+        except ImportError as error:
+            print(f"README's figures stay as they are, for {script} cannot run here: {error}")
+            return
+
+
 # ------------------------------------------------------------------ one experiment, all experiments
 
 
@@ -763,13 +777,15 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--pack", type=Path, default=PACK, help="the folder that make gpu-pack has made")
     parser.add_argument("--rows", type=Path, help=f"the file of rows; {ROWS.name}, or on a CPU {TRIED.name} of build")
     parser.add_argument("--list", action="store_true", help="list the experiments")
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/explanation/kernels.md anew")
+    parser.add_argument("--page", action="store_true", help="write the tables of kernels.md and README anew")
     parser.add_argument("--in-process", action="store_true", help="no process for each: limits are not kept")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.page:
         for path, tables in pages(read_rows(options.rows or ROWS)).items():
             write_page(tables, path)
+        use_pack(options.pack)
+        write_figures()
         return 0
     end = time.monotonic() + options.budget
     use_pack(options.pack)

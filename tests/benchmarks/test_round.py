@@ -281,16 +281,18 @@ def test_what_experiments_import_is_on_a_machine_with_pytorch_or_in_the_pack() -
         name.replace("-", "_") for line in re.findall(r"^PACKED := (.*)$", makefile, re.M) for name in line.split()
     }
     assert {*gpu_round.NEEDED} <= come_with | packed
-    folders = [root / "benchmarks", root / "tests", root]
+    folders = [root / "benchmarks", root / "tests", root / "experiments", root]
     scripts = [each.script for each in gpu_round.ROUNDS.values() if isinstance(each, gpu_round.Script)]
     waiting = [root / "benchmarks" / name for name in ("round.py", *scripts)]
     waiting += [*(root / "tests" / "gpu").glob("*.py"), root / "tests" / "conftest.py"]
+    inside = ["round.py", *gpu_round.FIGURES]
+    waiting += [gpu_round.EXPERIMENTS / name for name in gpu_round.FIGURES]
     for package in ("data", "models", "training"):
         waiting += (root / "attnres" / package).glob("*.py")
     seen, theirs = set(waiting), dict[str, str]()
     while waiting:
         file = waiting.pop()
-        for name in imported(file, inside=file.name == "round.py"):
+        for name in imported(file, inside=file.name in inside):
             paths = [folder.joinpath(*name.split(".")) for folder in folders]
             ours = {path for at in paths for path in (at.with_suffix(".py"), at / "__init__.py") if path.is_file()}
             waiting += ours - seen
@@ -450,6 +452,24 @@ def test_the_documentation_has_the_tables_of_the_rows_that_there_are() -> None:
     pages = gpu_round.pages(gpu_round.read_rows(gpu_round.ROWS))
     assert [path.name for path in pages] == ["kernels.md"]
     assert all(tables in path.read_text("utf-8") for path, tables in pages.items())
+
+
+def test_the_page_s_command_writes_readme_s_figures_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """And where a module of theirs is not there it says so, and fails nothing."""
+    for script in gpu_round.FIGURES:
+        (tmp_path / script).write_text("print(__file__)")
+    monkeypatch.setattr(gpu_round, "EXPERIMENTS", tmp_path)
+    monkeypatch.setattr(gpu_round, "write_page", lambda tables, path: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("ATTNRES_PEERS", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert gpu_round.main(["--page"]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / script) for script in gpu_round.FIGURES]
+    (tmp_path / gpu_round.FIGURES[0]).write_text("import no_such_module")
+    assert gpu_round.main(["--page"]) == 0
+    assert "README's figures stay" in (said := capsys.readouterr().out) and "no_such_module" in said
 
 
 def test_every_experiment_has_a_limit_and_the_first_nine_minutes_hold_what_decides() -> None:
