@@ -13,6 +13,7 @@ gpu-pack` makes a folder of what a machine with PyTorch and Transformers alone l
 
 import argparse
 import hashlib
+import importlib
 import importlib.util
 import io
 import json
@@ -42,13 +43,16 @@ KERNELS = (
     *("attnres/residuals/program.py", "attnres/training/graphs.py", "attnres/training/muon.py"),
 )
 """What a time depends on: rows of other sources are rows of another program."""
+IMPORTS = 60.0
+"""Seconds that all imports may take: ten where they were read before, more from a disk that has not read them yet."""
 LEAST = 20.0
 """Seconds below which no experiment is begun."""
 NEEDED = (
     *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "yaml"),
     *("tyro", "docstring_parser", "typeguard", "rich", "pygments"),
+    "attnres.training",
 )
-"""Without these no experiment runs: those that come with PyTorch, Triton and Transformers; those of the pack."""
+"""Without these no experiment runs: those that come with PyTorch, Triton and Transformers; those of the pack; ours."""
 Row = dict[str, Any]
 
 
@@ -753,9 +757,23 @@ def _asked(name: str, only: Sequence[str]) -> bool:
     return any(name == one or (one not in ROUNDS and name.startswith(one)) for one in only)
 
 
-def missing() -> list[str]:
-    """Return the modules that are needed and not there, without importing any."""
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+def broken(pack: Path) -> str | None:
+    """Import what is needed in another process, as experiments do, and return a sentence about the first module that
+    cannot be; None if all can. A process of its own, because an import may also hang or crash."""
+    command = [sys.executable, __file__, "--pack", str(pack), "--imports", *NEEDED]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=IMPORTS, check=False)
+    except subprocess.TimeoutExpired as error:
+        return f"importing {_last_line(error.stdout)} takes more than {IMPORTS:.0f} s here"
+    if done.returncode == 0:
+        return None
+    why = _last_line(done.stderr) or f"status {done.returncode}"
+    packs = "make gpu-pack, where there is a network, packs what PyTorch and Transformers do not bring"
+    return f"{_last_line(done.stdout)} cannot be imported here ({why}): {packs}"
+
+
+def _last_line(said: bytes | None) -> str:
+    return (said or b"").decode("utf-8", "replace").rstrip().rpartition("\n")[2]
 
 
 def use_pack(pack: Path) -> None:
@@ -780,6 +798,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", action="store_true", help="write the tables of kernels.md and README anew")
     parser.add_argument("--in-process", action="store_true", help="no process for each: limits are not kept")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--imports", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.page:
         for path, tables in pages(read_rows(options.rows or ROWS)).items():
@@ -789,8 +808,13 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     end = time.monotonic() + options.budget
     use_pack(options.pack)
-    if names := missing():
-        parser.error(f"{', '.join(names)} cannot be imported here: make gpu-pack, where there is a network, packs them")
+    if options.imports:
+        for name in options.imports:
+            print(name, flush=True)
+            importlib.import_module(name)
+        return 0
+    if not options.one and not options.in_process and (why := broken(options.pack)):
+        parser.error(why)
     from attnres.errors import UserError
     from attnres.ops.devices import pick_device
 

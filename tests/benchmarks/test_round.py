@@ -234,15 +234,35 @@ def test_a_cut_line_is_no_row_and_loses_none(tmp_path: Path) -> None:
     assert gpu_round.read_rows(file) == [{"a": 1}, {"a": 3}]
 
 
-def test_modules_that_are_missing_are_named_before_anything(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that is needed can be imported."""
+    monkeypatch.setattr(gpu_round, "broken", lambda pack: None)
+
+
+@pytest.mark.usefixtures("run")
+def test_a_module_that_cannot_be_imported_is_named_before_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(gpu_round, "NEEDED", ("torch", "no_such_module"))
-    with pytest.raises(SystemExit):
-        run("equality")
-    assert "no_such_module" in capsys.readouterr().err
+    """One that is missing, or there and broken; one that hangs; one that ends the process."""
+    site = tmp_path / "pack" / "site"
+    site.mkdir()
+    broken = {"none": "", "half": "raise OSError('no library')", "hangs": "import time; time.sleep(60)"}
+    for name, text in (broken | {"ends": "import os; os._exit(9)"}).items():
+        (site / f"{name}_here.py").write_text(text)
+    expected = {"absent": "No module named 'absent_here'", "half": "no library", "hangs": "5 s", "ends": "status 9"}
+    for name, why in expected.items():
+        monkeypatch.setattr(gpu_round, "NEEDED", ("none_here", f"{name}_here"))
+        monkeypatch.setattr(gpu_round, "IMPORTS", 5.0 if name == "hangs" else 60.0)
+        with pytest.raises(SystemExit):
+            gpu_round.main(["--device", "cpu", "--pack", str(tmp_path / "pack")])
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"{name}_here" in said and why in said
+    monkeypatch.setattr(gpu_round, "NEEDED", ("none_here",))
+    assert gpu_round.broken(tmp_path / "pack") is None
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_machine_without_a_gpu_is_told_so_before_anything(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -280,7 +300,7 @@ def test_what_experiments_import_is_on_a_machine_with_pytorch_or_in_the_pack() -
     packed = {
         name.replace("-", "_") for line in re.findall(r"^PACKED := (.*)$", makefile, re.M) for name in line.split()
     }
-    assert {*gpu_round.NEEDED} <= come_with | packed
+    assert {*gpu_round.NEEDED} <= come_with | packed | {"attnres.training"}
     folders = [root / "benchmarks", root / "tests", root / "experiments", root]
     scripts = [each.script for each in gpu_round.ROUNDS.values() if isinstance(each, gpu_round.Script)]
     waiting = [root / "benchmarks" / name for name in ("round.py", *scripts)]
@@ -321,6 +341,7 @@ def imported(file: Path, *, inside: bool) -> Iterator[str]:
     return running(ast.parse(file.read_text("utf-8")))
 
 
+@pytest.mark.usefixtures("whole")
 def test_an_experiment_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the row says so, unless the budget was what stopped it."""
     rows = tmp_path / "gpu.jsonl"
@@ -331,6 +352,7 @@ def test_an_experiment_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatc
     assert [row["ended"] for row in gpu_round.read_rows(rows)] == ["stopped after 0 s"]
 
 
+@pytest.mark.usefixtures("whole")
 def test_another_process_goes_on_where_one_died(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as each adds a row; what took too long is left to the next call, if it added one."""
     rows = tmp_path / "gpu.jsonl"
@@ -359,6 +381,7 @@ def test_another_process_goes_on_where_one_died(run: Run, tmp_path: Path, monkey
     assert started == ["died"] * 3 + ["long"] * 3 and ended() and len(started) == 6
 
 
+@pytest.mark.usefixtures("whole")
 def test_what_a_script_measured_before_it_was_stopped_is_a_row(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
