@@ -39,10 +39,14 @@ TRIED = ROOT / "build" / "round" / "cpu.jsonl"
 """Rows of everything in small, which stand on no page."""
 PACK = ROOT / "build" / "gpu-pack"
 KERNELS = (
-    *("attnres/ops", "attnres/head.py", "attnres/loss_kernel.py", "attnres/residuals/mechanisms", "attnres/streams"),
-    *("attnres/residuals/program.py", "attnres/training/graphs.py", "attnres/training/muon.py"),
+    *("attnres/ops", "attnres/streams", "attnres/residuals/mechanisms"),
+    *(f"attnres/{name}.py" for name in ("device", "head", "loss_kernel", "comparison/speed", "scale/shard")),
+    *(f"attnres/models/{name}.py" for name in ("build", "families", "outputs")),
+    *(f"attnres/residuals/{name}.py" for name in ("base", "program", "queries", "values", "watch")),
+    *(f"attnres/training/{name}.py" for name in ("graphs", "layout", "muon", "objective", "optim", "step")),
+    *("benchmarks/busy.py", "benchmarks/step.py"),
 )
-"""What a time depends on: rows of other sources are rows of another program."""
+"""What the time of a step depends on: rows of other sources are rows of another program."""
 IMPORTS = 60.0
 """Seconds that all imports may take: ten where they were read before, more from a disk that has not read them yet."""
 LEAST = 20.0
@@ -494,11 +498,15 @@ ROUNDS: dict[str, Any] = {
 def kernels_hash() -> str:
     """Return the hash of the sources that a time depends on."""
     digest = hashlib.sha256()
-    for name in KERNELS:
-        path = ROOT / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
+    for file in hashed():
+        digest.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def hashed() -> list[Path]:
+    """Return the files of `KERNELS`."""
+    paths = [ROOT / name for name in KERNELS]
+    return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
 
 
 def facts(device: str) -> dict[str, str | None]:

@@ -226,6 +226,32 @@ def test_it_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, 
         run("three")
 
 
+def test_rows_are_keyed_by_all_sources_that_a_step_runs() -> None:
+    import busy
+    from step import Size, _qwen3
+
+    from attnres.comparison.speed import StepOptions, training_steps
+
+    size, ours, ran = Size(_qwen3(32, 4), 64, 2, 16), str(gpu_round.ROOT / "attnres"), set[str]()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code.co_filename.startswith(ours):
+            ran.add(frame.f_code.co_filename)
+
+    shape: dict[str, Any] = {"vocab_size": 64, "seq_len": 16, "batch_size": 2, "loss": "chunked"}
+    options = StepOptions(size.model, optim=busy.OptimConfig(optimizer="muon"), **shape)
+    for step in training_steps(
+        {name: busy.VARIANTS[name] for name in ("standard", gpu_round.BLOCK8)}, options
+    ).values():
+        step()  # which also imports what is imported late
+        sys.setprofile(note)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    assert len(ran) > 15 and ran <= {str(path) for path in gpu_round.hashed()}
+
+
 def test_a_cut_line_is_no_row_and_loses_none(tmp_path: Path) -> None:
     file = tmp_path / "gpu.jsonl"
     gpu_round.add_row(file, {"a": 1})
