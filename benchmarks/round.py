@@ -19,6 +19,7 @@ import io
 import json
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -182,6 +183,49 @@ class Equality:
                 and apart["captured"] <= max(self.TOLERANCE, 3 * apart["again"]),
                 "losses": {kind: [round(loss, 6) for loss in losses[kind]] for kind in ("eager", "captured")},
             }
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """What Inductor writes for a compiled step on a GPU, which it does nowhere else: a row of each variant."""
+
+    seconds: float
+    size: str
+    variants: tuple[str, ...]
+    batch: int
+    length: int
+
+    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        if place.tiny:
+            yield {"passed_over": "it needs a CUDA device"}
+            return
+        from step import SIZES, VARIANTS
+        from torch._inductor import config, utils
+
+        from attnres.comparison.speed import StepOptions, training_steps
+
+        size = SIZES[self.size].sized(self.batch, self.length)
+        shape: dict[str, Any] = {"vocab_size": size.vocabulary, "seq_len": size.length, "batch_size": size.batch}
+        options = StepOptions(size.model, **shape, dtype="bf16", device=place.device, compile=True)
+        for label in self.variants:
+            if label in {row.get("variant") for row in done}:
+                continue
+            step = training_steps({label: VARIANTS[label]}, options)[label]
+            with config.patch(force_disable_caches=True):  # of a graph that is cached no wrapper is written
+                _, written = utils.run_and_get_code(step)
+            if not written:
+                raise RuntimeError("Inductor wrote no wrapper")
+            yield {"variant": label, "wrappers": len(written), **calls_in(written)}
+
+
+def calls_in(wrappers: Sequence[str]) -> dict[str, int]:
+    """Return how many launches the wrappers of Inductor hold, how many of them are of our kernels, and how many calls
+    of our operators, which cost the host some 30 launches each: there should be none."""
+    lines = [line.strip() for wrapper in wrappers for line in wrapper.splitlines()]
+    launched = [line for line in lines if re.match(r"\w+\.run\(.*stream=", line)]
+    operators = [line for line in lines if "torch.ops.attnres." in line and not line.startswith("#")]
+    ours = [line for line in launched if line.startswith("flat_")]  # so `ops.gpu.launch.flattened` names them
+    return {"launches": len(launched), "our_launches": len(ours), "our_operators": len(operators)}
 
 
 def is_lost(device: str) -> bool:
@@ -462,6 +506,7 @@ ROUNDS: dict[str, Any] = {
     "step 100m graphs, bf16 parameters": Steps(60, "100m", FOUR[:3], "graphs", 16, 1024, "bf16-parameters"),
     "step 0.6b graphs, 152k words": Steps(120, "0.6b", (BLOCK8, "full"), "graphs", 8, 2048, vocabulary=151_936),
     "step 0.6b compiled": Steps(200, "0.6b", (BLOCK8,), "compile", 8, 2048),
+    "wrapper of a compiled step": Wrapper(150, "100m", (BLOCK8, "full"), 16, 1024),
     "tests of compiled models": Tests(150, ("tests/gpu/test_models.py", "-k", "compile")),
     "tests of reads": Tests(240, ("tests/gpu/test_reads.py", "-k", "not two_to_the_31")),
     "step 100m eager, parallel streams": Steps(60, "100m", ("standard", "mhc", "hyper_connections"), "eager", 16, 1024),

@@ -149,7 +149,7 @@ def test_the_whole_command_ends_with_rows_of_each_experiment(
     assert not wrong and not [row["error"] for row in rows if "error" in row]
     assert [row["round"] for row in rows if "ended" in row] == list(gpu_round.ROUNDS)
     over = {row["round"] for row in rows if "passed_over" in row}
-    assert {name.split()[0] for name in over} == {"held", "evaluate"}
+    assert {name.split()[0] for name in over} == {"held", "evaluate", "wrapper"}
     for name, experiment in gpu_round.ROUNDS.items():
         found = [row for row in rows if row["round"] == name and "ended" not in row]
         if isinstance(experiment, gpu_round.Steps):
@@ -158,6 +158,45 @@ def test_the_whole_command_ends_with_rows_of_each_experiment(
         else:
             assert found, name
     assert run(only=False) == []
+
+
+WRAPPER = """
+aten = torch.ops.aten
+flat_merge_row_0 = async_compile.triton('flat_merge_row_0', '''
+def flat_merge_row(x_0, tokens):
+    merge_row(x=(x_0, ), tokens=tokens)
+''', device_str='cuda')
+
+class Runner:
+    def call(self, args):
+        with torch.cuda._DeviceGuard(0):
+            # Topologically Sorted Source Nodes: [merge], Original ATen: [torch.ops.attnres.merge]
+            flat_merge_row_0.run(buf0, 16384, 16384, 1, 1, stream=stream0)
+            triton_poi_fused_add_0.run(buf0, arg1_1, buf2, 8388608, stream=stream0)
+            flat_merge_row_0.run(buf2, 16384, 16384, 1, 1, stream=stream0)
+            extern_kernels.mm(buf2, arg2_1, out=buf3)
+            buf4 = torch.ops.attnres.read_sealed.default([buf3], arg3_1)
+"""
+"""As Inductor writes it, shortened: with a call of an operator of ours, which there should be none of."""
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # as Inductor is imported
+def test_what_inductor_writes_for_a_step_is_counted(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import step
+    from torch._inductor import utils
+
+    monkeypatch.setitem(step.SIZES, "100m", step.Size(step._qwen3(32, 4), 64, 2, 16))
+    monkeypatch.setattr(utils, "run_and_get_code", lambda taken: (None, [WRAPPER, WRAPPER] if callable(taken) else []))
+    experiment = gpu_round.ROUNDS["wrapper of a compiled step"]
+    place = gpu_round.Place("cpu", False, tmp_path, tmp_path)
+    rows = list(experiment.rows(place, []))
+    assert [row.pop("variant") for row in rows] == list(experiment.variants)
+    assert all(row == {"wrappers": 2, "launches": 6, "our_launches": 4, "our_operators": 2} for row in rows)
+    assert not list(experiment.rows(place, [{"variant": label} for label in experiment.variants]))
+    monkeypatch.setattr(utils, "run_and_get_code", lambda taken: (None, []))
+    with pytest.raises(RuntimeError, match="no wrapper"):
+        next(experiment.rows(place, []))
+    assert "CUDA" in run("wrapper of a compiled step")[0]["passed_over"]
 
 
 class _Parsed(Exception):
@@ -185,8 +224,9 @@ def test_scripts_take_the_words_that_they_are_given_on_a_gpu(monkeypatch: pytest
             gpu_round.run_script(script.script, [*script.words.split(), "--out", "x.json"])
     assert len(read) == len(scripts) > 5 and {str(options.out) for options in read} == {"x.json"}
     for experiment in gpu_round.ROUNDS.values():
-        if isinstance(experiment, gpu_round.Steps):
+        if isinstance(experiment, gpu_round.Steps | gpu_round.Wrapper):
             assert {*experiment.variants} <= {*busy.VARIANTS} and experiment.size in SIZES
+        if isinstance(experiment, gpu_round.Steps):
             assert {*experiment.NEXT.get(experiment.mode, ()), experiment.mode} <= {*busy.MODES}
         elif isinstance(experiment, gpu_round.Training):
             variant, (width, layers, *_) = parse_variant(experiment.variant), experiment.size
