@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import round as gpu_round
 import torch
 from tapes import Tape
+from torch.autograd import DeviceType
 
 from attnres.ops import cpu
 from attnres.residuals import make_residual
@@ -497,6 +499,77 @@ def test_a_variant_that_lost_the_device_is_left_to_another_process(run: Run, mon
             "illegal memory" in rows[0]["error"]
             and rows[0]["mode"] == tried[-1] == experiment.NEXT["graphs"][count - 1]
         )
+
+
+class Profiled:
+    """A profile of two steps, as one on CUDA has it: a kernel, a range that the host named, what the host did."""
+
+    def __init__(self, **how: Any) -> None:
+        on = (DeviceType.CUDA, DeviceType.CUDA, DeviceType.CPU)
+        self.all = [
+            SimpleNamespace(
+                name=name, device_type=device, is_user_annotation=name == "named", self_device_time_total=3e3
+            )
+            for name, device in zip(("merge_row", "named", "aten::mm"), on, strict=True)
+            for _ in range(4)
+        ]
+
+    def __enter__(self) -> "Profiled":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def events(self) -> list[Any]:
+        return self.all
+
+
+def test_what_a_gpu_is_asked_is_asked_of_one_that_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An experiment at its own size and on its own device, but for the models, which are tiny and on this one."""
+    import busy
+    import step
+
+    lost: list[int] = []
+
+    def synchronize(device: Any = None) -> None:
+        if lost:
+            raise RuntimeError("an illegal memory access")
+
+    answers: dict[str, Any] = {"get_device_name": "NVIDIA H200", "memory_allocated": 100, "max_memory_allocated": 350}
+    answers |= {"empty_cache": None, "reset_peak_memory_stats": None}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(busy, "profile", Profiled)
+    made, timed = busy.training_steps, busy.in_turn
+
+    def here(variants: Any, options: Any) -> Any:
+        assert options.device == "cuda" and options.dtype == "bf16"
+        if "full" in variants:
+            lost.append(1)
+            synchronize()
+        return made(variants, dataclasses.replace(options, device="cpu"))
+
+    monkeypatch.setattr(busy, "training_steps", here)
+    monkeypatch.setattr(
+        busy, "in_turn", lambda calls, *, rounds, seconds: timed(calls, rounds=1, seconds=seconds / 100)
+    )
+    monkeypatch.setitem(step.SIZES, "100m", step.Size(step._qwen3(32, 4), 64, 2, 16))
+    chosen = dataclasses.replace(gpu_round.ROUNDS["step 100m eager"], batch=3, length=8)
+    monkeypatch.setitem(gpu_round.ROUNDS, "played", chosen)
+    place = gpu_round.Place("cuda", False, tmp_path, tmp_path)
+    command = gpu_round.Command(place, gpu_round.facts("cuda"), tmp_path / "gpu.jsonl")
+    command.run("played")
+    plain, block, failed, ended = command.done("played")
+    assert [plain["variant"], block["variant"], failed["variant"]] == ["plain", gpu_round.BLOCK8, "full"]
+    for row in (plain, block):
+        assert row["of"]["device"] == "NVIDIA H200" and row["tokens"] == 24 and 0 < row["mfu"] < 1
+        assert row["peak_bytes"] == 250 and row["kernels"] == [{"name": "merge_row", "ms": 6.0, "calls": 2.0}]
+        assert row["busy_ms"] == 6.0 and row["launches"] == 2.0
+    assert "illegal memory" in failed["error"] and "illegal memory" in ended["error"] and not command.ended("played")
+    assert gpu_round.is_lost("cuda") and not gpu_round.is_lost("cpu")
+    lost.clear()
+    assert not gpu_round.is_lost("cuda")
 
 
 def test_the_page_has_the_rows(tmp_path: Path) -> None:
