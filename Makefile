@@ -11,7 +11,8 @@
 # make integrations    depth reads inside other people's code: what a registry has into build/integrations, the rest from the
 #              checkouts in PEERS_PATH; writes the table of docs/how-to/integrations.md
 # make gpu     BUDGET=540 seconds of a CUDA device: tests, steps, kernels, peers and training runs in order of worth, rows
-#              into benchmarks/results/gpu.jsonl; again goes on. Needs PyTorch and Transformers alone beside build/gpu-pack
+#              into benchmarks/results/gpu.jsonl, figures into kernels.md and README; again goes on. Needs PyTorch and
+#              Transformers alone beside build/gpu-pack
 # make gpu-pack    what a machine without a network lacks for that, into build/gpu-pack; TEXT=SOURCE packs a text to train on
 # make test-gpu    the tests that need a CUDA device
 # make test-scale  the tests that need four processes

@@ -3,7 +3,7 @@
     python benchmarks/round.py --budget 540        # nine minutes; again goes on where that stopped
     python benchmarks/round.py --list              # the experiments, their limits and what became of them
     python benchmarks/round.py --only "step 0.6b" train
-    python benchmarks/round.py --page              # the table of docs/explanation/kernels.md, from the rows
+    python benchmarks/round.py --page              # the tables of docs/explanation/kernels.md and README, from the rows
 
 Each experiment is a process with a limit. A row is a line of `gpu.jsonl`, written the moment it exists, with the hash
 of the kernels' sources, the device and the versions; an experiment that has ended with the same ones is not repeated.
@@ -13,11 +13,13 @@ gpu-pack` makes a folder of what a machine with PyTorch and Transformers alone l
 
 import argparse
 import hashlib
+import importlib
 import importlib.util
 import io
 import json
 import os
 import platform
+import re
 import runpy
 import shutil
 import subprocess
@@ -38,17 +40,24 @@ TRIED = ROOT / "build" / "round" / "cpu.jsonl"
 """Rows of everything in small, which stand on no page."""
 PACK = ROOT / "build" / "gpu-pack"
 KERNELS = (
-    *("attnres/ops", "attnres/head.py", "attnres/loss_kernel.py", "attnres/residuals/mechanisms", "attnres/streams"),
-    *("attnres/residuals/program.py", "attnres/training/graphs.py", "attnres/training/muon.py"),
+    *("attnres/ops", "attnres/streams", "attnres/residuals/mechanisms"),
+    *(f"attnres/{name}.py" for name in ("device", "head", "loss_kernel", "comparison/speed", "scale/shard")),
+    *(f"attnres/models/{name}.py" for name in ("build", "families", "outputs")),
+    *(f"attnres/residuals/{name}.py" for name in ("base", "program", "queries", "values", "watch")),
+    *(f"attnres/training/{name}.py" for name in ("graphs", "layout", "muon", "objective", "optim", "step")),
+    *("benchmarks/busy.py", "benchmarks/step.py"),
 )
-"""What a time depends on: rows of other sources are rows of another program."""
+"""What the time of a step depends on: rows of other sources are rows of another program."""
+IMPORTS = 60.0
+"""Seconds that all imports may take: ten where they were read before, more from a disk that has not read them yet."""
 LEAST = 20.0
 """Seconds below which no experiment is begun."""
 NEEDED = (
     *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "yaml"),
     *("tyro", "docstring_parser", "typeguard", "rich", "pygments"),
+    "attnres.training",
 )
-"""Without these no experiment runs: those that come with PyTorch, Triton and Transformers; those of the pack."""
+"""Without these no experiment runs: those that come with PyTorch, Triton and Transformers; those of the pack; ours."""
 Row = dict[str, Any]
 
 
@@ -176,6 +185,49 @@ class Equality:
             }
 
 
+@dataclass(frozen=True)
+class Wrapper:
+    """What Inductor writes for a compiled step on a GPU, which it does nowhere else: a row of each variant."""
+
+    seconds: float
+    size: str
+    variants: tuple[str, ...]
+    batch: int
+    length: int
+
+    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        if place.tiny:
+            yield {"passed_over": "it needs a CUDA device"}
+            return
+        from step import SIZES, VARIANTS
+        from torch._inductor import config, utils
+
+        from attnres.comparison.speed import StepOptions, training_steps
+
+        size = SIZES[self.size].sized(self.batch, self.length)
+        shape: dict[str, Any] = {"vocab_size": size.vocabulary, "seq_len": size.length, "batch_size": size.batch}
+        options = StepOptions(size.model, **shape, dtype="bf16", device=place.device, compile=True)
+        for label in self.variants:
+            if label in {row.get("variant") for row in done}:
+                continue
+            step = training_steps({label: VARIANTS[label]}, options)[label]
+            with config.patch(force_disable_caches=True):  # of a graph that is cached no wrapper is written
+                _, written = utils.run_and_get_code(step)
+            if not written:
+                raise RuntimeError("Inductor wrote no wrapper")
+            yield {"variant": label, "wrappers": len(written), **calls_in(written)}
+
+
+def calls_in(wrappers: Sequence[str]) -> dict[str, int]:
+    """Return how many launches the wrappers of Inductor hold, how many of them are of our kernels, and how many calls
+    of our operators, which cost the host some 30 launches each: there should be none."""
+    lines = [line.strip() for wrapper in wrappers for line in wrapper.splitlines()]
+    launched = [line for line in lines if re.match(r"\w+\.run\(.*stream=", line)]
+    operators = [line for line in lines if "torch.ops.attnres." in line and not line.startswith("#")]
+    ours = [line for line in launched if line.startswith("flat_")]  # so `ops.gpu.launch.flattened` names them
+    return {"launches": len(launched), "our_launches": len(ours), "our_operators": len(operators)}
+
+
 def is_lost(device: str) -> bool:
     """Return whether an error has left the process no use of the device: then only another process goes on."""
     import torch
@@ -231,12 +283,12 @@ class Script:
         return {"script": self.script, "words": words, "result": json.loads(self._file(place).read_text("utf-8"))}
 
 
-def run_script(script: str, words: Sequence[str]) -> None:
-    """Run a benchmark in this process."""
+def run_script(script: str, words: Sequence[str], folder: Path = HERE) -> None:
+    """Run a benchmark, or another folder's script, in this process."""
     before = sys.argv
     sys.argv = [script, *words]
     try:
-        runpy.run_path(str(HERE / script), run_name="__main__")
+        runpy.run_path(str(folder / script), run_name="__main__")
     finally:
         sys.argv = before
 
@@ -455,6 +507,7 @@ ROUNDS: dict[str, Any] = {
     "step 100m graphs, bf16 parameters": Steps(60, "100m", FOUR[:3], "graphs", 16, 1024, "bf16-parameters"),
     "step 0.6b graphs, 152k words": Steps(120, "0.6b", (BLOCK8, "full"), "graphs", 8, 2048, vocabulary=151_936),
     "step 0.6b compiled": Steps(200, "0.6b", (BLOCK8,), "compile", 8, 2048),
+    "wrapper of a compiled step": Wrapper(150, "100m", (BLOCK8, "full"), 16, 1024),
     "tests of compiled models": Tests(150, ("tests/gpu/test_models.py", "-k", "compile")),
     "tests of reads": Tests(240, ("tests/gpu/test_reads.py", "-k", "not two_to_the_31")),
     "step 100m eager, parallel streams": Steps(60, "100m", ("standard", "mhc", "hyper_connections"), "eager", 16, 1024),
@@ -491,11 +544,15 @@ ROUNDS: dict[str, Any] = {
 def kernels_hash() -> str:
     """Return the hash of the sources that a time depends on."""
     digest = hashlib.sha256()
-    for name in KERNELS:
-        path = ROOT / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
+    for file in hashed():
+        digest.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def hashed() -> list[Path]:
+    """Return the files of `KERNELS`."""
+    paths = [ROOT / name for name in KERNELS]
+    return [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
 
 
 def facts(device: str) -> dict[str, str | None]:
@@ -537,6 +594,8 @@ def add_row(path: Path, row: Row) -> None:
 # ------------------------------------------------------------------ the page
 
 PAGE = ROOT / "docs" / "explanation" / "kernels.md"
+EXPERIMENTS, FIGURES = ROOT / "experiments", ("results_page.py", "study_pages.py")
+"""The commands that write README's figures, and those of the page of cost."""
 MARKS = ("<!-- made by `python benchmarks/round.py --page` -->", "<!-- end -->")
 GOALS: tuple[tuple[str, str, str, str], ...] = (
     ("40 M, 16k tokens, captured", "step 100m graphs", BLOCK8, "1.08"),
@@ -687,6 +746,18 @@ def write_page(tables: str, path: Path) -> None:
     path.write_text(f"{before}{MARKS[0]}\n\n{tables}\n\n{MARKS[1]}{after}", "utf-8")
 
 
+def write_figures() -> None:
+    """Write README's figures anew, and the pages of results that show the same; say so where what that imports is not
+    there."""
+    sys.path.append(str(EXPERIMENTS))
+    for script in FIGURES:
+        try:
+            run_script(script, [], EXPERIMENTS)
+        except ImportError as error:
+            print(f"README's figures stay as they are, for {script} cannot run here: {error}")
+            return
+
+
 # ------------------------------------------------------------------ one experiment, all experiments
 
 
@@ -740,9 +811,23 @@ def _asked(name: str, only: Sequence[str]) -> bool:
     return any(name == one or (one not in ROUNDS and name.startswith(one)) for one in only)
 
 
-def missing() -> list[str]:
-    """Return the modules that are needed and not there, without importing any."""
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+def broken(pack: Path) -> str | None:
+    """Import what is needed in another process, as experiments do, and return a sentence about the first module that
+    cannot be; None if all can. A process of its own, because an import may also hang or crash."""
+    command = [sys.executable, __file__, "--pack", str(pack), "--imports", *NEEDED]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=IMPORTS, check=False)
+    except subprocess.TimeoutExpired as error:
+        return f"importing {_last_line(error.stdout)} takes more than {IMPORTS:.0f} s here"
+    if done.returncode == 0:
+        return None
+    why = _last_line(done.stderr) or f"status {done.returncode}"
+    packs = "make gpu-pack, where there is a network, packs what PyTorch and Transformers do not bring"
+    return f"{_last_line(done.stdout)} cannot be imported here ({why}): {packs}"
+
+
+def _last_line(said: bytes | None) -> str:
+    return (said or b"").decode("utf-8", "replace").rstrip().rpartition("\n")[2]
 
 
 def use_pack(pack: Path) -> None:
@@ -764,18 +849,26 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--pack", type=Path, default=PACK, help="the folder that make gpu-pack has made")
     parser.add_argument("--rows", type=Path, help=f"the file of rows; {ROWS.name}, or on a CPU {TRIED.name} of build")
     parser.add_argument("--list", action="store_true", help="list the experiments")
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/explanation/kernels.md anew")
+    parser.add_argument("--page", action="store_true", help="write the tables of kernels.md and README anew")
     parser.add_argument("--in-process", action="store_true", help="no process for each: limits are not kept")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--imports", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.page:
         for path, tables in pages(read_rows(options.rows or ROWS)).items():
             write_page(tables, path)
+        use_pack(options.pack)
+        write_figures()
         return 0
     end = time.monotonic() + options.budget
     use_pack(options.pack)
-    if names := missing():
-        parser.error(f"{', '.join(names)} cannot be imported here: make gpu-pack, where there is a network, packs them")
+    if options.imports:
+        for name in options.imports:
+            print(name, flush=True)
+            importlib.import_module(name)
+        return 0
+    if not options.one and not options.in_process and (why := broken(options.pack)):
+        parser.error(why)
     from attnres.errors import UserError
     from attnres.ops.devices import pick_device
 

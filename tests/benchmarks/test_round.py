@@ -10,12 +10,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import round as gpu_round
 import torch
 from tapes import Tape
+from torch.autograd import DeviceType
 
 from attnres.ops import cpu
 from attnres.residuals import make_residual
@@ -149,7 +151,7 @@ def test_the_whole_command_ends_with_rows_of_each_experiment(
     assert not wrong and not [row["error"] for row in rows if "error" in row]
     assert [row["round"] for row in rows if "ended" in row] == list(gpu_round.ROUNDS)
     over = {row["round"] for row in rows if "passed_over" in row}
-    assert {name.split()[0] for name in over} == {"held", "evaluate"}
+    assert {name.split()[0] for name in over} == {"held", "evaluate", "wrapper"}
     for name, experiment in gpu_round.ROUNDS.items():
         found = [row for row in rows if row["round"] == name and "ended" not in row]
         if isinstance(experiment, gpu_round.Steps):
@@ -158,6 +160,45 @@ def test_the_whole_command_ends_with_rows_of_each_experiment(
         else:
             assert found, name
     assert run(only=False) == []
+
+
+WRAPPER = """
+aten = torch.ops.aten
+flat_merge_row_0 = async_compile.triton('flat_merge_row_0', '''
+def flat_merge_row(x_0, tokens):
+    merge_row(x=(x_0, ), tokens=tokens)
+''', device_str='cuda')
+
+class Runner:
+    def call(self, args):
+        with torch.cuda._DeviceGuard(0):
+            # Topologically Sorted Source Nodes: [merge], Original ATen: [torch.ops.attnres.merge]
+            flat_merge_row_0.run(buf0, 16384, 16384, 1, 1, stream=stream0)
+            triton_poi_fused_add_0.run(buf0, arg1_1, buf2, 8388608, stream=stream0)
+            flat_merge_row_0.run(buf2, 16384, 16384, 1, 1, stream=stream0)
+            extern_kernels.mm(buf2, arg2_1, out=buf3)
+            buf4 = torch.ops.attnres.read_sealed.default([buf3], arg3_1)
+"""
+"""As Inductor writes it, shortened: with a call of an operator of ours, which there should be none of."""
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # as Inductor is imported
+def test_what_inductor_writes_for_a_step_is_counted(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import step
+    from torch._inductor import utils
+
+    monkeypatch.setitem(step.SIZES, "100m", step.Size(step._qwen3(32, 4), 64, 2, 16))
+    monkeypatch.setattr(utils, "run_and_get_code", lambda taken: (None, [WRAPPER, WRAPPER] if callable(taken) else []))
+    experiment = gpu_round.ROUNDS["wrapper of a compiled step"]
+    place = gpu_round.Place("cpu", False, tmp_path, tmp_path)
+    rows = list(experiment.rows(place, []))
+    assert [row.pop("variant") for row in rows] == list(experiment.variants)
+    assert all(row == {"wrappers": 2, "launches": 6, "our_launches": 4, "our_operators": 2} for row in rows)
+    assert not list(experiment.rows(place, [{"variant": label} for label in experiment.variants]))
+    monkeypatch.setattr(utils, "run_and_get_code", lambda taken: (None, []))
+    with pytest.raises(RuntimeError, match="no wrapper"):
+        next(experiment.rows(place, []))
+    assert "CUDA" in run("wrapper of a compiled step")[0]["passed_over"]
 
 
 class _Parsed(Exception):
@@ -185,8 +226,9 @@ def test_scripts_take_the_words_that_they_are_given_on_a_gpu(monkeypatch: pytest
             gpu_round.run_script(script.script, [*script.words.split(), "--out", "x.json"])
     assert len(read) == len(scripts) > 5 and {str(options.out) for options in read} == {"x.json"}
     for experiment in gpu_round.ROUNDS.values():
-        if isinstance(experiment, gpu_round.Steps):
+        if isinstance(experiment, gpu_round.Steps | gpu_round.Wrapper):
             assert {*experiment.variants} <= {*busy.VARIANTS} and experiment.size in SIZES
+        if isinstance(experiment, gpu_round.Steps):
             assert {*experiment.NEXT.get(experiment.mode, ()), experiment.mode} <= {*busy.MODES}
         elif isinstance(experiment, gpu_round.Training):
             variant, (width, layers, *_) = parse_variant(experiment.variant), experiment.size
@@ -226,6 +268,32 @@ def test_it_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, 
         run("three")
 
 
+def test_rows_are_keyed_by_all_sources_that_a_step_runs() -> None:
+    import busy
+    from step import Size, _qwen3
+
+    from attnres.comparison.speed import StepOptions, training_steps
+
+    size, ours, ran = Size(_qwen3(32, 4), 64, 2, 16), str(gpu_round.ROOT / "attnres"), set[str]()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code.co_filename.startswith(ours):
+            ran.add(frame.f_code.co_filename)
+
+    shape: dict[str, Any] = {"vocab_size": 64, "seq_len": 16, "batch_size": 2, "loss": "chunked"}
+    options = StepOptions(size.model, optim=busy.OptimConfig(optimizer="muon"), **shape)
+    for step in training_steps(
+        {name: busy.VARIANTS[name] for name in ("standard", gpu_round.BLOCK8)}, options
+    ).values():
+        step()  # which also imports what is imported late
+        sys.setprofile(note)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+    assert len(ran) > 15 and ran <= {str(path) for path in gpu_round.hashed()}
+
+
 def test_a_cut_line_is_no_row_and_loses_none(tmp_path: Path) -> None:
     file = tmp_path / "gpu.jsonl"
     gpu_round.add_row(file, {"a": 1})
@@ -234,15 +302,35 @@ def test_a_cut_line_is_no_row_and_loses_none(tmp_path: Path) -> None:
     assert gpu_round.read_rows(file) == [{"a": 1}, {"a": 3}]
 
 
-def test_modules_that_are_missing_are_named_before_anything(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that is needed can be imported."""
+    monkeypatch.setattr(gpu_round, "broken", lambda pack: None)
+
+
+@pytest.mark.usefixtures("run")
+def test_a_module_that_cannot_be_imported_is_named_before_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(gpu_round, "NEEDED", ("torch", "no_such_module"))
-    with pytest.raises(SystemExit):
-        run("equality")
-    assert "no_such_module" in capsys.readouterr().err
+    """One that is missing, or there and broken; one that hangs; one that ends the process."""
+    site = tmp_path / "pack" / "site"
+    site.mkdir()
+    broken = {"none": "", "half": "raise OSError('no library')", "hangs": "import time; time.sleep(60)"}
+    for name, text in (broken | {"ends": "import os; os._exit(9)"}).items():
+        (site / f"{name}_here.py").write_text(text)
+    expected = {"absent": "No module named 'absent_here'", "half": "no library", "hangs": "5 s", "ends": "status 9"}
+    for name, why in expected.items():
+        monkeypatch.setattr(gpu_round, "NEEDED", ("none_here", f"{name}_here"))
+        monkeypatch.setattr(gpu_round, "IMPORTS", 5.0 if name == "hangs" else 60.0)
+        with pytest.raises(SystemExit):
+            gpu_round.main(["--device", "cpu", "--pack", str(tmp_path / "pack")])
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert f"{name}_here" in said and why in said
+    monkeypatch.setattr(gpu_round, "NEEDED", ("none_here",))
+    assert gpu_round.broken(tmp_path / "pack") is None
 
 
+@pytest.mark.usefixtures("whole")
 def test_a_machine_without_a_gpu_is_told_so_before_anything(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -280,17 +368,19 @@ def test_what_experiments_import_is_on_a_machine_with_pytorch_or_in_the_pack() -
     packed = {
         name.replace("-", "_") for line in re.findall(r"^PACKED := (.*)$", makefile, re.M) for name in line.split()
     }
-    assert {*gpu_round.NEEDED} <= come_with | packed
-    folders = [root / "benchmarks", root / "tests", root]
+    assert {*gpu_round.NEEDED} <= come_with | packed | {"attnres.training"}
+    folders = [root / "benchmarks", root / "tests", root / "experiments", root]
     scripts = [each.script for each in gpu_round.ROUNDS.values() if isinstance(each, gpu_round.Script)]
     waiting = [root / "benchmarks" / name for name in ("round.py", *scripts)]
     waiting += [*(root / "tests" / "gpu").glob("*.py"), root / "tests" / "conftest.py"]
+    inside = ["round.py", *gpu_round.FIGURES]
+    waiting += [gpu_round.EXPERIMENTS / name for name in gpu_round.FIGURES]
     for package in ("data", "models", "training"):
         waiting += (root / "attnres" / package).glob("*.py")
     seen, theirs = set(waiting), dict[str, str]()
     while waiting:
         file = waiting.pop()
-        for name in imported(file, inside=file.name == "round.py"):
+        for name in imported(file, inside=file.name in inside):
             paths = [folder.joinpath(*name.split(".")) for folder in folders]
             ours = {path for at in paths for path in (at.with_suffix(".py"), at / "__init__.py") if path.is_file()}
             waiting += ours - seen
@@ -319,6 +409,7 @@ def imported(file: Path, *, inside: bool) -> Iterator[str]:
     return running(ast.parse(file.read_text("utf-8")))
 
 
+@pytest.mark.usefixtures("whole")
 def test_an_experiment_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the row says so, unless the budget was what stopped it."""
     rows = tmp_path / "gpu.jsonl"
@@ -329,6 +420,7 @@ def test_an_experiment_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatc
     assert [row["ended"] for row in gpu_round.read_rows(rows)] == ["stopped after 0 s"]
 
 
+@pytest.mark.usefixtures("whole")
 def test_another_process_goes_on_where_one_died(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as each adds a row; what took too long is left to the next call, if it added one."""
     rows = tmp_path / "gpu.jsonl"
@@ -357,6 +449,7 @@ def test_another_process_goes_on_where_one_died(run: Run, tmp_path: Path, monkey
     assert started == ["died"] * 3 + ["long"] * 3 and ended() and len(started) == 6
 
 
+@pytest.mark.usefixtures("whole")
 def test_what_a_script_measured_before_it_was_stopped_is_a_row(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +501,77 @@ def test_a_variant_that_lost_the_device_is_left_to_another_process(run: Run, mon
         )
 
 
+class Profiled:
+    """A profile of two steps, as one on CUDA has it: a kernel, a range that the host named, what the host did."""
+
+    def __init__(self, **how: Any) -> None:
+        on = (DeviceType.CUDA, DeviceType.CUDA, DeviceType.CPU)
+        self.all = [
+            SimpleNamespace(
+                name=name, device_type=device, is_user_annotation=name == "named", self_device_time_total=3e3
+            )
+            for name, device in zip(("merge_row", "named", "aten::mm"), on, strict=True)
+            for _ in range(4)
+        ]
+
+    def __enter__(self) -> "Profiled":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        pass
+
+    def events(self) -> list[Any]:
+        return self.all
+
+
+def test_what_a_gpu_is_asked_is_asked_of_one_that_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An experiment at its own size and on its own device, but for the models, which are tiny and on this one."""
+    import busy
+    import step
+
+    lost: list[int] = []
+
+    def synchronize(device: Any = None) -> None:
+        if lost:
+            raise RuntimeError("an illegal memory access")
+
+    answers: dict[str, Any] = {"get_device_name": "NVIDIA H200", "memory_allocated": 100, "max_memory_allocated": 350}
+    answers |= {"empty_cache": None, "reset_peak_memory_stats": None}
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(busy, "profile", Profiled)
+    made, timed = busy.training_steps, busy.in_turn
+
+    def here(variants: Any, options: Any) -> Any:
+        assert options.device == "cuda" and options.dtype == "bf16"
+        if "full" in variants:
+            lost.append(1)
+            synchronize()
+        return made(variants, dataclasses.replace(options, device="cpu"))
+
+    monkeypatch.setattr(busy, "training_steps", here)
+    monkeypatch.setattr(
+        busy, "in_turn", lambda calls, *, rounds, seconds: timed(calls, rounds=1, seconds=seconds / 100)
+    )
+    monkeypatch.setitem(step.SIZES, "100m", step.Size(step._qwen3(32, 4), 64, 2, 16))
+    chosen = dataclasses.replace(gpu_round.ROUNDS["step 100m eager"], batch=3, length=8)
+    monkeypatch.setitem(gpu_round.ROUNDS, "played", chosen)
+    place = gpu_round.Place("cuda", False, tmp_path, tmp_path)
+    command = gpu_round.Command(place, gpu_round.facts("cuda"), tmp_path / "gpu.jsonl")
+    command.run("played")
+    plain, block, failed, ended = command.done("played")
+    assert [plain["variant"], block["variant"], failed["variant"]] == ["plain", gpu_round.BLOCK8, "full"]
+    for row in (plain, block):
+        assert row["of"]["device"] == "NVIDIA H200" and row["tokens"] == 24 and 0 < row["mfu"] < 1
+        assert row["peak_bytes"] == 250 and row["kernels"] == [{"name": "merge_row", "ms": 6.0, "calls": 2.0}]
+        assert row["busy_ms"] == 6.0 and row["launches"] == 2.0
+    assert "illegal memory" in failed["error"] and "illegal memory" in ended["error"] and not command.ended("played")
+    assert gpu_round.is_lost("cuda") and not gpu_round.is_lost("cpu")
+    lost.clear()
+    assert not gpu_round.is_lost("cuda")
+
+
 def test_the_page_has_the_rows(tmp_path: Path) -> None:
     of = {"device": "H200"}
     base = {"round": "step 100m graphs", "of": of, "step": "captured"}
@@ -450,6 +614,24 @@ def test_the_documentation_has_the_tables_of_the_rows_that_there_are() -> None:
     pages = gpu_round.pages(gpu_round.read_rows(gpu_round.ROWS))
     assert [path.name for path in pages] == ["kernels.md"]
     assert all(tables in path.read_text("utf-8") for path, tables in pages.items())
+
+
+def test_the_page_s_command_writes_readme_s_figures_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """And where a module of theirs is not there it says so, and fails nothing."""
+    for script in gpu_round.FIGURES:
+        (tmp_path / script).write_text("print(__file__)")
+    monkeypatch.setattr(gpu_round, "EXPERIMENTS", tmp_path)
+    monkeypatch.setattr(gpu_round, "write_page", lambda tables, path: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("ATTNRES_PEERS", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert gpu_round.main(["--page"]) == 0
+    assert capsys.readouterr().out.split() == [str(tmp_path / script) for script in gpu_round.FIGURES]
+    (tmp_path / gpu_round.FIGURES[0]).write_text("import no_such_module")
+    assert gpu_round.main(["--page"]) == 0
+    assert "README's figures stay" in (said := capsys.readouterr().out) and "no_such_module" in said
 
 
 def test_every_experiment_has_a_limit_and_the_first_nine_minutes_hold_what_decides() -> None:

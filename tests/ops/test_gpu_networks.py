@@ -211,6 +211,28 @@ def test_bytes_a_sublayer(name, settings, forward, backward, triton_on_a_cpu, mo
                 assert {source.dtype for source in made.arguments["sources"]} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "settings"), [("block", {"block_size": 3}), ("full", {"group": 3}), ("standard", {})])
+def test_a_stream_in_bf16_has_no_vector_in_fp32(name, settings, stream, triton_on_a_cpu, monkeypatch):
+    """From the embedding on, under autocast, where a bf16 source may also be one of an fp32 stream."""
+    monkeypatch.setattr(Launch, "run", lambda self, device: None)
+    monkeypatch.setattr(replay, "alike", lambda *_: None)
+    residual = make_residual(name, 6, 32, read_scale="sum", **settings) if settings else make_residual(name, 6, 32)
+    residual, norm = residual.to(DEVICE), torch.nn.RMSNorm(32).to(DEVICE)
+    residual.stream_dtype = stream
+    embedding, seen = torch.zeros(5, 32, device=DEVICE, requires_grad=True), set()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        made = start_stream(residual, embedding)
+        for _ in range(6):
+            seen.add(made.hidden_state().dtype)
+            read = made.read(None)
+            seen.add(read.dtype)
+            made = made + read.bfloat16()
+        seen.add(made.hidden_state().dtype)
+        made.read(norm)
+    assert seen == {stream}
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "most"), [("block", {"block_size": 3}, (104, 52)), ("full", {}, (94, 50))]
 )
