@@ -149,6 +149,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
     nano = Recipe([*finals("lasting_seeds"), *finals("lasting_runs")])
     first, large, tuned = early(), Recipe(finals("one_gpu")), Recipe(fine_tuned())
     gpt, rates = result("micro/nanogpt")["configurations"], result("micro/rates")
+    own_recipe = Recipe(finals("boundary_adamw"))
     sizes, tasks, images = result("pico/block-size")["sizes"], result("micro/depth-tasks"), result("pico/resnet")
     scaling, shapes, growth = result("pico-fp32/scaling"), result("pico/depth-width"), result("nano/growth")
     dynamics, memory = result("micro/dynamics"), result("pico/structured-vs-memorised")
@@ -449,12 +450,24 @@ def claims() -> list[tuple[str, list[Answer]]]:
             ],
         ),
         (
-            "nanoGPT's Full beats GPT-2, its Block hardly (here Muon and slow queries: another recipe)",
+            "nanoGPT's Full beats GPT-2, its Block hardly (here Muon and slow queries, then its AdamW at one rate)",
             [
-                of_study(gpt, label, "nanoGPT", MICRO, "python -m lab nanogpt --preset micro", (gap,), what)
+                answer
                 for label, gap, what in (
                     ("boundary-block_size2", -0.022, "its Full"),
                     ("boundary-num_blocks4", -0.004, "its Block"),
+                )
+                for answer in (
+                    of_study(gpt, label, "nanoGPT", MICRO, "python -m lab nanogpt --preset micro", (gap,), what),
+                    Answer(
+                        "nanoGPT",
+                        own_recipe.effect(f"{label}-residual_lr0.004", "standard"),
+                        MICRO,
+                        str(own_recipe.counts[f"{label}-residual_lr0.004"]),
+                        "attnres compare --config recipes/boundary.yaml --optimizer adamw",
+                        (gap,),
+                        f"{what}, AdamW",
+                    ),
                 )
             ],
         ),

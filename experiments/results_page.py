@@ -4,6 +4,7 @@ python experiments/results_page.py
 """
 
 import json
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,8 @@ def saved_by_budget(size: str) -> list[tuple[float, float, bool, float]]:
 def more_flops_at_42m() -> float:
     """FLOPs of a token in Block over the standard model's at 42 M."""
     from attnres.models.build import SIZES
+
+    sys.path.append(str(ROOT))  # the laboratory is no part of the package
     from lab.cost import Mechanism, flops_a_token
 
     shape = SIZES["100m"], 512, 8192

@@ -7,6 +7,7 @@ A mark is `<!-- made: WHAT WORDS -->`, its block ends with `<!-- end -->`:
     study PRESET/NAME [TABLE ...]   the answer, those tables (all by default) and the command of a laboratory's study
     runs FOLDER                     last losses of a comparison, each difference to standard with its interval
     course FOLDER LABEL ...         those labels minus standard over training, the mean of common seeds
+    halves FOLDER ONE OTHER         last losses of ONE/LABEL and OTHER/LABEL, and the difference with its interval
     power, cost                     simulated studies of the rule; README's table of cost
 """
 
@@ -72,6 +73,21 @@ def runs(folder: str) -> list[str]:
     ]
 
 
+def halves(folder: str, one: str, other: str) -> list[str]:
+    """The last losses of two comparisons of the same variants that lie in one file, one minus the other."""
+    recipe = Recipe(last_losses(folder))
+    labels = [name.removeprefix(f"{one}/") for name in recipe.names if name.startswith(f"{one}/")]
+    effects = [recipe.effect(f"{one}/{label}", f"{other}/{label}") for label in labels]
+    lines = []
+    for label, effect in zip(labels, judged(effects, [False] * len(effects)), strict=True):
+        names = (f"{one}/{label}", f"{other}/{label}")
+        losses = [number(recipe.means[name], 3) for name in names]
+        runs = " and ".join(str(recipe.counts[name]) for name in names)
+        lines.append([label, *losses, runs, cell(effect), words(effect)])
+    head = ["variant", one, other, "runs", f"{one} minus {other} (95 %)", "the interval"]
+    return [*table(head, lines), "", f"`docs/data/{folder}/`."]
+
+
 def course(folder: str, *labels: str) -> list[str]:
     """Labels minus standard over training."""
     losses: dict[tuple[str, str], dict[float, float]] = {}
@@ -108,6 +124,7 @@ MAKERS: dict[str, Callable[..., list[str]]] = {
     "study": study,
     "runs": runs,
     "course": course,
+    "halves": halves,
     "power": power,
     "cost": cost,
 }
