@@ -246,15 +246,18 @@ def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
     """Return the levels at which Holm's procedure tests comparisons: an interval at 1 - level excludes 0 if it rejects.
 
     The smallest p is compared with alpha / m, the next with alpha / (m - 1), and so on. From the first p that is not
-    below its level on, nothing is rejected, and all have that level. NaN counts as 1.
+    below its level on, nothing is rejected, and all have that level. Equal ones have the level of the first of them,
+    whatever their order. NaN counts as 1.
 
     >>> holm([0.04, 0.001, 0.03])
     [0.025, 0.016666666666666666, 0.025]
     """
     known = [1.0 if math.isnan(value) else value for value in p]
     levels, stopped = [alpha] * len(known), 0.0
-    for rank, which in enumerate(sorted(range(len(known)), key=known.__getitem__)):
-        levels[which] = stopped or alpha / (len(known) - rank)
+    order = sorted(range(len(known)), key=known.__getitem__)
+    for rank, which in enumerate(order):
+        before = order[rank - 1] if rank and math.isclose(known[which], known[order[rank - 1]]) else None
+        levels[which] = stopped or (alpha / (len(known) - rank) if before is None else levels[before])
         if not stopped and not known[which] < levels[which]:
             stopped = levels[which]
     return levels

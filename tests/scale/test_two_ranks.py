@@ -275,7 +275,7 @@ def test_distributed_experts_are_one_process(both, case):
     """Whatever the loads, with three messages a layer in a forward pass and two in its backward."""
     result, settings = both[1]["experts"][case], EXPERTS[case]
     rounded = "dtype" in settings or settings["size"] is K3  # whose router and KDA are in fp32
-    assert result["loss"] < (1e-6 if rounded else 1e-10)
+    assert result["loss"] < (1e-6 if "dtype" in settings else 1e-8 if rounded else 1e-10)
     assert result["gradient"] < (1e-5 if rounded else 1e-10)
     assert result["messages"] == [3, 2]
     if settings.get("skewed"):

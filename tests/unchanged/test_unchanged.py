@@ -37,8 +37,7 @@ MOVED: dict[str, str] = (
 
 @pytest.mark.parametrize("name", crossed(values.mechanisms()))
 def test_ten_training_steps(name):
-    # Transformers takes the loss of an fp64 model in fp32, which processors round differently; ten steps amplify that.
-    torch.testing.assert_close(values.ten_steps(name, torch.float64), THEN["steps fp64"][name], rtol=1e-5, atol=1e-10)
+    torch.testing.assert_close(values.ten_steps(name, torch.float64), THEN["steps fp64"][name], rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(values.ten_steps(name, torch.float32), THEN["steps fp32"][name], rtol=2e-3, atol=1e-5)
 
 

@@ -250,9 +250,11 @@ class DepthAttention(Queried):
     def _stream_dtype(self, sealed: tuple[Tensor, ...]) -> torch.dtype:
         """Return the dtype of the partial sum and of reads before their norm: `stream_dtype` if it is set, else the
         dtype of finished sources, or fp32 if an fp32 stream stores these in bf16."""
+        if self.stream_dtype is not None:
+            return self.stream_dtype
         first = sealed[0]
-        if self.stream_dtype is not None or first.dtype != torch.bfloat16:
-            return self.stream_dtype or first.dtype
+        if first.dtype != torch.bfloat16:
+            return first.dtype
         return torch.float32 if self._stored(first.device, torch.float32) == first.dtype else first.dtype
 
     def _queries_by_group(self) -> tuple[Tensor, ...]:
