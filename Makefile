@@ -12,7 +12,7 @@
 #              checkouts in PEERS_PATH; writes the table of docs/how-to/integrations.md
 # make gpu     BUDGET=540 seconds of a CUDA device: tests, steps, kernels, peers and training runs in order of worth, rows
 #              into benchmarks/results/gpu.jsonl, figures into kernels.md and README; again goes on. Needs PyTorch and
-#              Transformers alone beside build/gpu-pack
+#              Transformers alone beside build/gpu-pack; CACHES=caches.tar.gz packs what was compiled, for another pack
 # make gpu-pack    what a machine without a network lacks for that, into build/gpu-pack; TEXT=SOURCE packs a text to train on
 # make test-gpu    the tests that need a CUDA device
 # make test-scale  the tests that need four processes
@@ -115,6 +115,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
 	$(GPU_PYTHON) benchmarks/round.py --budget $(BUDGET)
 	$(GPU_PYTHON) benchmarks/round.py --page
+	$(if $(CACHES),$(GPU_PYTHON) benchmarks/round.py --caches $(CACHES))
 
 # Pure Python, at the versions that are tested, and the peers; a text is tokenised here.
 PACKED := tyro docstring-parser typeguard typing-extensions rich pygments markdown-it-py mdurl pytest iniconfig pluggy

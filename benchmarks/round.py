@@ -8,7 +8,8 @@
 Each experiment is a process with a limit. A row is a line of `gpu.jsonl`, written the moment it exists, with the hash
 of the kernels' sources, the device and the versions; an experiment that has ended with the same ones is not repeated.
 What fails leaves its traceback, and the next prepared way to capture a step is tried. No network is used: `make
-gpu-pack` makes a folder of what a machine with PyTorch and Transformers alone lacks, which is put on the path.
+gpu-pack` makes a folder of what a machine with PyTorch and Transformers alone lacks, which is put on the path; what one
+machine has compiled comes back as an archive (`--caches`) that the next machine's pack may hold.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +50,10 @@ KERNELS = (
     *("benchmarks/busy.py", "benchmarks/step.py"),
 )
 """What the time of a step depends on: rows of other sources are rows of another program."""
+CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+"""Folders of the pack for compiled kernels."""
+CACHED = 20 << 20
+"""Bytes of an archive of them, from which nothing is added to it."""
 IMPORTS = 60.0
 """Seconds that all imports may take: ten where they were read before, more from a disk that has not read them yet."""
 LEAST = 20.0
@@ -830,13 +836,32 @@ def _last_line(said: bytes | None) -> str:
     return (said or b"").decode("utf-8", "replace").rstrip().rpartition("\n")[2]
 
 
+def pack_caches(pack: Path, file: Path) -> None:
+    """Write what Triton and Inductor have compiled into a archive, the newest first, up to `CACHED` bytes."""
+    made = [each for name in CACHES.values() if (pack / name).is_dir() for each in (pack / name).iterdir()]
+    made.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("wb") as out, tarfile.open(fileobj=out, mode="w:gz") as archive:
+        for count, each in enumerate(made):
+            if out.tell() > CACHED:
+                print(f"{file}: {count} of {len(made)} compiled parts, for {CACHED >> 20} MiB are full")
+                return
+            archive.add(each, each.relative_to(pack))
+    print(f"{file}: {len(made)} compiled parts, {file.stat().st_size >> 20} MiB")
+
+
 def use_pack(pack: Path) -> None:
-    """Put the packed folder last on the path: nothing in it takes the place of what is installed."""
+    """Put the packed folder last on the path: nothing in it takes the place of what is installed. Compiled kernels that
+    an earlier round's machine has sent are unpacked."""
+    sent = pack / "caches.tar.gz"
+    if sent.is_file() and not any((pack / name).is_dir() for name in CACHES.values()):
+        with tarfile.open(sent) as archive:
+            archive.extractall(pack, filter="data")
     for place in (str(HERE), str(ROOT), str(pack / "site")):
         if place not in sys.path:
             sys.path.append(place)
     os.environ.setdefault("ATTNRES_PEERS", str(pack / "peers"))
-    for name, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+    for name, folder in CACHES.items():
         os.environ.setdefault(name, str(pack / folder))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -850,10 +875,16 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, help=f"the file of rows; {ROWS.name}, or on a CPU {TRIED.name} of build")
     parser.add_argument("--list", action="store_true", help="list the experiments")
     parser.add_argument("--page", action="store_true", help="write the tables of kernels.md and README anew")
+    parser.add_argument(
+        "--caches", type=Path, help="pack compiled kernels into this file: caches.tar.gz of another pack"
+    )
     parser.add_argument("--in-process", action="store_true", help="no process for each: limits are not kept")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--imports", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
+    if options.caches:
+        pack_caches(options.pack, options.caches)
+        return 0
     if options.page:
         for path, tables in pages(read_rows(options.rows or ROWS)).items():
             write_page(tables, path)

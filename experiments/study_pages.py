@@ -8,9 +8,11 @@ A mark is `<!-- made: WHAT WORDS -->`, its block ends with `<!-- end -->`:
     runs FOLDER                     last losses of a comparison, each difference to standard with its interval
     course FOLDER LABEL ...         those labels minus standard over training, the mean of common seeds
     halves FOLDER ONE OTHER         last losses of ONE/LABEL and OTHER/LABEL, and the difference with its interval
+    rows FILE                       a table of docs/data as it is
     power, cost                     simulated studies of the rule; README's table of cost
 """
 
+import csv
 import json
 import re
 import statistics
@@ -104,6 +106,13 @@ def course(folder: str, *labels: str) -> list[str]:
     return [*table(head, lines), "", f"`docs/data/{folder}/curves.csv`, tokens on top."]
 
 
+def file_rows(name: str) -> list[str]:
+    """A table of docs/data, as it is."""
+    with (DATA / name).open(encoding="utf-8", newline="") as file:
+        head, *lines = csv.reader(file)
+    return [*table(head, lines), "", f"`docs/data/{name}`."]
+
+
 def power() -> list[str]:
     """How often the rule is wrong in simulated studies without a difference, and how often it sees a true one."""
     found = json.loads((DATA / "power_micro.json").read_text("utf-8"))
@@ -125,6 +134,7 @@ MAKERS: dict[str, Callable[..., list[str]]] = {
     "runs": runs,
     "course": course,
     "halves": halves,
+    "rows": file_rows,
     "power": power,
     "cost": cost,
 }

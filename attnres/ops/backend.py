@@ -343,6 +343,7 @@ class Kernels(NamedTuple):
             narrower dtype, that takes one more pass: then it is used only up to this number of values, for which the
             host is slower than the device.
         traced: the backend consists of torch operations and launches that a compiler's graph can hold.
+        most_again: most open sources of a merge whose backward recomputes h from them.
     """
 
     device: str
@@ -359,6 +360,7 @@ class Kernels(NamedTuple):
     one_pass_width: int | None = None
     torch_norm: int = 0
     traced: bool = False
+    most_again: int = 0
     bank: Any = None
     host: bool = False
     devices: Callable[[], list[torch.device]] = list

@@ -25,6 +25,7 @@ from attnres.ops.backend import (
     ReadGradInputs,
     ReadInputs,
     Sealed,
+    is_read_rounded,
 )
 from attnres.ops.devices import KERNELS
 from attnres.ops.dispatch import backend_for
@@ -81,6 +82,11 @@ def _leaves(nest: Any) -> list[Tensor | None]:
     return [leaf for part in nest for leaf in _leaves(part)] if isinstance(nest, (list, tuple)) else []
 
 
+def _is_of(backend: Backend, ability: str) -> bool:
+    """Return whether the device type whose backend this is has an ability (a field of `Kernels`)."""
+    return any(getattr(row, ability) and row.load() is backend for row in KERNELS.values())
+
+
 class _Operator:
     """A function of a backend as an operator. It returns only tensors: an empty one in place of None, and a copy of a
     result that shares memory with an argument or another result, which an operator may not return.
@@ -121,7 +127,7 @@ class _Operator:
     def _taken_apart(self, mode: Any, operator: Any, types: Any, values: Any, names: Any) -> Any:
         inputs = _nested(self.record, iter(values))
         backend = self.choose(inputs)
-        if not any(row.traced and row.load() is backend for row in KERNELS.values()):
+        if not _is_of(backend, "traced"):
             return mode.__torch_dispatch__(operator, types, values, names)
         with mode:
             like = next(tensor for tensor in _leaves(values) if tensor is not None)
@@ -154,13 +160,37 @@ def _merged(backend: Backend, m: MergeInputs) -> tuple[Tensor, MergeSaved, Tenso
     x, saved, partial = backend.merge(m)
     if saved.h is not None and saved.h is m.output:  # an input, which `merge` returns as h if it has h's dtype
         saved = saved._replace(h=None if m.output.dtype == m.dtype else m.output.to(m.dtype))
-    return x, saved, partial
+    # What a backend returns beyond what was asked for is left out, because results must not depend on the backend.
+    h = saved.h if m.saves in ("h", "h alone") else None
+    return x, MergeSaved(h, saved.scalars if m.saves in ("h", "least") else None), partial
+
+
+def _made_again(m: MergeGradInputs) -> Tensor:
+    """Return h from phase 1's output, the open sources and their weights, for a backend whose backward needs it."""
+    _, weights, sealed, *_ = m.saved.named(len(m.opens), normed=m.norm is not None)
+    assert weights is not None
+    parts, sources = [weights], [*m.opens]
+    if m.output is not None and sealed is not None:
+        parts, sources = [sealed.unsqueeze(1), weights], [m.output, *sources]
+    dtype = compute_dtype(m.opens[0].dtype)
+    h = eager.mix(sources, torch.cat(parts, 1).to(dtype), dtype)
+    return h if m.norm is None or m.dtype is None or not is_read_rounded(h, m.dtype) else h.to(m.dtype)
 
 
 def _merged_back(backend: Backend, m: MergeGradInputs) -> MergeGrads:
-    grads = backend.merge_backward(m._replace(last_dtype=None, added_dtype=None))
-    output = grads.output
-    return grads if output is None or m.output_dtype is None else grads._replace(output=output.to(m.output_dtype))
+    """Return the gradients in the dtypes that the record names, whatever the backend makes of these."""
+    if m.saved.h is None and not _is_of(backend, "most_again"):
+        m = m._replace(saved=m.saved._replace(h=_made_again(m)))
+    grads = backend.merge_backward(m)
+    output, opens, added = grads.output, [*grads.opens], grads.added
+    if output is not None and m.output_dtype is not None:
+        output = output.to(m.output_dtype)
+    if opens:
+        last = opens[-1]
+        opens[-1] = last.to(m.last_dtype or last.dtype)
+        if added is None and m.added_dtype not in (None, opens[-1].dtype):
+            added = last.to(m.added_dtype)
+    return grads._replace(output=output, opens=opens, added=added)
 
 
 def _backend_of_merge(m: MergeInputs) -> Backend:
@@ -170,8 +200,9 @@ def _backend_of_merge(m: MergeInputs) -> Backend:
 
 
 def _backend_of_merge_backward(m: MergeGradInputs) -> Backend:
-    assert m.saved.h is not None
-    return backend_for([m.saved.h, m.grad, *m.opens], compute_dtype(m.saved.h.dtype), opens=len(m.opens))
+    read = m.output if m.saved.h is None else m.saved.h
+    vectors = [*m.opens, m.grad] if read is None else [read, m.grad, *m.opens]
+    return backend_for(vectors, compute_dtype(vectors[0].dtype), opens=len(m.opens))
 
 
 _read_sealed = _Operator(
@@ -210,7 +241,12 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     if not m.opens and m.norm is None:
         assert m.output is not None
         return m.output.to(m.dtype), MergeSaved(m.output), None
-    x, h, scalars, partial = _merge(m._replace(saves="h"))
+    first = m.opens[0] if m.opens else m.output
+    assert first is not None
+    kernels = KERNELS.get(first.device.type)
+    if m.saves == "least" and not 0 < len(m.opens) <= (kernels.most_again if kernels else 0):
+        m = m._replace(saves="h")
+    x, h, scalars, partial = _merge(m)
     saved = MergeSaved(_or_none(h) if m.opens or h.numel() else m.output, scalars)
     return x, saved, None if m.added is None else partial
 
@@ -218,8 +254,7 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
     output, top, *out = _merge_backward(m)
     k = len(m.opens)
-    query, weight, bias, _ = out[k:]
-    return MergeGrads(_or_none(output), _or_none(top), out[:k], _or_none(query), _or_none(weight), _or_none(bias))
+    return MergeGrads(_or_none(output), _or_none(top), out[:k], *(_or_none(tensor) for tensor in out[k:]))
 
 
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:

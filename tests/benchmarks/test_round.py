@@ -5,9 +5,11 @@ import ast
 import dataclasses
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -348,6 +350,32 @@ def test_rows_of_a_cpu_lie_where_no_page_is_made_of_them(
         monkeypatch.setattr(gpu_round, name, tmp_path / name)
     assert gpu_round.main(["--device", "cpu", "--in-process"]) == 0
     assert len(gpu_round.read_rows(tmp_path / "TRIED")) == 2 and not (tmp_path / "ROWS").exists()
+
+
+def test_compiled_kernels_go_from_a_machine_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The newest first, and no more than fits; what a machine has compiled itself stays."""
+    ours, theirs, packed = tmp_path / "ours", tmp_path / "theirs", tmp_path / "theirs" / "caches.tar.gz"
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("ATTNRES_PEERS", "HF_HUB_OFFLINE", *gpu_round.CACHES):
+        monkeypatch.setenv(name, "")  # so that what is set here is taken back
+        monkeypatch.delenv(name)
+    for age, name in enumerate(("triton/new", "inductor/old")):
+        (ours / name).mkdir(parents=True)
+        (ours / name / "kernel.cubin").write_bytes(random.Random(age).randbytes(200_000))
+        os.utime(ours / name, (1000 - age, 1000 - age))
+    assert gpu_round.main(["--pack", str(ours), "--caches", str(packed)]) == 0
+    monkeypatch.setattr(gpu_round, "CACHED", 100_000)
+    assert gpu_round.main(["--pack", str(ours), "--caches", str(tmp_path / "small.tar.gz")]) == 0
+    assert [" 2 compiled" in line or " 1 of 2 " in line for line in capsys.readouterr().out.splitlines()] == [True] * 2
+    with tarfile.open(tmp_path / "small.tar.gz") as archive:
+        assert archive.getnames() == ["triton/new", "triton/new/kernel.cubin"]
+    for _ in range(2):
+        gpu_round.use_pack(theirs)
+        assert (theirs / "triton/new/kernel.cubin").read_bytes() == (ours / "triton/new/kernel.cubin").read_bytes()
+        packed.write_bytes(b"of another machine")
+    assert os.environ["TRITON_CACHE_DIR"] == str(theirs / "triton")
 
 
 def test_tests_that_do_not_begin_are_no_tests_that_passed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,30 @@ def test_step_times_variants_of_a_small_model(monkeypatch):
     assert "y" in shown
 
 
+def test_a_step_is_timed_as_graphs_and_has_a_file_of_its_own(monkeypatch):
+    """Tapes of operators stand for CUDA graphs."""
+    monkeypatch.setattr(graphs, "Graph", Tape)
+    monkeypatch.setattr(graphs, "why_not", lambda *_, **how: None)
+    monkeypatch.setattr(Tape, "made", [])
+    monkeypatch.setattr(
+        step, "variants_of", lambda *_: ({k: step.VARIANTS[k] for k in ("plain", "standard", "full")}, {})
+    )
+    run = step.Run("nano-bench", step.Size(step._qwen3(32, 2), 64, 2, 8), "fp32", CPU, False, graphs=True)
+    with cpu.switched(on=False):
+        result = run.measure(0.0, harness.progress("step", 0), peaked=False)
+    assert len(Tape.made) >= 2 and all(tape.replays for tape in Tape.made)
+    assert all(row["median_s"] > 0 for row in result["variants"].values())
+    commands = []
+    monkeypatch.setattr(
+        step.subprocess,
+        "run",
+        lambda command, **_: commands.append(command) or argparse.Namespace(returncode=0, stdout="7"),
+    )
+    assert run.peak_of("plain") == 7 and "--graphs" in commands[0]
+    shape = {"device": "cuda", "sizes": ["100m"], "compile": False, "torch_reads": None}
+    assert step.out_path(argparse.Namespace(graphs=True, **shape)).name == "step_cuda_100m_graphs.json"
+
+
 def test_losses_of_a_large_vocabulary_are_timed_beside_those_of_all_logits(monkeypatch):
     monkeypatch.setattr(loss, "peaks_of", lambda kind, options: [300 if kind == "whole" else 200, 100])
     monkeypatch.setattr(loss, "SIZE", {**loss.SIZE, "hidden_size": 32, "num_hidden_layers": 2})

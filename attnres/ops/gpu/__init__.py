@@ -64,6 +64,7 @@ KERNELS = Kernels(
     few_compiled={2: 1 << 24},  # up to this size the host is slower than the GPU; phase 1 is an operator at any size
     torch_norm=1 << 24,
     traced=True,
+    most_again=8,  # the backward holds the rows of the open sources in registers meanwhile
     devices=devices,
     missing=missing,
     visible="CUDA_VISIBLE_DEVICES",

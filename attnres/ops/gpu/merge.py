@@ -23,6 +23,7 @@ from attnres.ops.backend import (
     check_shapes,
     scalar_rows,
 )
+from attnres.ops.gpu import KERNELS
 from attnres.ops.gpu.launch import (
     DTYPES,
     Launch,
@@ -37,10 +38,6 @@ from attnres.ops.gpu.launch import (
 from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
 from attnres.ops.gpu.replay import Empty, new_empty, planned
 from attnres.ops.norms import Norm
-
-MOST_AGAIN = 8
-"""Most open sources of a merge whose backward recomputes h from them, because it holds their rows in registers
-meanwhile."""
 
 PROGRAM_WARPS = 16  # warps of all programs of the backward on a multiprocessor
 
@@ -78,7 +75,7 @@ def plan_merge(
     h = h_out = None
     if output is not None and not opens and torch.promote_types(output.dtype, dtype) == dtype:
         h = m.output  # `output` holds it exactly
-    elif saves in ("h", "h alone") or (saves == "least" and k > MOST_AGAIN) or not k:
+    elif saves in ("h", "h alone") or (saves == "least" and k > KERNELS.most_again) or not k:
         h = h_out = empty(first, shape, torch.float32 if norm is None else dtype)  # unrounded if no norm follows
     x = x_out = None
     if norm is None and h is not None and h.dtype == dtype:
