@@ -17,7 +17,8 @@
 # make test-gpu    the tests that need a CUDA device
 # make test-scale  the tests that need four processes
 # make soak        KILLS=200 of processes of runs in two, of which each must go on bit for bit (an hour)
-# make test-oldest the tests of kernels, residuals, models and training on the oldest PyTorch that is allowed (needs a network)
+# make test-oldest the tests of kernels, residuals, models, training and make gpu on the oldest PyTorch that is allowed and
+#                  Transformers 5.17 (needs a network)
 # make fuzz    MINUTES=10 of kills, full disks, damaged files, hostile flags and requests; again goes on
 # make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/project/licences.md
 # make lock    the hashes of the locked versions anew (needs a network)
@@ -136,7 +137,7 @@ test-scale: .venv/ready
 
 # Another torch and its triton, in front of everything else that .venv has; that triton's interpreter takes an array of one
 # value for an integer, of which NumPy 2.3 warns and which 2.4 refuses.
-OLDEST := torch==2.11.0 numpy==2.3.5
+OLDEST := torch==2.11.0 numpy==2.3.5 transformers==5.17.0
 build/oldest/ready: .venv/ready
 	$(PYTHON) -m venv --clear build/oldest
 	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(OLDEST)
@@ -145,8 +146,9 @@ build/oldest/ready: .venv/ready
 	@touch $@
 
 test-oldest: build/oldest/ready
-	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n logical --dist worksteal \
-		-W "ignore:Conversion of an array with ndim:DeprecationWarning" tests/ops tests/residuals tests/models tests/training
+	PYTHONPATH=. OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n logical --dist worksteal \
+		-W "ignore:Conversion of an array with ndim:DeprecationWarning" \
+		tests/ops tests/residuals tests/models tests/training tests/benchmarks/test_round.py
 
 KILLS ?= 200
 soak: .venv/ready

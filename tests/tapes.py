@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from attnres.ops.devices import KERNELS
+from attnres.training import graphs
 
 ASKING = ("local_scalar", "nonzero", "is_all", "equal.default", "masked_select", "unique")
 """In names of operators that a device has to answer before the host goes on."""
@@ -86,6 +90,16 @@ class Tape(TorchDispatchMode):
             result = [value for value in tree_leaves(func(*args, **kwargs)) if isinstance(value, Tensor)]
             for ours, new in zip(fresh, result if fresh else ()):
                 ours.copy_(new)
+
+
+def in_place_of_graphs(monkeypatch: pytest.MonkeyPatch) -> "list[Tape]":
+    """Let steps be captured on this CPU, with the attention of a GPU; return the tapes that are made. The older of the
+    Transformers that are allowed copy a number to the device for masks of whole score matrices."""
+    monkeypatch.setattr(graphs, "Graph", Tape)
+    monkeypatch.setattr(graphs, "why_not", lambda *_, **how: None)
+    monkeypatch.setitem(KERNELS, "cpu", KERNELS["cpu"]._replace(whole_scores=0))
+    monkeypatch.setattr(Tape, "made", [])
+    return Tape.made
 
 
 def _address(tensor: Tensor) -> int:

@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 import round as gpu_round
 import torch
-from tapes import Tape
+from tapes import in_place_of_graphs
 from torch.autograd import DeviceType
 
 from attnres.ops import cpu
 from attnres.residuals import make_residual
-from attnres.training import graphs
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -50,8 +49,7 @@ def run(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are captured, as on CUDA."""
-    monkeypatch.setattr(graphs, "Graph", Tape)
-    monkeypatch.setattr(graphs, "why_not", lambda *_, **how: None)
+    in_place_of_graphs(monkeypatch)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lines import lines
 from safetensors.torch import load_file
-from tapes import Tape
+from tapes import Tape, in_place_of_graphs
 from transformers import PreTrainedModel
 
 from attnres.comparison.speed import StepOptions, step_times, training_steps
@@ -49,11 +49,8 @@ GPT2 = {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop"
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tape]]:
     """Steps are captured on this CPU; gives the tapes. Reads are operators, which C kernels are not."""
-    monkeypatch.setattr(graphs, "Graph", Tape)
-    monkeypatch.setattr(graphs, "why_not", lambda *_, **how: None)
-    monkeypatch.setattr(Tape, "made", [])
     with cpu.switched(on=False):
-        yield Tape.made
+        yield in_place_of_graphs(monkeypatch)
 
 
 def losses(run: Path) -> list[float]:
