@@ -171,6 +171,13 @@ def claims() -> list[tuple[str, list[Answer]]]:
     bounds = "{:.2f} to {:.2f}".format
     size_runs = "2 and 2"
     retrofit = "attnres compare --config recipes/finetune_layouts.yaml"
+    regimes = Recipe(finals("finetune_regimes_seeds"))
+
+    def regime(name: str, other: str, what: str) -> Answer:
+        runs = f"{regimes.counts[name]} and {regimes.counts[other]}"
+        command = "attnres compare --config recipes/finetune_regimes.yaml"
+        return Answer("fine-tuning", regimes.effect(name, other), "2.9 M; 300 steps", runs, command, what=what)
+
     return [
         (
             "Block lowers the loss, early in training",
@@ -387,7 +394,16 @@ def claims() -> list[tuple[str, list[Answer]]]:
         ),
         (
             "starting at zero queries is best (here from scratch; the source says it of fine-tuning)",
-            [small("block-query_std0.02", "block", "OAR")],
+            [
+                small("block-query_std0.02", "block", "OAR"),
+                *(
+                    regime(name, "block-num_blocks4", what)
+                    for name, what in (
+                        ("block-num_blocks4-gatescalar-gate_init-2", "a gate besides"),
+                        ("cumulative-num_blocks4-recency_bias5", "OAR's layout with a bias of 5"),
+                    )
+                ),
+            ],
         ),
         (
             "a finished model gains little",
@@ -587,6 +603,9 @@ def claims() -> list[tuple[str, list[Answer]]]:
             "a way around the reads (no escape hatch) would be used (here from scratch; the source: fine-tuning)",
             [
                 small("block-gatescalar", "block", "OAR, in fine-tuning", what="a gate from 0.12 of the read"),
+                regime(
+                    "cumulative-num_blocks4-recency_bias5", "cumulative-num_blocks4", "OAR's layout with a bias of 5"
+                ),
                 Answer(
                     "the same",
                     None,
