@@ -146,9 +146,9 @@ def _merge_backward(m: MergeGradInputs) -> MergeGrads:
     from later reads, is added.
     """
     grad, carried, opens, query, norm, saved, *_ = m
-    assert saved.h is not None
     rstd, weights, sealed, scores, inv_rms = saved.named(len(opens), normed=norm is not None)
-    h = saved.h.to(compute_dtype(saved.h.dtype))
+    h = _read_again(m, weights, sealed) if saved.h is None else saved.h
+    h = h.to(compute_dtype(h.dtype))
     d = h.shape[-1]
     if norm is None:
         dh, dweight, dbias = grad.to(h.dtype), None, None
@@ -172,6 +172,16 @@ def _merge_backward(m: MergeGradInputs) -> MergeGrads:
     if sealed is None:
         return MergeGrads(None, None, dopens, dquery, dweight, dbias)
     return MergeGrads(dh * sealed.unsqueeze(1), -sealed * delta, dopens, dquery, dweight, dbias)
+
+
+def _read_again(m: MergeGradInputs, weights: Tensor | None, sealed: Tensor | None) -> Tensor:
+    """Return h, which another backend has not saved, from phase 1's output, the open sources and their weights."""
+    assert weights is not None
+    parts, sources = [weights], [*m.opens]
+    if m.output is not None and sealed is not None:
+        parts, sources = [sealed.unsqueeze(1), weights], [m.output, *sources]
+    h = mix(sources, torch.cat(parts, 1), weights.dtype)
+    return h if m.norm is None or m.dtype is None or not is_read_rounded(h, m.dtype) else h.to(m.dtype)
 
 
 def _rows(tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -235,9 +245,10 @@ def merge(m: MergeInputs, partial: Tensor | None = None) -> tuple[Tensor, MergeS
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """Return the gradients of a merge."""
     shape, k = m.grad.shape, len(m.opens)
-    grad, h, *rows = _rows((m.grad, m.saved.h, *m.opens, *m.carried))
+    grad, h, output, *rows = _rows((m.grad, m.saved.h, m.output, *m.opens, *m.carried))
+    saved = m.saved._replace(h=h)
     with full_precision(grad):
-        grads = _merge_backward(m._replace(grad=grad, saved=m.saved._replace(h=h), opens=rows[:k], carried=rows[k:]))
+        grads = _merge_backward(m._replace(grad=grad, saved=saved, output=output, opens=rows[:k], carried=rows[k:]))
     output = None if grads.output is None else _shaped(grads.output, shape)
     return grads._replace(output=output, opens=[_shaped(grad, shape) for grad in grads.opens])
 

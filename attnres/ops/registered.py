@@ -25,7 +25,6 @@ from attnres.ops.backend import (
     ReadGradInputs,
     ReadInputs,
     Sealed,
-    is_read_rounded,
 )
 from attnres.ops.devices import KERNELS
 from attnres.ops.dispatch import backend_for
@@ -165,22 +164,8 @@ def _merged(backend: Backend, m: MergeInputs) -> tuple[Tensor, MergeSaved, Tenso
     return x, MergeSaved(h, saved.scalars if m.saves in ("h", "least") else None), partial
 
 
-def _made_again(m: MergeGradInputs) -> Tensor:
-    """Return h from phase 1's output, the open sources and their weights, for a backend whose backward needs it."""
-    _, weights, sealed, *_ = m.saved.named(len(m.opens), normed=m.norm is not None)
-    assert weights is not None
-    parts, sources = [weights], [*m.opens]
-    if m.output is not None and sealed is not None:
-        parts, sources = [sealed.unsqueeze(1), weights], [m.output, *sources]
-    dtype = compute_dtype(m.opens[0].dtype)
-    h = eager.mix(sources, torch.cat(parts, 1).to(dtype), dtype)
-    return h if m.norm is None or m.dtype is None or not is_read_rounded(h, m.dtype) else h.to(m.dtype)
-
-
 def _merged_back(backend: Backend, m: MergeGradInputs) -> MergeGrads:
     """Return the gradients in the dtypes that the record names, whatever the backend makes of these."""
-    if m.saved.h is None and not _is_of(backend, "most_again"):
-        m = m._replace(saved=m.saved._replace(h=_made_again(m)))
     grads = backend.merge_backward(m)
     output, opens, added = grads.output, [*grads.opens], grads.added
     if output is not None and m.output_dtype is not None:
@@ -202,7 +187,9 @@ def _backend_of_merge(m: MergeInputs) -> Backend:
 def _backend_of_merge_backward(m: MergeGradInputs) -> Backend:
     read = m.output if m.saved.h is None else m.saved.h
     vectors = [*m.opens, m.grad] if read is None else [read, m.grad, *m.opens]
-    return backend_for(vectors, compute_dtype(vectors[0].dtype), opens=len(m.opens))
+    backend = backend_for(vectors, compute_dtype(vectors[0].dtype), opens=len(m.opens))
+    # Plain torch recomputes h too, for what another backend has saved.
+    return backend if m.saved.h is not None or _is_of(backend, "most_again") else cast(Backend, eager)
 
 
 _read_sealed = _Operator(
