@@ -837,7 +837,7 @@ def _last_line(said: bytes | None) -> str:
 
 
 def pack_caches(pack: Path, file: Path) -> None:
-    """Write what Triton and Inductor have compiled into a archive, the newest first, up to `CACHED` bytes."""
+    """Write what Triton and Inductor have compiled into an archive, the newest first, up to `CACHED` bytes."""
     made = [each for name in CACHES.values() if (pack / name).is_dir() for each in (pack / name).iterdir()]
     made.sort(key=lambda each: each.stat().st_mtime, reverse=True)
     file.parent.mkdir(parents=True, exist_ok=True)

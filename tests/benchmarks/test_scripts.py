@@ -17,7 +17,7 @@ import stack
 import step
 import torch
 from naive import register_naive
-from tapes import Tape
+from tapes import Tape, in_place_of_graphs
 from transformers.utils import import_utils
 
 from attnres.ops import cpu
@@ -207,16 +207,14 @@ def test_step_times_variants_of_a_small_model(monkeypatch):
 
 def test_a_step_is_timed_as_graphs_and_has_a_file_of_its_own(monkeypatch):
     """Tapes of operators stand for CUDA graphs."""
-    monkeypatch.setattr(graphs, "Graph", Tape)
-    monkeypatch.setattr(graphs, "why_not", lambda *_, **how: None)
-    monkeypatch.setattr(Tape, "made", [])
+    tapes = in_place_of_graphs(monkeypatch)
     monkeypatch.setattr(
         step, "variants_of", lambda *_: ({k: step.VARIANTS[k] for k in ("plain", "standard", "full")}, {})
     )
     run = step.Run("nano-bench", step.Size(step._qwen3(32, 2), 64, 2, 8), "fp32", CPU, False, graphs=True)
     with cpu.switched(on=False):
         result = run.measure(0.0, harness.progress("step", 0), peaked=False)
-    assert len(Tape.made) >= 2 and all(tape.replays for tape in Tape.made)
+    assert len(tapes) >= 2 and all(tape.replays for tape in tapes)
     assert all(row["median_s"] > 0 for row in result["variants"].values())
     commands = []
     monkeypatch.setattr(
