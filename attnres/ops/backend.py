@@ -17,6 +17,10 @@ from attnres.ops.norms import Norm
 MAX_ONE_PASS = 32
 """Most open sources of one pass, because kernels' loops over them are unrolled; more sources are read in two phases."""
 
+MOST_AGAIN = 8
+"""Most open sources of a merge whose backward on a GPU recomputes h, because it holds their rows in registers
+meanwhile."""
+
 MAX_SHARED = 256
 """Most sources, and most reads, of the Triton kernels' phase 1: those of a token are one tile."""
 

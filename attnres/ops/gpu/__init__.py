@@ -6,7 +6,7 @@ import importlib.util
 import torch
 
 from attnres.errors import first_line
-from attnres.ops.backend import MAX_ONE_PASS, MAX_SHARED, Backend, Call, Kernels
+from attnres.ops.backend import MAX_ONE_PASS, MAX_SHARED, MOST_AGAIN, Backend, Call, Kernels
 from attnres.ops.bank import Bank
 
 MAX_WIDTH = 16384
@@ -64,7 +64,7 @@ KERNELS = Kernels(
     few_compiled={2: 1 << 24},  # up to this size the host is slower than the GPU; phase 1 is an operator at any size
     torch_norm=1 << 24,
     traced=True,
-    most_again=8,  # the backward holds the rows of the open sources in registers meanwhile
+    most_again=MOST_AGAIN,
     devices=devices,
     missing=missing,
     visible="CUDA_VISIBLE_DEVICES",

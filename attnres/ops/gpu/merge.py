@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnres.ops.backend import (
     MAX_ONE_PASS,
+    MOST_AGAIN,
     MergeGradInputs,
     MergeGrads,
     MergeInputs,
@@ -23,7 +24,6 @@ from attnres.ops.backend import (
     check_shapes,
     scalar_rows,
 )
-from attnres.ops.gpu import KERNELS
 from attnres.ops.gpu.launch import (
     DTYPES,
     Launch,
@@ -75,7 +75,7 @@ def plan_merge(
     h = h_out = None
     if output is not None and not opens and torch.promote_types(output.dtype, dtype) == dtype:
         h = m.output  # `output` holds it exactly
-    elif saves in ("h", "h alone") or (saves == "least" and k > KERNELS.most_again) or not k:
+    elif saves in ("h", "h alone") or (saves == "least" and k > MOST_AGAIN) or not k:
         h = h_out = empty(first, shape, torch.float32 if norm is None else dtype)  # unrounded if no norm follows
     x = x_out = None
     if norm is None and h is not None and h.dtype == dtype:
