@@ -148,6 +148,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if time.monotonic() > item.config.stash[ENDS]:
         pytest.skip(NOT_RUN)
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # after fixtures: those that other tests share were made for the first of them
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Let each test draw the same numbers, whatever ran before it in its process."""
+    torch.manual_seed(0)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

@@ -130,8 +130,8 @@ def _start_values(subject: Subject, model: DepthMixin) -> Callable[[str, Tensor]
         first_draw, second_draw = (residual.get_parameter(name) for residual in fresh)
         if torch.equal(first_draw, second_draw):
             return torch.equal(value, first_draw)
-        ratio = (value.square().mean() / first_draw.square().mean()).sqrt()
-        return ratio.log().abs().item() < max(math.log(2), 5 * value.numel() ** -0.5)
+        ratio = (value.square().mean() / torch.stack([first_draw, second_draw]).square().mean()).sqrt()
+        return ratio.log().abs().item() < max(math.log(2), 4 * value.numel() ** -0.5)
 
     return starts
 
