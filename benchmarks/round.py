@@ -3,7 +3,7 @@
     python benchmarks/round.py --budget 540        # nine minutes; again goes on where that stopped
     python benchmarks/round.py --list              # the experiments, their limits and what became of them
     python benchmarks/round.py --only "step 0.6b" train
-    python benchmarks/round.py --page              # the tables of docs/explanation/kernels.md and README, from the rows
+    python benchmarks/round.py --page              # the tables of the documentation and README, from the rows
 
 Each experiment is a process with a limit. A row is a line of `gpu.jsonl`, written the moment it exists, with the hash
 of the kernels' sources, the device and the versions; an experiment that has ended with the same ones is not repeated.
@@ -352,6 +352,8 @@ class Training:
     Attributes:
         variant: as `attnres compare --variants` takes it, e.g. "block:num_blocks=8".
         epochs: passes over the packed text; or `tokens_a_parameter`, at most `most_epochs`.
+        looked_at: rows also have the model's scores on the pack's evaluation sets, and by depth what sublayers read and
+            write. The model itself is not kept.
     """
 
     seconds: float
@@ -363,6 +365,12 @@ class Training:
     epochs: float = 1.0
     tokens_a_parameter: float | None = None
     most_epochs: float = 3.0
+    looked_at: bool = False
+
+    @property
+    def recipe(self) -> tuple[Any, ...]:
+        """Return what two runs have in common whose difference is the mechanism's."""
+        return self.size, self.optimizer, self.rate, self.seed, self.epochs, self.tokens_a_parameter
 
     def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
         from attnres.comparison.plan import parse_variant
@@ -414,7 +422,31 @@ class Training:
             values["optim"]["muon_lr"] = 0.01 * self.rate
         summary = train(from_dict(values), progress=False)
         yield about | self._outcome(folder, summary)
+        if self.looked_at:
+            yield about | self._by_depth(folder)
+            yield about | self._scores(folder, place)
         shutil.rmtree(folder, ignore_errors=True)
+
+    def _by_depth(self, folder: Path) -> Row:
+        made = json.loads((folder / "inspection.json").read_text("utf-8"))
+        names = ("reads", "routing", "output_rms", "input_rms")
+        return {"by_depth": {name: made[name] for name in names}}
+
+    def _scores(self, folder: Path, place: Place) -> Row:
+        from attnres.evals import EvalConfig
+        from attnres.evals.run import evaluate
+
+        sets = place.pack / "evaluation"
+        if not sets.is_dir():
+            return {"passed_over": f"there is no {sets.name} in the pack: make gpu-pack EVALUATION=FOLDER"}
+        limit, batch = (2, 512) if place.tiny else (None, 32_768)
+        config = EvalConfig((str(folder),), data=str(sets), limit=limit, batch_tokens=batch, device=place.device)
+        tasks = evaluate(config, progress=False).record["tasks"]
+        return {
+            "scores": {
+                name: {figure["key"]: figure["values"][0] for figure in task["figures"]} for name, task in tasks.items()
+            }
+        }
 
     def _outcome(self, folder: Path, summary: Mapping[str, Any]) -> Row:
         import numpy as np
@@ -435,17 +467,6 @@ BLOCK8, BLOCK4 = "block (8 blocks)", "block (4 blocks)"
 FOUR = ("standard", BLOCK8, "full", BLOCK4)
 
 
-@dataclass(frozen=True)
-class NotYet:
-    """An experiment that cannot be carried out yet: a row with why."""
-
-    seconds: float
-    why: str
-
-    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
-        yield {"passed_over": self.why}
-
-
 LADDER = {
     "3m": ((128, 10, 2, 384), 20, 120),
     "8.4m": ((256, 8, 4, 768), 20, 180),
@@ -453,6 +474,7 @@ LADDER = {
     "42m": ((512, 12, 8, 1536), 5, 500),
 }
 """Name -> width, layers, heads and width of the MLP; tokens a parameter; seconds at most."""
+LARGEST = "42m"
 
 
 TABLE = (
@@ -474,7 +496,7 @@ def _training() -> dict[str, Any]:
     }
     ladder = {
         f"train ladder {name} {variant} seed {seed}": Training(
-            limit, variant, size, tokens_a_parameter=tokens, seed=seed
+            limit, variant, size, tokens_a_parameter=tokens, seed=seed, looked_at=name == LARGEST
         )
         for seed in range(2)
         for name, (size, tokens, limit) in LADDER.items()
@@ -489,15 +511,8 @@ def _training() -> dict[str, Any]:
     first = [f"train ladder 8.4m {variant} seed 0" for variant in ("standard", "block")]
     first += [f"train table {name} seed 0" for name in ("full", "static_mix")]
     every = {**rates, **ladder, **table}
-    evaluated = "WikiText-2, LAMBADA and HellaSwag of the ladder's largest pair"
-    return {
-        **rates,
-        **{name: every[name] for name in first},
-        **{name: run for name, run in every.items() if name not in {*rates, *first}},
-        f"evaluate {evaluated}": NotYet(
-            5, "models stay on no machine that has a GPU, and the pack has no evaluation data"
-        ),
-    }
+    rest = {name: run for name, run in every.items() if name not in {*rates, *first}}
+    return {**rates, **{name: every[name] for name in first}, **rest}
 
 
 ROUNDS: dict[str, Any] = {
@@ -600,6 +615,7 @@ def add_row(path: Path, row: Row) -> None:
 # ------------------------------------------------------------------ the page
 
 PAGE = ROOT / "docs" / "explanation" / "kernels.md"
+TRAINED = ROOT / "docs" / "results" / "one_gpu.md"
 EXPERIMENTS, FIGURES = ROOT / "experiments", ("results_page.py", "study_pages.py")
 """The commands that write README's figures, and those of the page of cost."""
 MARKS = ("<!-- made by `python benchmarks/round.py --page` -->", "<!-- end -->")
@@ -740,15 +756,63 @@ def _ratio(row: Row, plain: Row, name: str) -> str:
     return f"{row[name] / plain[name]:.3f}" if plain.get(name) else ""
 
 
+def _table(names: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *lines))
+
+
+SCORES = {
+    "wikitext2": ("bits_per_byte", "WikiText-2, bits a byte"),
+    "lambada": ("acc", "LAMBADA, accuracy"),
+    "hellaswag": ("acc_norm", "HellaSwag, accuracy by characters"),
+}
+"""Task -> which of its figures the page has."""
+
+
+def training_page(rows: Sequence[Row]) -> str:
+    """Return the tables of docs/results/one_gpu.md: held-out losses of the training runs, in brackets minus the
+    standard model's, and scores of those that are looked at; "not measured" where there is no row."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        found.setdefault(row["round"], {}).update(row)
+    runs = {name: run for name, run in ROUNDS.items() if isinstance(run, Training)}
+    plain = {run.recipe: name for name, run in runs.items() if run.variant == "standard"}
+
+    def loss(name: str) -> str:
+        row, beside = found.get(name, {}), found.get(plain.get(runs[name].recipe, ""), {})
+        if "val_loss" not in row:
+            return "passed over" if "passed_over" in row else row.get("ended", "not measured")
+        if runs[name].variant == "standard" or "val_loss" not in beside:
+            return f"{row['val_loss']:.3f}"
+        return f"{row['val_loss']:.3f} ({row['val_loss'] - beside['val_loss']:+.3f})"
+
+    def scores(name: str) -> list[str]:
+        tasks = found.get(name, {}).get("scores")
+        if tasks is None:
+            return ["not measured"] * len(SCORES)
+        figures = [tasks[task][key] for task, (key, _) in SCORES.items()]
+        return [f"{figure['value']:.3f} ± {figure['standard_error']:.3f}" for figure in figures]
+
+    by_seed: dict[str, dict[int, str]] = {}
+    kinds = ("rates", "ladder", "table")
+    for name, run in sorted(runs.items(), key=lambda each: (kinds.index(each[0].split()[1]), each[1].size)):
+        by_seed.setdefault(name.partition(" seed ")[0], {})[run.seed] = loss(name)
+    seeds = range(1 + max(run.seed for run in runs.values()))
+    head = ["training run, `--only`", *(f"seed {seed}" for seed in seeds)]
+    losses = [[f'`"{name}"`', *(cells.get(seed, "") for seed in seeds)] for name, cells in by_seed.items()]
+    looked_at = [[f'`"{name}"`', *scores(name)] for name, run in runs.items() if run.looked_at]
+    columns = ["scores of, `--only`", *(label for _, label in SCORES.values())]
+    return f"{_table(head, losses)}\n\n{_table(columns, looked_at)}"
+
+
 def pages(rows: Sequence[Row]) -> dict[Path, str]:
     """Return what stands between the marks of each page."""
-    return {PAGE: page(rows)}
+    return {PAGE: page(rows), TRAINED: training_page(rows)}
 
 
 def write_page(tables: str, path: Path) -> None:
     """Write the tables of a page anew, between its marks."""
-    text = path.read_text("utf-8")
-    before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
+    before, made = path.read_text("utf-8").split(MARKS[0])
+    after = made.split(MARKS[1], 1)[1]
     path.write_text(f"{before}{MARKS[0]}\n\n{tables}\n\n{MARKS[1]}{after}", "utf-8")
 
 
@@ -813,8 +877,9 @@ def _finite(value: Any) -> Any:
 
 
 def _asked(name: str, only: Sequence[str]) -> bool:
-    """Return whether an experiment is one of those named, or begins as a name does that is nobody's."""
-    return any(name == one or (one not in ROUNDS and name.startswith(one)) for one in only)
+    """Return whether an experiment is one of those named, or begins with the words of a name that is nobody's."""
+    words = (re.escape(one) + ("$" if one in ROUNDS else r"(?![\w:,])") for one in only)  # a rule, not its settings too
+    return any(re.match(begin, name) for begin in words)
 
 
 def broken(pack: Path) -> str | None:
@@ -873,8 +938,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="on a CPU everything is tiny")
     parser.add_argument("--pack", type=Path, default=PACK, help="the folder that make gpu-pack has made")
     parser.add_argument("--rows", type=Path, help=f"the file of rows; {ROWS.name}, or on a CPU {TRIED.name} of build")
-    parser.add_argument("--list", action="store_true", help="list the experiments")
-    parser.add_argument("--page", action="store_true", help="write the tables of kernels.md and README anew")
+    parser.add_argument(
+        "--list", action="store_true", help="list the experiments, and what became of them on any device"
+    )
+    parser.add_argument("--page", action="store_true", help="write the tables of the documentation and README anew")
     parser.add_argument(
         "--caches", type=Path, help="pack compiled kernels into this file: caches.tar.gz of another pack"
     )
@@ -898,6 +965,20 @@ def main(words: Sequence[str] | None = None) -> int:
             print(name, flush=True)
             importlib.import_module(name)
         return 0
+    options.rows = options.rows or (ROWS if options.device == "cuda" else TRIED)
+    chosen = [name for name in ROUNDS if options.only is None or _asked(name, options.only)]
+    if not chosen:
+        parser.error(f"no experiment begins with {' or '.join(options.only)}: --list shows them")
+    if options.list:
+        today = kernels_hash()
+        ended = {
+            row["round"]: f"{row['ended']}, {row['of']['device']}"
+            for row in read_rows(options.rows)
+            if "ended" in row and row["of"]["kernels"] == today
+        }
+        for name in chosen:
+            print(f"{ROUNDS[name].seconds:5.0f} s  {name:46s} {ended.get(name, 'not measured')}")
+        return 0
     if not options.one and not options.in_process and (why := broken(options.pack)):
         parser.error(why)
     from attnres.errors import UserError
@@ -907,7 +988,6 @@ def main(words: Sequence[str] | None = None) -> int:
         pick_device(options.device)
     except UserError as error:
         parser.error(str(error))
-    options.rows = options.rows or (ROWS if options.device == "cuda" else TRIED)
     command = Command(
         Place(options.device, options.device == "cpu", options.pack, options.rows.parent),
         facts(options.device),
@@ -918,15 +998,8 @@ def main(words: Sequence[str] | None = None) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command.run(options.one)
         return 0
-    chosen = [name for name in ROUNDS if options.only is None or _asked(name, options.only)]
-    if not chosen:
-        parser.error(f"no experiment begins with {' or '.join(options.only)}: --list shows them")
     for name in chosen:
         ended, limit = command.ended(name), ROUNDS[name].seconds
-        if options.list:
-            state = [row["ended"] for row in command.done(name) if "ended" in row]
-            print(f"{limit:5.0f} s  {name:46s} {state[-1] if state else 'not measured'}")
-            continue
         if ended and options.only is None:
             continue
         words = ["--one", name, "--device", options.device, "--pack", options.pack, "--rows", options.rows]

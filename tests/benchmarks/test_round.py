@@ -128,6 +128,80 @@ def test_a_run_is_trained_and_a_rule_that_is_not_there_passed_over(run: Run, mon
     assert "no_such_rule" in over[0]["passed_over"] and over[-1]["ended"] == "done"
 
 
+def test_a_run_of_the_largest_pair_is_scored_and_looked_at(run: Run, tmp_path: Path) -> None:
+    """Where the pack has evaluation sets; where it has none a row says so."""
+    name = "train ladder 42m block seed 0"
+    *_, over, ended = run(name)
+    assert "EVALUATION" in over["passed_over"] and ended["ended"] == "done"
+    sets = tmp_path / "pack" / "evaluation"
+    sets.mkdir()
+    (sets / "wikitext2_test.raw").write_text(" stream read write block\n" * 40)
+    (sets / "lambada_openai.jsonl").write_text('{"context": "stream read", "continuation": "write"}\n' * 2)
+    (sets / "hellaswag_val.jsonl").write_text('{"query": "read", "choices": ["block", "stream"], "gold": 1}\n' * 2)
+    trained, looked_at, scored, ended = run(name)
+    assert trained["variant"] == "block" and trained["val_loss"] > 0 and ended["ended"] == "done"
+    reads = looked_at["by_depth"]
+    assert len(reads["routing"]["weights"]) == len(reads["reads"]) == 1 + len(reads["output_rms"])
+    assert {
+        task: {*figures} >= {gpu_round.SCORES[task][0]} for task, figures in scored["scores"].items()
+    } == dict.fromkeys(gpu_round.SCORES, True)
+    rows = gpu_round.read_rows(tmp_path / "rows" / "gpu.jsonl")
+    lines = gpu_round.training_page(rows).splitlines()
+    (losses,) = (line.split(" | ")[1:] for line in lines if '"train ladder 42m block"' in line)
+    assert losses == [f"{trained['val_loss']:.3f}", "not measured |"]
+    (scores,) = (line for line in lines if f'"{name}"' in line)
+    assert "not measured" not in scores and scores.count("±") == 3
+
+
+def test_runs_stand_beside_the_standard_model_of_the_same_recipe() -> None:
+    """On the page: of one optimizer, rate, size, length and seed."""
+    values = {
+        "train rates standard muon x1.0": 3.5,
+        "train rates block:num_blocks=8 muon x1.0": 3.46,
+        "train rates block:num_blocks=8 muon x2.0": 3.4,
+        "train ladder 8.4m standard seed 0": 4.0,
+        "train ladder 8.4m full seed 0": 4.01,
+        "train table mhc seed 0": 3.6,
+        "train table mhc seed 1": 3.6,
+    }
+    rows: list[dict[str, Any]] = [{"round": name, "val_loss": loss} for name, loss in values.items()]
+    rows += [{"round": "train table dca seed 0", "passed_over": "there is no rule"}]
+    rows += [{"round": "train table full seed 0", "ended": "stopped after 90 s"}]
+    found = {}
+    for line in gpu_round.training_page(rows).splitlines():
+        name, *cells = line.strip("| ").split(" | ")
+        found[name.strip('`"')] = [cell.strip() for cell in cells]
+    assert found["train rates block:num_blocks=8 muon x1.0"][0] == "3.460 (-0.040)"
+    assert found["train rates block:num_blocks=8 muon x2.0"][0] == "3.400"
+    assert found["train ladder 8.4m full"] == ["4.010 (+0.010)", "not measured"]
+    assert found["train table mhc"] == ["3.600 (+0.100)", "3.600"]
+    assert found["train table dca"][0] == "passed over" and found["train table full"][0] == "stopped after 90 s"
+    asked = {"train table full": ["train table full seed 0", "train table full seed 1"]}
+    asked["step 100m compile"] = ["step 100m compile+graphs"]
+    asked["step 100m graphs"] = ["step 100m graphs"]
+    for name, expected in asked.items():
+        assert [each for each in gpu_round.ROUNDS if gpu_round._asked(each, [name])] == expected
+
+
+def test_experiments_are_listed_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """With what became of them on any device, where the sources are today's."""
+    rows = tmp_path / "gpu.jsonl"
+    for hashed, ended in (("others", "failed"), (gpu_round.kernels_hash(), "done")):
+        gpu_round.add_row(rows, {"round": "held", "of": {"kernels": hashed, "device": "H200"}, "ended": ended})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    words = ["--list", "--rows", str(rows), "--pack", str(tmp_path)]
+    assert gpu_round.main(words) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == len(gpu_round.ROUNDS)
+    assert (
+        sum("not measured" in line for line in said) == len(said) - 1
+        and sum("done, H200" in line for line in said) == 1
+    )
+    with pytest.raises(SystemExit):
+        gpu_round.main([*words, "--only", "nothing"])
+
+
 @pytest.mark.long
 def test_the_whole_command_ends_with_rows_of_each_experiment(
     run: Run, captured: None, monkeypatch: pytest.MonkeyPatch
@@ -135,7 +209,7 @@ def test_the_whole_command_ends_with_rows_of_each_experiment(
     """At the size for trying it, its steps captured; the compiler and the tests of a GPU are left out. What needs a GPU
     says so. Of training runs, which are all alike at this size, there is one of each optimizer and one of a ladder."""
     monkeypatch.setattr(torch, "compile", lambda function, **how: function)
-    runs = ("train rates standard adamw x2.0", "train ladder 3m block seed 1", "train table full seed 0")
+    runs = ("train rates standard adamw x2.0", "train ladder 42m block seed 1", "train table full seed 0")
     # In two experiments variants differ in how they are computed; the others have one each.
     several = ("step 100m graphs", "step 100m eager, parallel streams")
     rounds = {}
@@ -151,7 +225,7 @@ def test_the_whole_command_ends_with_rows_of_each_experiment(
     assert not wrong and not [row["error"] for row in rows if "error" in row]
     assert [row["round"] for row in rows if "ended" in row] == list(gpu_round.ROUNDS)
     over = {row["round"] for row in rows if "passed_over" in row}
-    assert {name.split()[0] for name in over} == {"held", "evaluate", "wrapper"}
+    assert {name.split()[0] for name in over} == {"held", "wrapper"}
     for name, experiment in gpu_round.ROUNDS.items():
         found = [row for row in rows if row["round"] == name and "ended" not in row]
         if isinstance(experiment, gpu_round.Steps):
@@ -343,7 +417,7 @@ def test_a_machine_without_a_gpu_is_told_so_before_anything(
 def test_rows_of_a_cpu_lie_where_no_page_is_made_of_them(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_round, "ROUNDS", {"one": gpu_round.NotYet(50, "not today")})
+    monkeypatch.setattr(gpu_round, "ROUNDS", {"one": gpu_round.Training(50, "no_such_rule")})
     for name in ("ROWS", "TRIED"):
         monkeypatch.setattr(gpu_round, name, tmp_path / name)
     assert gpu_round.main(["--device", "cpu", "--in-process"]) == 0
@@ -451,7 +525,7 @@ def test_another_process_goes_on_where_one_died(run: Run, tmp_path: Path, monkey
     """As long as each adds a row; what took too long is left to the next call, if it added one."""
     rows = tmp_path / "gpu.jsonl"
     monkeypatch.setattr(gpu_round, "facts", lambda device: {})
-    monkeypatch.setattr(gpu_round, "ROUNDS", {name: gpu_round.NotYet(50, "") for name in ("died", "long")})
+    monkeypatch.setattr(gpu_round, "ROUNDS", {name: gpu_round.Training(50, "standard") for name in ("died", "long")})
     started: list[str] = []
 
     def process(words: Any, timeout: float, check: bool) -> Any:
@@ -638,7 +712,7 @@ def test_the_page_has_what_scripts_have_found() -> None:
 
 def test_the_documentation_has_the_tables_of_the_rows_that_there_are() -> None:
     pages = gpu_round.pages(gpu_round.read_rows(gpu_round.ROWS))
-    assert [path.name for path in pages] == ["kernels.md"]
+    assert [path.name for path in pages] == ["kernels.md", "one_gpu.md"]
     assert all(tables in path.read_text("utf-8") for path, tables in pages.items())
 
 
