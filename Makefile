@@ -12,9 +12,10 @@
 #              checkouts in PEERS_PATH; writes the table of docs/how-to/integrations.md
 # make gpu     BUDGET=540 seconds of a CUDA device: tests, steps, kernels, peers and training runs in order of worth, rows
 #              into benchmarks/results/gpu.jsonl, figures into kernels.md and README; again goes on. Needs PyTorch and
-#              Transformers alone beside build/gpu-pack; CACHES=caches.tar.gz packs what was compiled, for another pack
-# make gpu-pack    what a machine without a network lacks for that, into build/gpu-pack; TEXT=SOURCE packs a text to train on,
-#              EVALUATION=FOLDER the files of WikiText-2, LAMBADA and HellaSwag
+#              Transformers alone beside build/gpu-pack.tar.xz; CACHES=FILE packs what was compiled, for another machine's
+#              build/gpu-pack/caches.tar.gz
+# make gpu-pack    what a machine without a network lacks for that, as build/gpu-pack.tar.xz; TEXT=SOURCE packs a text to
+#              train on, EVALUATION=FOLDER the files of WikiText-2, LAMBADA and HellaSwag
 # make test-gpu    the tests that need a CUDA device
 # make test-scale  the tests that need four processes
 # make soak        KILLS=200 of processes of runs in two, of which each must go on bit for bit (an hour)
@@ -128,7 +129,9 @@ gpu-pack: .venv/ready
 	test -z "$(TEXT)" || $(BIN)/attnres prepare --source "$(TEXT)" --tokenizer bpe:8192 --out build/gpu-pack/text
 	test -z "$(EVALUATION)" || { rm -rf build/gpu-pack/evaluation; mkdir -p build/gpu-pack/evaluation; \
 		cp $(foreach set,wikitext2 lambada hellaswag,"$(EVALUATION)"/$(set)*) build/gpu-pack/evaluation; }
-	@du -sk build/gpu-pack | awk '{ print "build/gpu-pack: " int($$1 / 1024) " MiB"; exit $$1 > 30 * 1024 && "$(TEXT)$(EVALUATION)" == "" }'
+	tar -C build -cJf build/gpu-pack.tar.xz --exclude 'gpu-pack/caches.tar.gz' --exclude 'gpu-pack/triton' \
+		--exclude 'gpu-pack/inductor' gpu-pack
+	@du -sk build/gpu-pack.tar.xz | awk '{ print "build/gpu-pack.tar.xz: " int($$1 / 1024) " MiB"; exit $$1 > 30 * 1024 }'
 
 # Eight at once, for most of the time goes into compiling; what wants the whole memory goes after them.
 test-gpu: .venv/ready

@@ -42,20 +42,27 @@ def whole_sequences() -> Generator[None]:
     """Let Transformers treat a batch without a mask as whole sequences, without searching it for packed ones.
 
     The search waits for the device. In a captured or compiled pass, where it cannot wait, Transformers makes a mask of
-    all pairs, and attention takes a slower kernel that reads it.
+    all pairs, and attention takes a slower kernel that reads it; up to 5.17 at least it makes one there in any case.
     """
     from transformers import masking_utils  # here, because `attnres` is imported without Transformers
 
-    find = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = _none_packed  # ty: ignore[invalid-assignment]
+    ours = {"find_packed_sequence_indices": _none_packed, "is_tracing": _not_traced}
+    theirs = {name: getattr(masking_utils, name) for name in ours if hasattr(masking_utils, name)}
+    for name in theirs:
+        setattr(masking_utils, name, ours[name])
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = find
+        for name, function in theirs.items():
+            setattr(masking_utils, name, function)
 
 
 def _none_packed(position_ids: Tensor) -> None:
     return None
+
+
+def _not_traced(tensor: Any = None) -> bool:
+    return False
 
 
 def log_probs(logits: Tensor) -> Tensor:

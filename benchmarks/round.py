@@ -8,8 +8,8 @@
 Each experiment is a process with a limit. A row is a line of `gpu.jsonl`, written the moment it exists, with the hash
 of the kernels' sources, the device and the versions; an experiment that has ended with the same ones is not repeated.
 What fails leaves its traceback, and the next prepared way to capture a step is tried. No network is used: `make
-gpu-pack` makes a folder of what a machine with PyTorch and Transformers alone lacks, which is put on the path; what one
-machine has compiled comes back as an archive (`--caches`) that the next machine's pack may hold.
+gpu-pack` packs what a machine with PyTorch and Transformers alone lacks, which is put on the path; what one machine
+has compiled comes back as an archive (`--caches`) that the next machine's pack may hold.
 """
 
 import argparse
@@ -916,12 +916,13 @@ def pack_caches(pack: Path, file: Path) -> None:
 
 
 def use_pack(pack: Path) -> None:
-    """Put the packed folder last on the path: nothing in it takes the place of what is installed. Compiled kernels that
-    an earlier round's machine has sent are unpacked."""
-    sent = pack / "caches.tar.gz"
-    if sent.is_file() and not any((pack / name).is_dir() for name in CACHES.values()):
-        with tarfile.open(sent) as archive:
-            archive.extractall(pack, filter="data")
+    """Put the packed folder last on the path: nothing in it takes the place of what is installed. It is unpacked where
+    its archive alone is there, and so are compiled kernels that an earlier round's machine has sent."""
+    sent = {pack.with_name(f"{pack.name}.tar.xz"): ["site"], pack / "caches.tar.gz": [*CACHES.values()]}
+    for file, folders in sent.items():
+        if file.is_file() and not any((pack / name).is_dir() for name in folders):
+            with tarfile.open(file) as archive:
+                archive.extractall(file.parent, filter="data")
     for place in (str(HERE), str(ROOT), str(pack / "site")):
         if place not in sys.path:
             sys.path.append(place)
@@ -936,7 +937,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=540.0, help="seconds")
     parser.add_argument("--only", nargs="+", default=None, help="experiments, or how their names begin, done or not")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="on a CPU everything is tiny")
-    parser.add_argument("--pack", type=Path, default=PACK, help="the folder that make gpu-pack has made")
+    parser.add_argument("--pack", type=Path, default=PACK, help="the folder of make gpu-pack, or where it is unpacked")
     parser.add_argument("--rows", type=Path, help=f"the file of rows; {ROWS.name}, or on a CPU {TRIED.name} of build")
     parser.add_argument(
         "--list", action="store_true", help="list the experiments, and what became of them on any device"

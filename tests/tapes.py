@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ class Tape(TorchDispatchMode):
         self.own: set[int] = set()
         self.replays = 0
         numbers = torch.get_rng_state()
-        with self, _Copies():
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True), self, _Copies():
             self.output = function()
         for storage, content in self.storages.values():
             storage.copy_(content)

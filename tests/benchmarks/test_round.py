@@ -443,8 +443,14 @@ def test_compiled_kernels_go_from_a_machine_to_the_next(
     assert [" 2 compiled" in line or " 1 of 2 " in line for line in capsys.readouterr().out.splitlines()] == [True] * 2
     with tarfile.open(tmp_path / "small.tar.gz") as archive:
         assert archive.getnames() == ["triton/new", "triton/new/kernel.cubin"]
+    # The pack itself comes as an archive beside which its folder, with what was sent before, may be there.
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "here.py").touch()
+    with tarfile.open(tmp_path / "theirs.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "site", "theirs/site")
     for _ in range(2):
         gpu_round.use_pack(theirs)
+        assert (theirs / "site" / "here.py").is_file() and str(theirs / "site") in sys.path
         assert (theirs / "triton/new/kernel.cubin").read_bytes() == (ours / "triton/new/kernel.cubin").read_bytes()
         packed.write_bytes(b"of another machine")
     assert os.environ["TRITON_CACHE_DIR"] == str(theirs / "triton")
