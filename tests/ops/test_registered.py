@@ -181,3 +181,29 @@ def test_a_compiler_is_given_triton_kernels_and_no_operator_of_ours(tmp_path):
         assert not [target for graph in graphs for target in graph if "attnres" in target], name
         kernels = [graph["triton_kernel_wrapper_functional"] for graph in graphs]
         assert min(kernels) > 0 and launches == sum(kernels), name
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_what_a_kernel_calls_has_a_name_of_its_own():
+    """Inductor copies a kernel and all functions that it calls into one module, by their names."""
+    from attnres.ops.gpu import merge_kernels, sealed_kernels, streams_kernels, token_kernels
+
+    def called(function, names):
+        for name in function.fn.__code__.co_names:
+            value = function.fn.__globals__.get(name)
+            if hasattr(value, "fn") and names.setdefault(name, value) is not value:
+                raise AssertionError(f"{name} of {value.fn.__module__} and of {names[name].fn.__module__}")
+            if hasattr(value, "fn"):
+                called(value, names)
+        return names
+
+    kernels = {
+        name: value
+        for module in (merge_kernels, sealed_kernels, streams_kernels, token_kernels)
+        for name, value in vars(module).items()
+        if hasattr(value, "fn") and not name.startswith("_")
+    }
+    assert {"read_token", "merge_row", "read_backward"} <= kernels.keys()
+    assert {"_load", "_load_tile"} <= called(kernels["read_token"], {}).keys()
+    for kernel in kernels.values():
+        called(kernel, {})

@@ -22,7 +22,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _rows(
+def _row_starts(
     tensors,
     strides,
     which,
@@ -59,8 +59,8 @@ def _starts(
     tensors, strides, which, first, token, N: tl.constexpr, D: tl.constexpr, OTHER: tl.constexpr, ALIGNED: tl.constexpr
 ):
     """Return pointers to row first + token[i] of tensors[which[i]], of the first dtype and of the other."""
-    rows = _rows(tensors, strides, which, first, token, N, D, 0, ALIGNED)
-    return rows, _rows(tensors, strides, which, first, token, N, D, OTHER, ALIGNED)
+    rows = _row_starts(tensors, strides, which, first, token, N, D, 0, ALIGNED)
+    return rows, _row_starts(tensors, strides, which, first, token, N, D, OTHER, ALIGNED)
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _inside(live, at, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load(start, live, at, D: tl.constexpr, BLOCK: tl.constexpr):
+def _load_tile(start, live, at, D: tl.constexpr, BLOCK: tl.constexpr):
     """Load a tile of rows, zero for absent rows."""
     return tl.load(start[:, None] + at[None, :], mask=_inside(live, at, D, BLOCK), other=0.0)
 
@@ -88,15 +88,15 @@ def _load(start, live, at, D: tl.constexpr, BLOCK: tl.constexpr):
 def _load_mixed(start, other, wide, live, at, D: tl.constexpr, BLOCK: tl.constexpr, MIXED: tl.constexpr):
     """Load a tile whose rows have one dtype, or two; with two it is fp32."""
     if MIXED:
-        values = _load(start, live & ~wide, at, D, BLOCK).to(tl.float32)
-        values += _load(other, live & wide, at, D, BLOCK).to(tl.float32)
+        values = _load_tile(start, live & ~wide, at, D, BLOCK).to(tl.float32)
+        values += _load_tile(other, live & wide, at, D, BLOCK).to(tl.float32)
     else:
-        values = _load(start, live, at, D, BLOCK)
+        values = _load_tile(start, live, at, D, BLOCK)
     return values
 
 
 @triton.jit
-def _store(start, values, live, at, D: tl.constexpr, BLOCK: tl.constexpr):
+def _store_tile(start, values, live, at, D: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(start[:, None] + at[None, :], values.to(start.dtype.element_ty), mask=_inside(live, at, D, BLOCK))
 
 
@@ -177,7 +177,7 @@ def read(
     for start in tl.range(0, D, BLOCK, num_stages=STAGES):
         at = start + columns
         v = _load_mixed(rows, others, wide, live_r, at, D, BLOCK, WIDE != 0)
-        q = _load(queries + s * D, s < S, at, D, BLOCK)
+        q = _load_tile(queries + s * D, s < S, at, D, BLOCK)
         squares += tl.sum(v.to(tl.float32) * v.to(tl.float32), 1)
         scores = _plus_logits(scores, v, q, PIECES)
     inverse = tl.rsqrt(squares / D + eps)
@@ -199,7 +199,7 @@ def read(
     tl.store(total + place, mass, mask=live_c)
     p = tl.trans(p / tl.where(live_c, mass, 1.0)[None, :])
 
-    out = _rows(outputs, None, read_c, first, token_c, S, D, 0, ALIGNED)
+    out = _row_starts(outputs, None, read_c, first, token_c, S, D, 0, ALIGNED)
     # 0 * inf between tokens would spoil the neighbours of a non-finite token: the tile is then computed token by token.
     rounds = tl.where(_any_not_finite(squares[:, None]) != 0, TOKENS, 1)
     for turn in range(rounds):
@@ -209,7 +209,7 @@ def read(
             at = start + columns
             v = _load_mixed(rows, others, wide, now_r, at, D, BLOCK, WIDE != 0)
             o = _plus_product(tl.zeros([COLS, BLOCK], tl.float32), p, v, OUT_PIECES)
-            _store(out, o, now_c, at, D, BLOCK)
+            _store_tile(out, o, now_c, at, D, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
@@ -271,13 +271,13 @@ def read_backward(
         live_c = (c < left * READS) & (read_c < S)
         same = live_r[:, None] & live_c[None, :] & (token_r[:, None] == token_c[None, :])
         rows, others = _starts(sources, strides, r % N, first, token_r, N, D, OTHER, ALIGNED)
-        dout = _rows(grads, grad_strides, read_c, first, token_c, S, D, 0, ALIGNED)
+        dout = _row_starts(grads, grad_strides, read_c, first, token_c, S, D, 0, ALIGNED)
 
         slope = tl.zeros([ROWS, COLS], tl.float32)
         for start in tl.range(0, D, BLOCK, num_stages=STAGES):
             at = start + columns
             v = _load_mixed(rows, others, wide, live_r, at, D, BLOCK, WIDE != 0)
-            g = _load(dout, live_c, at, D, BLOCK)
+            g = _load_tile(dout, live_c, at, D, BLOCK)
             if PIECES == 0:
                 slope = tl.dot(v.to(tl.float32), tl.trans(g.to(tl.float32)), slope, input_precision="tf32x3")
             else:
@@ -287,7 +287,7 @@ def read_backward(
         highest = tl.max(tl.where(same, x, float("-inf")), 0)
         p = tl.where(same, tl.exp(x - tl.where(live_c, highest, 0.0)[None, :]), 0.0)
         p = tl.where(same, p / tl.where(live_c, tl.sum(p, 0), 1.0)[None, :], 0.0)
-        dt = tl.load(_rows(dtop, None, read_c, first, token_c, S, 1, 0, False), mask=live_c, other=0.0)
+        dt = tl.load(_row_starts(dtop, None, read_c, first, token_c, S, 1, 0, False), mask=live_c, other=0.0)
         ds = tl.where(same, p * (slope + dt[None, :]), 0.0)
         inverse = tl.load(inv_rms + first * N + r, mask=live_r, other=0.0)
         back = tl.sum(ds * x, 1) * inverse * inverse / D
@@ -309,8 +309,8 @@ def read_backward(
             for start in tl.range(0, D, BLOCK, num_stages=STAGES):
                 at = start + columns
                 v = _load_mixed(rows, others, wide, now_r, at, D, BLOCK, WIDE != 0)
-                g = _load(dout, now_c, at, D, BLOCK)
-                q = _load(queries + (k % READS) * D, (k % READS) < S, at, D, BLOCK)
+                g = _load_tile(dout, now_c, at, D, BLOCK)
+                q = _load_tile(queries + (k % READS) * D, (k % READS) < S, at, D, BLOCK)
                 dv = -back[:, None] * v.to(tl.float32)
                 if CARRIED != 0:
                     dv += _load_mixed(
@@ -323,14 +323,14 @@ def read_backward(
                     high = q.to(tl.bfloat16)
                     dv = _plus_product(dv, twice, high, OUT_PIECES)
                     dv = _plus_product(dv, twice, (q - high.to(tl.float32)).to(tl.bfloat16), OUT_PIECES - 1)
-                _store(to, dv, now_r & ~wide, at, D, BLOCK)
+                _store_tile(to, dv, now_r & ~wide, at, D, BLOCK)
                 if WIDE != 0:
-                    _store(to_others, dv, now_r & wide, at, D, BLOCK)
+                    _store_tile(to_others, dv, now_r & wide, at, D, BLOCK)
                 if partials is not None:
                     old = (s < S) & ((tile != tl.program_id(0)) | (turn != 0))
-                    dq = _load(partials + partial, old, at, D, BLOCK)
+                    dq = _load_tile(partials + partial, old, at, D, BLOCK)
                     dq = _plus_product(dq, tl.trans(a), v, PIECES)
-                    _store(partials + partial, dq, s < S, at, D, BLOCK)
+                    _store_tile(partials + partial, dq, s < S, at, D, BLOCK)
             if partials is not None:
                 tl.debug_barrier()  # other threads read this round's sum in the next round
 
@@ -382,4 +382,4 @@ def dqueries(
             along + first * N * S + r[None, :] * S + s[:, None], mask=(s < S)[:, None] & live[None, :], other=0.0
         )
         dq = _plus_product(dq, a, v, PIECES)
-    _store(partials + (split * S + s) * D, dq, s < S, at, D, BLOCK)
+    _store_tile(partials + (split * S + s) * D, dq, s < S, at, D, BLOCK)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from attnres.ops.gpu.merge_kernels import _load, _start, _sums
-from attnres.ops.gpu.sealed_kernels import _among, _load_mixed, _starts, _store
+from attnres.ops.gpu.sealed_kernels import _among, _load_mixed, _starts, _store_tile
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -151,8 +151,8 @@ def read_token_backward(
         dq = summed
         dv -= (back * inverse * inverse / D)[:, None] * v
         to, to_others = _starts(dsources, None, r, 0, here, N, D, OTHER, ALIGNED)
-        _store(to, dv, live & ~wide, at, D, BLOCK)
+        _store_tile(to, dv, live & ~wide, at, D, BLOCK)
         if WIDE != 0:
-            _store(to_others, dv, live & wide, at, D, BLOCK)
+            _store_tile(to_others, dv, live & wide, at, D, BLOCK)
     for s in tl.static_range(S):
         tl.store(partials + (tl.program_id(0).to(tl.int64) * S + s) * D + at, dq[s], mask=at < D)
