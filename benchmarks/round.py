@@ -423,12 +423,15 @@ class Training:
         summary = train(from_dict(values), progress=False)
         yield about | self._outcome(folder, summary)
         if self.looked_at:
-            yield about | self._by_depth(folder)
             yield about | self._scores(folder, place)
+            yield about | self._by_depth(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
     def _by_depth(self, folder: Path) -> Row:
-        made = json.loads((folder / "inspection.json").read_text("utf-8"))
+        file = folder / "inspection.json"
+        if not file.is_file():
+            return {"passed_over": "the run wrote no inspection.json, and said why"}
+        made = json.loads(file.read_text("utf-8"))
         names = ("reads", "routing", "output_rms", "input_rms")
         return {"by_depth": {name: made[name] for name in names}}
 

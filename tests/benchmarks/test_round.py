@@ -23,6 +23,7 @@ from torch.autograd import DeviceType
 
 from attnres.ops import cpu
 from attnres.residuals import make_residual
+from attnres.training import loop
 
 Run = Callable[..., list[dict[str, Any]]]
 
@@ -128,18 +129,22 @@ def test_a_run_is_trained_and_a_rule_that_is_not_there_passed_over(run: Run, mon
     assert "no_such_rule" in over[0]["passed_over"] and over[-1]["ended"] == "done"
 
 
-def test_a_run_of_the_largest_pair_is_scored_and_looked_at(run: Run, tmp_path: Path) -> None:
-    """Where the pack has evaluation sets; where it has none a row says so."""
+def test_a_run_of_the_largest_pair_is_scored_and_looked_at(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the pack has evaluation sets and the run could be looked at; where not, a row says so."""
     name = "train ladder 42m block seed 0"
-    *_, over, ended = run(name)
-    assert "EVALUATION" in over["passed_over"] and ended["ended"] == "done"
+    *_, over, looked_at, ended = run(name)
+    assert "EVALUATION" in over["passed_over"] and "by_depth" in looked_at and ended["ended"] == "done"
     sets = tmp_path / "pack" / "evaluation"
     sets.mkdir()
     (sets / "wikitext2_test.raw").write_text(" stream read write block\n" * 40)
     (sets / "lambada_openai.jsonl").write_text('{"context": "stream read", "continuation": "write"}\n' * 2)
     (sets / "hellaswag_val.jsonl").write_text('{"query": "read", "choices": ["block", "stream"], "gold": 1}\n' * 2)
-    trained, looked_at, scored, ended = run(name)
+    monkeypatch.setattr(loop, "_write_inspection", lambda run, model: None)
+    trained, scored, over, ended = run(name)
     assert trained["variant"] == "block" and trained["val_loss"] > 0 and ended["ended"] == "done"
+    assert "inspection.json" in over["passed_over"]
     reads = looked_at["by_depth"]
     assert len(reads["routing"]["weights"]) == len(reads["reads"]) == 1 + len(reads["output_rms"])
     assert {
