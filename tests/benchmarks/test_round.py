@@ -214,7 +214,7 @@ def test_the_whole_command_ends_with_rows_of_each_experiment(
     """At the size for trying it, its steps captured; the compiler and the tests of a GPU are left out. What needs a GPU
     says so. Of training runs, which are all alike at this size, there is one of each optimizer and one of a ladder."""
     monkeypatch.setattr(torch, "compile", lambda function, **how: function)
-    runs = ("train rates standard adamw x2.0", "train ladder 42m block seed 1", "train table full seed 0")
+    runs = ("train rates standard adamw x2.0", "train ladder 3m block seed 1", "train table full seed 0")
     # In two experiments variants differ in how they are computed; the others have one each.
     several = ("step 100m graphs", "step 100m eager, parallel streams")
     rounds = {}

@@ -7,6 +7,8 @@ in `attnres.models.check`, whose `check` runs both.
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+import torch
+
 from attnres.residuals.check import forward, interface, reads
 from attnres.residuals.check.subject import Subject, summary
 
@@ -48,9 +50,12 @@ class Outcome(NamedTuple):
 
 
 def outcomes(checks: Mapping[str, Callable[[Subject], str]], subject: Subject) -> Iterator[Outcome]:
-    """Run checks one by one. An exception of the mechanism is a failed check."""
+    """Run checks one by one, each with the same random numbers. An exception of the mechanism is a failed check."""
     for name, check in checks.items():
-        try:
-            yield Outcome(name, True, check(subject))
-        except Exception as error:
-            yield Outcome(name, False, summary(error))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            try:
+                outcome = Outcome(name, True, check(subject))
+            except Exception as error:
+                outcome = Outcome(name, False, summary(error))
+        yield outcome
