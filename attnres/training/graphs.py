@@ -107,7 +107,12 @@ class Passes:
         y: Sequence[Tensor],
     ) -> None:
         self.micro, self.clip, self.parameters = micro, clip, parameters
-        self.x, self.y, self.count = x[0].clone(), y[0].clone(), len(x)
+        # Of the batches' strides: for others a compiled model would be compiled anew, which cannot be captured.
+        self.x, self.y = (
+            torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=part.device).copy_(part)
+            for part in (x[0], y[0])
+        )
+        self.count = len(x)
         self.tokens = self.y.numel() * self.count
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.x.device)
         self.optimizers: list[Callable[[], Any]] = []

@@ -264,6 +264,22 @@ def test_each_shape_is_captured_up_to_a_number_of_shapes(tapes: list[Tape]) -> N
     assert f"more than {graphs.MOST_SHAPES} shapes, the last (2, 5)" in captured.path
 
 
+def test_a_captured_pass_sees_the_strides_of_eager_ones(tapes: list[Tape], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For others a compiled model would be compiled anew, in the middle of a capture."""
+    seen, sums = [], Objective._sums
+
+    def noted(self: Objective, x: torch.Tensor, y: torch.Tensor) -> Any:
+        seen.append((x.stride(), y.stride()))
+        return sums(self, x, y)
+
+    monkeypatch.setattr(Objective, "_sums", noted)
+    options = StepOptions({**GPT2, "resid_pdrop": 0.0}, vocab_size=32, seq_len=8, batch_size=2, cuda_graphs=True)
+    step = training_steps({"full": ("full", {})}, options)["full"]
+    for _ in range(graphs.WARM_UP + 2):
+        step()
+    assert len(tapes) == 2 and set(seen) == {((9, 1), (9, 1))}
+
+
 def test_steps_are_timed_captured_the_plain_model_too(tapes: list[Tape]) -> None:
     variants = {"plain": (None, {}), "full": ("full", {})}
     options = StepOptions({**GPT2, "resid_pdrop": 0.0}, vocab_size=32, seq_len=8, batch_size=2, cuda_graphs=True)
