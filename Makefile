@@ -11,7 +11,7 @@
 # make integrations    depth reads inside other people's code: what a registry has into build/integrations, the rest from the
 #              checkouts in PEERS_PATH; writes the table of docs/how-to/integrations.md
 # make gpu     BUDGET=540 seconds of a CUDA device: tests, steps, kernels, peers and training runs in order of worth, rows
-#              into benchmarks/results/gpu.jsonl, figures into kernels.md and README; again goes on. Needs PyTorch and
+#              into benchmarks/results/gpu.jsonl, figures into the documentation and README; again goes on. Needs PyTorch and
 #              Transformers alone beside build/gpu-pack.tar.xz; CACHES=FILE packs what was compiled, for another machine's
 #              build/gpu-pack/caches.tar.gz
 # make gpu-pack    what a machine without a network lacks for that, as build/gpu-pack.tar.xz; TEXT=SOURCE packs a text to

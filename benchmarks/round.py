@@ -477,7 +477,7 @@ LADDER = {
     "42m": ((512, 12, 8, 1536), 5, 500),
 }
 """Name -> width, layers, heads and width of the MLP; tokens a parameter; seconds at most."""
-LARGEST = "42m"
+*_, LARGEST = LADDER
 
 
 TABLE = (
@@ -643,21 +643,26 @@ GOALS: tuple[tuple[str, str, str, str], ...] = (
 """What the page has of steps: (what, experiment, variant, goal as a ratio to plain)."""
 
 
+def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    rows = ["".join(f"| {cell} " if cell else "| " for cell in line) + "|" for line in (head, *lines)]
+    return "\n".join([rows[0], "|---" * len(head) + "|", *rows[1:]])
+
+
 def page(rows: Sequence[Row]) -> str:
     """Return the tables of docs/explanation/kernels.md: the last row of each experiment, "not measured" where there
     is none."""
     last = _last(rows)
     measured_by = f"captured beside eager, `{_command('equality of captured steps')}`"
     names = ("largest difference of a loss", "of eager steps made again", "equal to rounding", "taken, device")
-    lines = [f"| {measured_by} | {' | '.join(names)} |", "|---" * (1 + len(names)) + "|"]
+    lines = []
     for variant in ("standard", "block", "full"):
-        row = last.get(("equality of captured steps", variant))
-        found = "not measured | | | |"
+        row, cells = last.get(("equality of captured steps", variant)), ["not measured", "", "", ""]
         if row is not None:
-            differences, equal = f"{row['captured']:.1e} | {row['again']:.1e}", "yes" if row["equal"] else "**no**"
-            found = f"{differences} | {equal} | {row['step']}, {row['of']['device']} |"
-        lines.append(f"| {variant}, {row['steps'] if row else 200} steps | {found}")
-    return "\n".join([*lines, "", steps_table(rows, GOALS), "", others_table(rows)])
+            equal = "yes" if row["equal"] else "**no**"
+            cells = [f"{row['captured']:.1e}", f"{row['again']:.1e}", equal, f"{row['step']}, {row['of']['device']}"]
+        lines.append([f"{variant}, {row['steps'] if row else 200} steps", *cells])
+    return "\n\n".join([_table([measured_by, *names], lines), steps_table(rows, GOALS), others_table(rows)])
 
 
 def _command(experiment: str) -> str:
@@ -711,7 +716,7 @@ def _first_of(rows: Mapping[str, Row]) -> str:
 
 def others_table(rows: Sequence[Row]) -> str:
     """Return the table of what is measured besides steps, and the command that measures it."""
-    lines = ["| measure | goal | found | command |", "|---|---|---|---|"]
+    lines = []
     for what, experiment, goal, found in OTHERS:
         made = [row for row in rows if row.get("round") == experiment and ("result" in row or "tokens_per_s" in row)]
         value = "not measured"
@@ -721,13 +726,13 @@ def others_table(rows: Sequence[Row]) -> str:
             except (KeyError, IndexError, ValueError):  # a candidate that failed has its reason in place of a time
                 value = "failed or cut, its row says why"
             value += f", {made[-1]['of']['device']}"
-        lines.append(f"| {what} | {goal} | {value} | `{_command(experiment)}` |")
-    return "\n".join(lines)
+        lines.append([what, goal, value, f"`{_command(experiment)}`"])
+    return _table(("measure", "goal", "found", "command"), lines)
 
 
 def steps_table(rows: Sequence[Row], goals: Sequence[tuple[str, str, str, str]]) -> str:
     """Return a table of training steps: of each goal its row."""
-    last = _last(rows)
+    last, lines = _last(rows), list[list[str]]()
     names = (
         "step (goal of every peak: 1.05)",
         "goal",
@@ -738,17 +743,16 @@ def steps_table(rows: Sequence[Row], goals: Sequence[tuple[str, str, str, str]])
         "taken, device",
         "`--only`",
     )
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for what, experiment, variant, goal in goals:
         row, plain = last.get((experiment, variant)), last.get((experiment, "plain"))
-        found = "not measured | | | |"
+        cells = ["not measured", "", "", "", ""]
         if row is not None and plain is not None:
             low, high = row["ratio_quartiles"]
             ratios = (_ratio(row, plain, name) for name in ("host_ms", "busy_ms", "peak_bytes"))
             time = f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]"
-            found = " | ".join([time, *ratios, f"{row['step']}, {row['of']['device']}"])
-        lines.append(f'| {what}, {variant} | {goal} | {found} | `"{experiment}"` |')
-    return "\n".join(lines)
+            cells = [time, *ratios, f"{row['step']}, {row['of']['device']}"]
+        lines.append([f"{what}, {variant}", goal, *cells, f'`"{experiment}"`'])
+    return _table(names, lines)
 
 
 def _last(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
@@ -757,10 +761,6 @@ def _last(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
 
 def _ratio(row: Row, plain: Row, name: str) -> str:
     return f"{row[name] / plain[name]:.3f}" if plain.get(name) else ""
-
-
-def _table(names: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names), *lines))
 
 
 SCORES = {

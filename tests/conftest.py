@@ -148,7 +148,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if time.monotonic() > item.config.stash[ENDS]:
         pytest.skip(NOT_RUN)
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # for its fixtures
 
 
 @pytest.hookimpl(tryfirst=True)  # after fixtures: those that other tests share were made for the first of them
