@@ -9,15 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from recipe_runs import DATA, finals, micro, rows
-from results_page import ROOT, fine_tuned, inside, saved_at_42m, saved_by_budget, step
+from recipe_runs import DATA, Answers, of_folders, of_micro, rows, without_copiers
+from results_page import (
+    ROOT,
+    TOO_WIDE,
+    at_the_frontier,
+    benchmark,
+    cell,
+    inside,
+    of_nano,
+    ratio,
+    saved_at_42m,
+    saved_by_budget,
+    step,
+)
 
 from attnres.files import write_text
-from attnres.stats import QUESTIONS, Effect, Recipe, judged
+from attnres.stats import Effect, Recipe, judged
 from attnres.text import number
 
 PAGE = ROOT / "docs" / "results" / "claims.md"
-MICRO, NANO, LARGE = "0.9 M; 4.5", "2.9 M; 3.5", "42 M; 1.2"
+MICRO, NANO, LARGE = "0.9 M; 4.8", "2.9 M; 3.5", "42 M; 1.2"
 """Parameters, and tokens for each of them."""
 COLUMNS = (
     *("#", "claim", "published", "ours (95 %)", "size; tokens a parameter", "runs"),
@@ -28,13 +40,12 @@ HEAD = (
     "",
     "Written by `python experiments/claims_page.py` from docs/data. Differences are nats per held-out token, lower is "
     "better, with 95 % intervals by",
-    "`attnres.stats`: loss = mechanism + seed over all runs of a recipe; five questions written down beforehand at "
-    "5 %, the others of the 0.9 M recipe",
-    "together by Holm. *Published* is the difference that the source has, of one run each. An interval that includes 0 "
-    "says how large an effect can be,",
-    "not that there is none. Sources: paper is arXiv 2603.15031, OAR github.com/wdlctc/open-attention-residuals, "
-    "nanoGPT github.com/aupadhyay/attnres-exp.",
-    "Each study has a page, listed on [the first one](index.md); [others' results](others.md) stand beside ours.",
+    "`attnres.stats`: loss = mechanism + seed over all runs of a recipe; questions written down beforehand each at 5 "
+    "%, all others of a recipe together by Holm.",
+    "*Published*: the source's difference, of one run each. An interval that includes 0 says how large an effect can "
+    "be, not that there is none. `lab` is `python -m lab`, `compare` is `attnres compare --config`.",
+    "Paper: arXiv 2603.15031; OAR: github.com/wdlctc/open-attention-residuals; nanoGPT: "
+    "github.com/aupadhyay/attnres-exp. Studies: [first page](index.md); [others' results](others.md).",
     "",
     f"| {' | '.join(COLUMNS)} |",
     "|---:" + "|---" * (len(COLUMNS) - 1) + "|",
@@ -47,7 +58,8 @@ class Answer:
 
     Attributes:
         published: the differences that others have. source: where, and in which words. what: minus what, where the
-            claim does not say. runs: of both. shown: the answer where it is no difference of losses.
+            claim does not say. runs: of both. shown: the answer where it is no difference. nats: whether it is one of
+            losses.
     """
 
     source: str
@@ -58,17 +70,16 @@ class Answer:
     published: tuple[float, ...] = ()
     what: str = ""
     shown: str = ""
+    nats: bool = True
 
     def cells(self) -> list[str]:
         """The row without the claim."""
         if self.effect is None:
             return [self.source, self.shown, self.size, self.runs, "–", "–", f"`{self.command}`"]
         one = self.effect
-        ours = f"{number(one.difference, 3, signed=True)}"
-        if one.degrees:
-            ours += f" ({number(one.low, 3, signed=True)} to {number(one.high, 3, signed=True)})"
-        said = "not known" if not one.degrees else "yes" if one.excludes() else "no"
-        apart = "–" if not self.published or not one.degrees else "no"
+        unknown = not one.degrees or (one.margin > TOO_WIDE and self.nats)
+        said = "not known" if unknown else "yes" if one.excludes() else "no"
+        apart = "–" if not self.published or unknown else "no"
         if apart == "no" and all(map(one.excludes, self.published)):
             apart = "yes"
         source = self.source
@@ -76,7 +87,15 @@ class Answer:
             values = " to ".join(number(value, 3, signed=True) for value in self.published)
             source = f"{values} ({self.source})"
         what = f"{self.what}: " if self.what else ""
-        return [source, what + ours, self.size, self.runs, said, apart, f"`{self.command}`"]
+        return [
+            source,
+            what + cell(one, TOO_WIDE if self.nats else math.inf),
+            self.size,
+            self.runs,
+            said,
+            apart,
+            f"`{self.command}`",
+        ]
 
 
 def result(study: str) -> dict[str, Any]:
@@ -95,10 +114,17 @@ def stored(values: dict[str, Any], label: str) -> tuple[Effect, str]:
 
 
 def between(values: dict[str, Any], label: str, other: str) -> Effect:
-    """Two variants of one contrast against one another, by its sigma and degrees of freedom."""
-    one, two = (values["variants"][name] for name in (label, other))
-    error = values["sigma"] * math.sqrt(1 / one["runs"] + 1 / two["runs"])
-    return Effect(one["loss"] - two["loss"], error, values["degrees"])
+    """Two variants of one contrast against one another, judged together with what the contrast asks."""
+    known = values["variants"]
+
+    def effect(difference: float, one: int, two: int) -> Effect:
+        return Effect(difference, values["sigma"] * math.sqrt(1 / one + 1 / two), values["degrees"])
+
+    one, two = known[label], known[other]
+    runs = max(each["runs"] for each in known.values())  # of the baseline at least
+    asked = [effect(each["difference"], each["runs"], runs) for each in known.values()]
+    asked.append(effect(one["loss"] - two["loss"], one["runs"], two["runs"]))
+    return judged(asked, [False] * len(asked))[-1]
 
 
 def early() -> Recipe:
@@ -113,13 +139,6 @@ def parameters(study: str) -> str:
     return f"{number(min(map(float, found)) / 1e6, 1)} M"
 
 
-def at_depth(name: str) -> tuple[Effect, str]:
-    """Block of a deeper 2.9 M model, and its runs."""
-    runs = finals(name)
-    recipe = Recipe(runs)
-    return recipe.effect("block", "standard"), f"{recipe.counts['block']} and {recipe.counts['standard']}"
-
-
 def shares(name: str) -> str:
     """The mean share of a way around the reads, at the start and at the end."""
     found = [row for row in rows("ways_around_micro.csv") if row["name"].startswith(f"{name}-seed")]
@@ -129,54 +148,48 @@ def shares(name: str) -> str:
 
 def claims() -> list[tuple[str, list[Answer]]]:
     """Every claim with its answers."""
-    recipe = Recipe(micro())
-    asked = [  # of the 0.9 M recipe, beside the questions written down beforehand
-        *(("full-queryinput", "full"), ("full-weightssigmoid", "full"), ("full-weightssigmoid", "standard")),
-        *(("full-key_normFalse", "full"), ("block-key_normFalse", "block"), ("full-window8", "full")),
-        *(("block-heads4", "block"), ("mhc", "standard"), ("denseformer", "standard")),
-        *(("block-query_std0.02", "block"), ("static_mix", "standard"), ("block-gatescalar", "block")),
-    ]
-    pairs = [*QUESTIONS, *asked]
-    effects = judged([recipe.effect(*pair) for pair in pairs], [pair in QUESTIONS for pair in pairs])
-    known = dict(zip(pairs, effects, strict=True))
-    command = "python -m lab ablations --preset micro"
+    recipe = of_micro()
+    command = "lab ablations --preset micro"
+
+    def of(
+        answers: Answers, name: str, other: str, source: str, size: str, run: str, *published: float, what: str = ""
+    ):
+        pair = (name, other)
+        return Answer(source, answers[pair], size, answers.counts(pair), run, published, what)
 
     def small(name: str, other: str, source: str, *published: float, what: str = "", run: str = command) -> Answer:
-        runs = f"{recipe.counts[name]} and {recipe.counts[other]}"
-        effect = known[name, other] if (name, other) in known else recipe.effect(name, other)
-        return Answer(source, effect, MICRO, runs, run, published, what)
+        return of(recipe, name, other, source, MICRO, run, *published, what=what)
 
-    nano = Recipe([*finals("lasting_seeds"), *finals("lasting_runs")])
-    first, large, tuned = early(), Recipe(finals("one_gpu")), Recipe(fine_tuned())
+    nano, first, large, tuned = of_nano(), early(), of_folders("one_gpu"), of_folders("finetune_layouts")
     gpt, rates = result("micro/nanogpt")["configurations"], result("micro/rates")
-    own_recipe = Recipe(finals("boundary_adamw"))
     sizes, tasks, images = result("pico/block-size")["sizes"], result("micro/depth-tasks"), result("pico/resnet")
     scaling, shapes, growth = result("pico-fp32/scaling"), result("pico/depth-width"), result("nano/growth")
     dynamics, memory = result("micro/dynamics"), result("pico/structured-vs-memorised")
     adamw, runs_adamw = stored(rates["tuned-adamw"], "block-lr0.016")
     own, runs_own = stored(rates["best"], "block-residual_lr0.004")
     budget = {size: saved_by_budget(size) for size in ("nano", "micro")}
-    bands, newest = saved_at_42m(), inside()
+    bands = saved_at_42m()
     table2 = (-0.020, -0.026)
 
     def saved(size: str) -> str:
-        inner = [one for one in budget[size] if not one[2]]
-        return ", ".join(f"{tokens:.2f} at {per:.1f}" for per, tokens, *_ in inner)
+        return ", ".join(f"{one.saved:.2f} at {one.per:.1f}" for one in budget[size] if not one.fitted)
 
     def of_study(values: dict[str, Any], label: str, *more: Any, **named: Any) -> Answer:
         effect, runs = stored(values, label)
         return Answer(more[0], effect, more[1], runs, more[2], *more[3:], **named)
 
+    both = [(loss, best) for loss, best in at_the_frontier() if 3.9 < loss < 4.2]  # where larger models were trained
+    losses, saves = [loss for loss, _ in both], [best["standard"][0] / best["block"][0] for _, best in both]
+    graphs = benchmark("decode_graphs_cuda.json")
     far = [float(row["distance_contribution"]) for row in rows("locality_pico.csv")]
     bounds = "{:.2f} to {:.2f}".format
     size_runs = "2 and 2"
-    retrofit = "attnres compare --config recipes/finetune_layouts.yaml"
-    regimes = Recipe(finals("finetune_regimes_seeds"))
+    retrofit = "compare recipes/finetune_layouts.yaml --seeds 0 1 2"
+    regimes, boundary = of_folders("finetune_regimes_seeds"), "compare recipes/boundary.yaml"
 
     def regime(name: str, other: str, what: str) -> Answer:
-        runs = f"{regimes.counts[name]} and {regimes.counts[other]}"
-        command = "attnres compare --config recipes/finetune_regimes.yaml"
-        return Answer("fine-tuning", regimes.effect(name, other), "2.9 M; 300 steps", runs, command, what=what)
+        command = "compare recipes/finetune_regimes.yaml --seeds 0 1 2"
+        return of(regimes, name, other, "fine-tuning", "2.9 M; 300 steps", command, what=what)
 
     return [
         (
@@ -187,7 +200,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     first.effect("block", "standard"),
                     "2.9 M; 0.35",
                     _counts(first),
-                    "python -m lab rates",
+                    "lab rates",
                     (-0.127,),
                 )
             ],
@@ -196,21 +209,19 @@ def claims() -> list[tuple[str, list[Answer]]]:
             "and at the end of training",
             [
                 small("block", "standard", "paper, Table 2, 194 to 528 M", *table2),
-                Answer(
-                    "the same", nano.effect("block", "standard"), NANO, _counts(nano), "python -m lab rates", table2
-                ),
-                Answer("the same", large.effect("block", "standard"), LARGE, _counts(large), "make gpu", table2),
+                of(nano, "block", "standard", "the same", NANO, "lab rates", *table2),
+                of(large, "block", "standard", "the same", LARGE, "make gpu", *table2),
             ],
         ),
         (
-            "the gap shrinks as training goes on (in nats: see the budgets; in tokens saved it does not)",
+            "the gap shrinks as training goes on (in nats; in tokens saved it does not)",
             [
                 Answer(
                     "−0.127 to −0.066 (torchtitan)",
                     None,
-                    f"2.9 M; {budget['nano'][0][0]:.1f} to {budget['nano'][2][0]:.1f}",
+                    f"2.9 M; {budget['nano'][0].per:.1f} to {budget['nano'][2].per:.1f}",
                     "1 and 1",
-                    "python -m lab budgets",
+                    "lab budgets",
                     shown=f"tokens saved {saved('nano')} tokens a parameter",
                 ),
                 Answer(
@@ -218,7 +229,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     None,
                     "0.9 M",
                     "1 and 1",
-                    "python -m lab budgets --preset micro",
+                    "lab budgets --preset micro",
                     shown=f"tokens saved {saved('micro')} tokens a parameter",
                 ),
                 Answer(
@@ -242,7 +253,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     adamw,
                     MICRO,
                     runs_adamw,
-                    "python -m lab rates --preset micro",
+                    "lab rates --preset micro",
                     (-0.034,),
                     "both at the best of five rates",
                 )
@@ -256,7 +267,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     own,
                     MICRO,
                     runs_own,
-                    "python -m lab rates --preset micro",
+                    "lab rates --preset micro",
                     what="each at its best",
                 )
             ],
@@ -269,19 +280,16 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     None,
                     "0.04 to 0.36 M; 20",
                     size_runs,
-                    "python -m lab scaling --preset pico-fp32",
+                    "lab scaling --preset pico-fp32",
                     shown=f"{scaling['block']['multiplier']:.2f} ({bounds(*scaling['block']['interval'])})",
                 ),
-                *(
-                    Answer(
-                        "the same",
-                        None,
-                        f"{name}; {budget[size][2][0]:.1f}",
-                        "1 and 1",
-                        f"python -m lab budgets --preset {size}",
-                        shown=f"{budget[size][2][3]:.2f} times the compute, one pair",
-                    )
-                    for size, name in (("micro", "0.9 M"), ("nano", "2.9 M"))
+                Answer(
+                    "the same",
+                    None,
+                    "the better of 0.9 and 2.9 M",
+                    "1 and 1",
+                    "lab budgets",
+                    shown=f"{min(saves):.2f} to {max(saves):.2f} at losses of {losses[0]:.2f} to {losses[-1]:.2f}",
                 ),
             ],
         ),
@@ -303,7 +311,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
         ("a sliding window loses the gain", [small("full-window8", "full", "paper, Table 4", 0.027)]),
         ("several heads do not help", [small("block-heads4", "block", "paper, Table 4, 16 heads", 0.006)]),
         (
-            "mHC gains what Block gains, DenseFormer nothing",
+            "mHC gains what Block gains (here with 18 % more parameters), DenseFormer nothing",
             [
                 small("block", "mhc", "paper, Table 4", -0.001, what="Block beside mHC"),
                 small("mhc", "standard", "paper, Table 4", -0.019, what="mHC beside standard"),
@@ -318,7 +326,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     between(sizes, "block-block_size4", "block-block_size1"),
                     "0.2 M; 21",
                     "1 and 1",
-                    "python -m lab block-size --preset pico",
+                    "lab block-size --preset pico",
                     (0.009,),
                 )
             ],
@@ -331,7 +339,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     None,
                     MICRO,
                     size_runs,
-                    "python -m lab dynamics --preset micro",
+                    "lab dynamics --preset micro",
                     shown="last quarter over first: Block {:.2f}, standard {:.2f}; the interval {}".format(
                         dynamics["recipe/block/output_rms"]["ratio"],
                         dynamics["recipe/standard/output_rms"]["ratio"],
@@ -348,12 +356,17 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     None,
                     "0.2 M, equal FLOPs",
                     "1 and 1",
-                    "python -m lab depth-width --preset pico",
+                    "lab depth-width --preset pico",
                     shown=f"Block {shapes['block']['at']:.0f}, standard {shapes['standard']['at']:.0f}; not told apart",
                 ),
                 *(
-                    Answer("–", effect, NANO, runs, "python -m lab rates", what=f"{depth} layers")
-                    for depth, (effect, runs) in ((n, at_depth(f"lasting_{n}_layers")) for n in (24, 48))
+                    of(
+                        of_folders(f"lasting_{depth}_layers"),
+                        *("block", "standard", "–", NANO),
+                        f"compare recipes/lasting_{depth}_layers.yaml --seeds 0 1",
+                        what=f"{depth} layers",
+                    )
+                    for depth in (24, 48)
                 ),
             ],
         ),
@@ -366,14 +379,14 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     LARGE,
                     "2",
                     "make gpu",
-                    shown=f"weight over an even share: newest {newest[0]:.1f} (attention) and {newest[1]:.1f} (MLP), "
-                    f"embedding {newest[2]:.2f} and {newest[3]:.2f}",
+                    shown="of even weights, attention and MLP: "
+                    + ", ".join(f"{what} {values[0]:.2f} and {values[1]:.2f}" for what, values in inside().items()),
                 ),
                 Answer(
                     "the same",
                     None,
                     "0.2 M; 21",
-                    "2",
+                    "4",
                     "python experiments/locality.py",
                     shown=f"reach over the plain sum's: {bounds(min(far), max(far))}",
                 ),
@@ -387,7 +400,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     None,
                     "random weights",
                     "8",
-                    "python -m lab growth",
+                    "lab growth",
                     shown=f"exact: {max(growth['variants'][k]['from_standard'] for k in ('full', 'block')):.0e} away",
                 )
             ],
@@ -408,27 +421,20 @@ def claims() -> list[tuple[str, list[Answer]]]:
         (
             "a finished model gains little",
             [
-                Answer(
-                    "OAR, 0.6 and 1.7 B, 10,000 steps",
-                    tuned.effect("block-num_blocks4", "standard"),
-                    "2.9 M; 500 steps",
-                    _counts(tuned, "block-num_blocks4"),
-                    retrofit,
-                    (-0.003, -0.021),
+                of(
+                    tuned,
+                    *("block-num_blocks4", "standard", "−0.003 and −0.021; OAR, 0.6 and 1.7 B, 10,000 steps"),
+                    *("2.9 M; 500 steps", retrofit),
                 )
             ],
         ),
         (
             "OAR's layout is a way to retrofit (here at a twentieth of its length, still falling: another question)",
             [
-                Answer(
-                    "OAR, 10,000 steps",
-                    tuned.effect(name, "standard"),
-                    "2.9 M; 500 steps",
-                    _counts(tuned, name),
-                    retrofit,
-                    (-0.021,),
-                    what,
+                of(
+                    tuned,
+                    *(name, "standard", "−0.021; OAR, 10,000 steps", "2.9 M; 500 steps", retrofit),
+                    what=what,
                 )
                 for name, what in (
                     ("cumulative-num_blocks4", "four blocks"),
@@ -446,7 +452,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     "3",
                     "python experiments/findings.py",
                     shown="over the same token, Block, code: +0.050 at the first boundary, +0.010 at the last; "
-                    "in the study's layout none ([page](nanogpt.md#does-the-embedding-spike-where-a-statement-begins))",
+                    "in the study's layout none",
                 )
             ],
         ),
@@ -458,7 +464,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     None,
                     "no model",
                     "–",
-                    "python -m lab nanogpt --preset micro",
+                    "lab nanogpt --preset micro",
                     shown="its gates "
                     + ("close" if result("micro/nanogpt")["gates_close_without_a_loss"] else "do not close")
                     + " without a model: no evidence either way",
@@ -466,7 +472,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
             ],
         ),
         (
-            "nanoGPT's Full beats GPT-2, its Block hardly (here Muon and slow queries, then its AdamW at one rate)",
+            "nanoGPT's Full beats GPT-2, its Block hardly (here Muon and slow queries, then the model's own rate)",
             [
                 answer
                 for label, gap, what in (
@@ -474,15 +480,24 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     ("boundary-num_blocks4", -0.004, "its Block"),
                 )
                 for answer in (
-                    of_study(gpt, label, "nanoGPT", MICRO, "python -m lab nanogpt --preset micro", (gap,), what),
-                    Answer(
-                        "nanoGPT",
-                        own_recipe.effect(f"{label}-residual_lr0.004", "standard"),
+                    of_study(
+                        gpt,
+                        label,
+                        f"{number(gap, 3, signed=True)}; nanoGPT, AdamW",
                         MICRO,
-                        str(own_recipe.counts[f"{label}-residual_lr0.004"]),
-                        "attnres compare --config recipes/boundary.yaml --optimizer adamw",
-                        (gap,),
-                        f"{what}, AdamW",
+                        "lab nanogpt --preset micro",
+                        what=what,
+                    ),
+                    of(
+                        of_folders("boundary_muon"),
+                        *(f"{label}-residual_lr0.004", "standard", "the same", MICRO, f"{boundary} --optimizer muon"),
+                        what=f"{what}, Muon",
+                    ),
+                    of(
+                        of_folders("boundary_adamw"),
+                        *(f"{label}-residual_lr0.004", "standard", "nanoGPT", MICRO, f"{boundary} --optimizer adamw"),
+                        gap,
+                        what=f"{what}, AdamW",
                     ),
                 )
             ],
@@ -495,7 +510,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     between(gpt, "boundary-num_blocks4-value_residuallayer", "boundary-num_blocks4"),
                     MICRO,
                     "3 and 3",
-                    "python -m lab nanogpt --preset micro",
+                    "lab nanogpt --preset micro",
                     (0.001,),
                 )
             ],
@@ -508,7 +523,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     None,
                     "small MLPs",
                     "3 and 3",
-                    "python -m lab structured-vs-memorised --preset pico",
+                    "lab structured-vs-memorised --preset pico",
                     shown="labels of noise, Full's loss over standard's: "
                     + ", ".join(
                         f"{memory[f'full, {kind}/0']['ratio']:.2g} ({kind}; {memory[f'full, {kind}/0']['interval']})"
@@ -520,13 +535,13 @@ def claims() -> list[tuple[str, list[Answer]]]:
         (
             "a rescaled residual does as well and is steadier at high rates",
             [
-                small("rescaled", "standard", "a post", run="python -m lab noise --preset micro"),
+                small("rescaled", "standard", "a post", run="lab noise --preset micro"),
                 Answer(
                     "the same",
                     None,
                     "small MLPs",
                     "3 and 3",
-                    "python -m lab structured-vs-memorised --preset pico",
+                    "lab structured-vs-memorised --preset pico",
                     shown="over standard's at rate 0.03: "
                     + ", ".join(
                         f"{one['ratio']:.2g} ({one['interval']})"
@@ -544,14 +559,14 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     None,
                     "random weights",
                     "8",
-                    "python -m lab growth",
+                    "lab growth",
                     shown=f"{growth['variants']['standard']['growth']:.1f} times over 48 sublayers, "
                     f"{growth['variants']['standard, no norm']['growth']:,.0f} without the norm",
                 )
             ],
         ),
         (
-            "training costs less than 4 % more time",
+            "training costs less than 4 % more time, inference less than 2 %",
             [
                 Answer("paper", None, "2.9 M", "–", "make bench", shown=step("step_cpu_nano.json", "nano", "fp32")),
                 Answer(
@@ -560,7 +575,16 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     "54 M",
                     "–",
                     "make gpu",
-                    shown=step("step_100m_cuda.json", "100m", "bf16"),
+                    shown=f"{step('step_100m_cuda.json', '100m', 'bf16')}: contradicted for this implementation",
+                ),
+                Answer(
+                    "paper, inference",
+                    None,
+                    "0.6 B",
+                    "–",
+                    "make gpu",
+                    shown=f"one H200: prefill {ratio(graphs['prefill']['8192']['block'])}, decoding "
+                    f"{ratio(graphs['decode']['1']['block'])}",
                 ),
             ],
         ),
@@ -572,8 +596,9 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     label,
                     "nobody",
                     parameters("micro/depth-tasks"),
-                    "python -m lab depth-tasks --preset micro",
+                    "lab depth-tasks --preset micro",
                     what=f"{label}, share of right answers",
+                    nats=False,
                 )
                 for label in ("block", "full", "rescaled")
             ],
@@ -586,17 +611,22 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     f"full-{layers}",
                     "nobody",
                     "CIFAR-10, 4 epochs",
-                    "python -m lab resnet --preset pico --images FOLDER",
+                    "lab resnet --preset pico --images FOLDER",
                     what=f"{layers} layers, percent of error",
+                    nats=False,
                 )
                 for layers in (20, 32)
             ],
         ),
         (
-            "weights that do not see the token gain as well",
+            "weights that do not see the token gain as well, or nearly",
             [
                 small("static_mix", "standard", "paper, Table 4", -0.017, what="beside standard"),
                 small("full", "static_mix", "paper, Table 4", -0.012, what="Full beside them"),
+                Answer(
+                    *("the same", without_copiers(), MICRO, "3 and 2", command, (-0.012,)),
+                    "the run that copies left out afterwards",
+                ),
             ],
         ),
         (

@@ -1,8 +1,15 @@
-"""Final losses of a recipe's runs as docs/data has them, for the one rule of comparisons (`attnres.stats.Recipe`)."""
+"""Final losses of a recipe's runs as docs/data has them, what is asked of them, and the one rule's answers
+(`attnres.stats.Recipe`)."""
 
 import csv
+import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+
+from attnres.savings import LossCurve
+from attnres.stats import QUESTIONS, Effect, Recipe, judged
+from attnres.text import label_and_seed
 
 DATA = Path(__file__).resolve().parents[1] / "docs" / "data"
 
@@ -35,3 +42,78 @@ def finals(name: str) -> list[Run]:
     """The last loss of each run of a comparison's curves.csv, runs at another learning rate left out."""
     last = {(row["label"], int(row["seed"])): float(row["loss"]) for row in rows(f"{name}/curves.csv")}
     return [(label, seed, loss) for (label, seed), loss in last.items() if "-lr" not in label]
+
+
+Pair = tuple[str, str]
+REGIMES = (
+    ("block-num_blocks4-gatescalar-gate_init-2", "block-num_blocks4"),
+    ("cumulative-num_blocks4-recency_bias5", "block-num_blocks4"),
+    ("cumulative-num_blocks4-recency_bias5", "cumulative-num_blocks4"),
+)
+"""What is asked of the fine-tuning regimes besides each one's difference to the plain continuation."""
+
+
+class Answers(dict[Pair, Effect]):
+    """Effects of one recipe, of all that its pages ask: questions written down beforehand at 95 %, all others together
+    by Holm. So a comparison has one interval, whatever page shows it."""
+
+    def __init__(self, runs: Sequence[Run], asked: Sequence[Pair]) -> None:
+        self.runs, self.recipe = runs, Recipe(runs)
+        effects = [self.recipe.effect(*pair) for pair in asked]
+        super().__init__(zip(asked, judged(effects, [pair in QUESTIONS for pair in asked]), strict=True))
+
+    def counts(self, pair: Pair) -> str:
+        """How many runs either has."""
+        return " and ".join(str(self.recipe.counts[name]) for name in pair)
+
+
+def own_base(label: str) -> str:
+    """What a mechanism of the 0.9 M recipe is compared with: a setting of Block or Full with that."""
+    base = label.split("-")[0]
+    return base if label != base and base in ("block", "full") else "standard"
+
+
+def without_copiers() -> Effect:
+    """Full minus static mix without the run that has learnt to copy: no question written down beforehand."""
+    return Recipe(run for run in micro() if run[:2] != ("static_mix", 2)).effect("full", "static_mix")
+
+
+def of_micro() -> Answers:
+    """The answers of the 0.9 M recipe: one comparison a mechanism, the five questions, and sigmoid weights beside the
+    standard model, of which the paper has a figure."""
+    runs = micro()
+    names = dict.fromkeys(name for name, *_ in runs if name != "standard")
+    pairs = [*QUESTIONS, *((name, own_base(name)) for name in names), ("full-weightssigmoid", "standard")]
+    return Answers(runs, list(dict.fromkeys(pairs)))
+
+
+def of_folders(*folders: str) -> Answers:
+    """The answers of comparisons of one recipe: each variant beside the standard model, and what else is asked."""
+    runs = [run for folder in folders for run in last_losses(folder)]
+    names = dict.fromkeys(name for name, *_ in runs if name != "standard")
+    asked: list[Pair] = [(name, "standard") for name in names]
+    return Answers(runs, [*asked, *REGIMES] if "finetune_regimes_seeds" in folders else asked)
+
+
+def last_losses(folder: str) -> list[Run]:
+    """The last loss of each run of a comparison, as its runs.json has it, or its curves.csv."""
+    path = DATA / folder / "runs.json"
+    named = json.loads(path.read_text("utf-8")).get("runs", {}) if path.is_file() else {}
+    ends = {label_and_seed(name): one["val_loss"] for name, one in named.items()}
+    return [(*name, loss) for name, loss in ends.items() if name is not None] or finals(folder)
+
+
+def by_length() -> LossCurve:
+    """The standard model's loss at 0.9 M parameters after runs of several lengths, each with its own schedule: what a
+    lower loss is worth in tokens."""
+    ends = [row for row in rows("studies/micro/exchange/runs.csv") if row["quantity"] == "loss"]
+    last = {row["arm"]: (float(row["tokens"]), float(row["value"])) for row in ends}
+    return LossCurve(last.values())
+
+
+def tokens_saved(effect: Effect, base: float, curve: LossCurve) -> tuple[float, float, float]:
+    """How many times fewer tokens a difference to a loss of `base` is worth on a curve by length, with the ends of its
+    interval, the smaller first."""
+    at = curve.tokens(base).tokens
+    low, middle, high = (curve.tokens(base + d).tokens / at for d in (effect.high, effect.difference, effect.low))
+    return middle, low, high

@@ -4,17 +4,19 @@ python experiments/results_page.py
 """
 
 import json
+import math
+import statistics
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from recipe_runs import DATA, Run, finals, micro, rows
+from recipe_runs import DATA, Answers, by_length, of_folders, of_micro, own_base, rows, tokens_saved, without_copiers
 
 from attnres.files import write_text
-from attnres.savings import LossCurve, saving
-from attnres.stats import Effect, Recipe, judged
+from attnres.savings import LossCurve
+from attnres.stats import Effect
 from attnres.text import number
 
 ROOT = DATA.parents[1]
@@ -56,18 +58,36 @@ PAGES = {
 }
 """A page a study, and what it is called in a list."""
 PARAMETERS = {"micro": "0.9 M", "nano": "2.9 M"}
+EXACT = "block-num_blocks4"
+"""The label of a converted model that starts as the plain one."""
+TOO_WIDE = 0.4
+"""Nats to a side from which on an interval says nothing: two or three runs that lie far apart."""
+CPU_STEPS = (
+    *(("step_cpu_plain.json", None, dtype) for dtype in ("fp32", "bf16")),
+    *(("step_cpu_nano.json", "nano", dtype) for dtype in ("fp32", "bf16")),
+)
+"""Training steps that were timed on a CPU: file, size in it, dtype. Compiled ones have files beside."""
+FILES = {
+    "micro": "docs/data/studies/micro/{rivals,ablations,noise}/runs.csv, docs/data/processors_micro.csv",
+    "nano": "docs/data/lasting_{seeds,runs}/curves.csv",
+    "42 M": "docs/data/one_gpu/curves.csv",
+}
 
 
-def cell(effect: Effect) -> str:
-    """A difference with its interval in nats per token."""
+def cell(effect: Effect, widest: float = TOO_WIDE) -> str:
+    """A difference with its interval, if that is not too wide to say anything."""
+    difference = number(effect.difference, 3, signed=True)
     if not effect.margin >= 0:
-        return f"{number(effect.difference, 3, signed=True)} (one seed)"
-    values = [number(value, 3, signed=True) for value in (effect.difference, effect.low, effect.high)]
-    return "{} ({} to {})".format(*values)
+        return f"{difference} (one seed)"
+    if effect.margin > widest:
+        return f"{difference} (runs too far apart)"
+    return f"{difference} ({number(effect.low, 3, signed=True)} to {number(effect.high, 3, signed=True)})"
 
 
 def words(effect: Effect, published: tuple[float, ...] = ()) -> str:
     """What the interval excludes: 0, and the published gains."""
+    if effect.margin > TOO_WIDE:
+        return "says nothing"
     said = ("lower" if effect.difference < 0 else "higher") + ": excludes 0" if effect.excludes() else "includes 0"
     if published:
         apart = all(effect.excludes(one) for one in published)
@@ -76,11 +96,24 @@ def words(effect: Effect, published: tuple[float, ...] = ()) -> str:
     return said
 
 
-def question(what: str, runs: list[Run], file: str, pair: tuple[str, str], published: tuple[float, ...] = ()) -> str:
+def times(factor: float, low: float, high: float) -> str:
+    """A factor with its interval."""
+    return f"{factor:.2f} ({low:.2f} to {high:.2f})" if low > 0 else "–"
+
+
+def worth(effect: Effect, base: float, curve: LossCurve) -> str:
+    """The tokens saved by a difference, by the standard model's loss over lengths of runs."""
+    return "–" if effect.margin > TOO_WIDE else times(*tokens_saved(effect, base, curve))
+
+
+def question(what: str, answers: Answers, where: str, pair: tuple[str, str], published: tuple[float, ...] = ()) -> str:
     """A row of the first table."""
-    recipe = Recipe(runs)
-    effect, counts = recipe.effect(*pair), [recipe.counts[name] for name in pair]
-    return f"| {what} | {cell(effect)} | {counts[0]} and {counts[1]} runs | {words(effect, published)} | `{file}` |"
+    effect, curve = answers[pair], {"micro": by_length, "nano": nano_by_length}.get(where)
+    tokens = worth(effect, answers.recipe.means[pair[1]], curve()) if curve else "below"
+    return (
+        f"| {what} | {cell(effect)} | {tokens} | {answers.counts(pair)} | {words(effect, published)} | "
+        f"`{FILES[where]}` |"
+    )
 
 
 def one_gpu() -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -92,40 +125,113 @@ def one_gpu() -> dict[str, dict[str, list[tuple[float, float]]]]:
     return curves
 
 
-def saved_at_42m() -> list[tuple[float, float, float]]:
-    """Of each band its first and last measurement in millions of tokens, and the mean factor over seeds."""
-    curves, found = one_gpu(), list[tuple[float, float]]()
+def factors_at_42m() -> dict[str, list[tuple[float, float]]]:
+    """By seed, (tokens, how many times as many the standard model needs for Block's loss there)."""
+    curves, found = one_gpu(), dict[str, list[tuple[float, float]]]()
     for seed, points in curves["block"].items():
         base, own = LossCurve(curves["standard"][seed]), LossCurve(points)
-        for tokens, loss in zip(own.at, own.losses, strict=True):
-            reading = base.tokens(float(loss))
-            if not reading.extrapolated:
-                found.append((float(tokens), reading.tokens / float(tokens)))
-    bands = []
+        readings = [(float(at), base.tokens(float(loss))) for at, loss in zip(own.at, own.losses, strict=True)]
+        found[seed] = [(at, one.tokens / at) for at, one in readings if not one.extrapolated]
+    return found
+
+
+def saved_at_42m() -> list[tuple[float, float, float]]:
+    """Of each band its first and last measurement in millions of tokens, and the mean factor over seeds."""
+    every, bands = [one for points in factors_at_42m().values() for one in points], []
     for low, high in BANDS:
-        inside = [(tokens, factor) for tokens, factor in found if low < tokens < high]
+        inside = [(tokens, factor) for tokens, factor in every if low < tokens < high]
         at = [tokens / 1e6 for tokens, _ in inside]
         bands.append((min(at), max(at), float(np.mean([factor for _, factor in inside]))))
     return bands
 
 
-def saved_by_budget(size: str) -> list[tuple[float, float, bool, float]]:
-    """At each decayed budget: tokens a parameter, tokens saved, whether that is extrapolated, and FLOPs saved."""
-    ends: dict[str, dict[str, tuple[float, float, float]]] = {"standard": {}, "block": {}}
-    parameters = 1.0
+def by_seed_at_42m() -> list[float]:
+    """The mean factor over the bands, of each pair of runs."""
+    low, high = BANDS[0][0], BANDS[-1][1]
+    means = [np.mean([factor for at, factor in one if low < at < high]) for one in factors_at_42m().values()]
+    return sorted(map(float, means))
+
+
+class Budget(NamedTuple):
+    """Block beside the standard model after runs of one length, each with a decay of its own.
+
+    Attributes:
+        per: tokens a parameter. gap: Block minus standard, nats a token. saved, low, high: tokens saved, and the ends
+            of its interval, by the scatter of the standard model's runs in the recipe of that size.
+        fitted: whether `saved` is read beyond the longest run of the standard model. compute: the same factor in FLOPs,
+            of a model of the same size. flops, loss: Block's.
+    """
+
+    per: float
+    gap: Effect
+    saved: float
+    low: float
+    high: float
+    fitted: bool
+    compute: float
+    flops: float
+    loss: float
+
+
+def ends(size: str) -> dict[str, dict[str, tuple[float, float, float]]]:
+    """By variant and budget, the (tokens, loss, FLOPs) of a run with a decay of its own."""
+    found: dict[str, dict[str, tuple[float, float, float]]] = {"standard": {}, "block": {}}
     for row in rows(f"studies/{size}/budgets/runs.csv"):
         if row["quantity"] == "loss":
-            ends[row["label"]][row["arm"]] = float(row["tokens"]), float(row["value"]), float(row["flops"])
-        elif row["quantity"] == "parameters" and row["label"] == "standard":
-            parameters = float(row["value"])
-    base = LossCurve(end[:2] for end in ends["standard"].values())
-    own = LossCurve(end[:2] for end in ends["block"].values())
-    tokens, _, flops = ends["block"]["x4"]
-    ratio = flops / tokens * ends["standard"]["x4"][0] / ends["standard"]["x4"][2]
+            found[row["label"]][row["arm"]] = float(row["tokens"]), float(row["value"]), float(row["flops"])
+    return found
+
+
+def parameters_of(size: str) -> float:
+    """Parameters of the standard model of the budgets of this size."""
+    found = [row for row in rows(f"studies/{size}/budgets/runs.csv") if row["quantity"] == "parameters"]
+    return min(float(row["value"]) for row in found)
+
+
+def nano_by_length() -> LossCurve:
+    """The standard model's loss at 2.9 M parameters after runs of several lengths."""
+    return LossCurve(end[:2] for end in ends("nano")["standard"].values())
+
+
+def saved_by_budget(size: str) -> list[Budget]:
+    """Block beside the standard model at each budget, of one pair of models."""
+    own, rules = ends(size), {"micro": of_micro, "nano": of_nano}[size]().recipe
+    parameters = parameters_of(size)
+    base, scatter = LossCurve(end[:2] for end in own["standard"].values()), rules.sd("standard")
     found = []
-    for tokens, loss, _ in sorted(ends["block"].values()):
-        one = saving(own, base, loss)
-        found.append((tokens / parameters, one.tokens, one.extrapolated, one.of_compute(ratio)))
+    for arm, (tokens, loss, flops) in sorted(own["block"].items(), key=lambda item: item[1]):
+        others = own["standard"][arm]
+        gap = Effect(loss - others[1], scatter * math.sqrt(2), rules.counts["standard"] - 1)
+        reading = base.tokens(loss)
+        low, high = (base.tokens(others[1] + end).tokens / tokens for end in (gap.high, gap.low))
+        saved, ratio = reading.tokens / tokens, flops / tokens * others[0] / others[2]
+        found.append(
+            Budget(tokens / parameters, gap, saved, low, high, reading.extrapolated, saved / ratio, flops, loss)
+        )
+    return found
+
+
+def of_nano() -> Answers:
+    """The answers of the 2.9 M recipe of 10 M tokens."""
+    return of_folders("lasting_seeds", "lasting_runs")
+
+
+def at_the_frontier() -> list[tuple[float, dict[str, tuple[float, str, bool]]]]:
+    """For each loss at which a run of Block ends: of either variant the fewest FLOPs to that loss at any of the two
+    sizes, that size, and whether that is read off a fit, beyond the measured budgets."""
+    found = []
+    for loss in sorted((loss for size in PARAMETERS for _, loss, _ in ends(size)["block"].values()), reverse=True):
+        best = {}
+        for name in ("block", "standard"):
+            ways = []
+            for size in PARAMETERS:
+                curve = LossCurve((flops, loss) for _, loss, flops in ends(size)[name].values())
+                flops, fitted = curve.tokens(loss)
+                if math.isnan(flops) and curve.law is not None:  # above the shortest run's loss
+                    flops, fitted = curve.law.reached(loss), True
+                ways.append((flops, PARAMETERS[size], fitted))
+            best[name] = min(ways)
+        found.append((loss, best))
     return found
 
 
@@ -151,9 +257,10 @@ def step(name: str, size: str, dtype: str) -> str:
     return f"{ratio(timed(name, size, dtype))}, {record['device']}"
 
 
-def timed(name: str, size: str, dtype: str) -> dict:
-    """Block's step as a timing has it."""
-    return benchmark(name)["sizes"][size][dtype]["variants"]["block (8 blocks)"]
+def timed(name: str, size: str | None, dtype: str) -> dict:
+    """Block's step as a timing has it, of one of its sizes or of the only one."""
+    file = benchmark(name)
+    return (file if size is None else file["sizes"][size])[dtype]["variants"]["block (8 blocks)"]
 
 
 def compiled() -> dict:
@@ -169,37 +276,37 @@ def ratio(timed: dict) -> str:
 
 def evidence() -> list[str]:
     """README's table of evidence: differences in loss, and tokens saved where whole schedules or curves give them."""
-    nano = [*finals("lasting_seeds"), *finals("lasting_runs")]
-    tuned = Recipe(fine_tuned()).effect("block-num_blocks4", "standard")
     bands, saved = saved_at_42m(), dict[str, str]()
     for size in PARAMETERS:
-        found = [(per, fewer) for per, fewer, far, _ in saved_by_budget(size) if not far]
-        lowest, highest = min(found), max(found)
+        lowest, *_, highest = [one for one in saved_by_budget(size) if not one.fitted]
         saved[size] = (
-            f"{lowest[1]:.2f} to {highest[1]:.2f} (1 pair; {lowest[0]:.1f} to {highest[0]:.1f} tokens a parameter)"
+            f"{lowest.saved:.2f} to {highest.saved:.2f} (1 pair; {lowest.per:.1f} to {highest.per:.1f} "
+            "tokens a parameter)"
         )
     at42 = (
         f"{min(x for *_, x in bands):.2f} to {max(x for *_, x in bands):.2f} (2 pairs; "
         f"{bands[0][0] * 1e6 / AT_42M:.1f} to {bands[-1][1] * 1e6 / AT_42M:.1f} tokens a parameter)"
     )
+    block, at_42m, nano, small = ("block", "standard"), of_folders("one_gpu"), of_nano(), of_micro()
+    tuned = of_folders("finetune_layouts")
     rows = [
         (
             "194 M to 528 M ([paper](https://arxiv.org/abs/2603.15031))",
             "39 B to 119 B",
             "1 each",
             "−0.020 to −0.026",
-            "1.25 (by a fit; about 200 tokens a parameter)",
+            "not given; 1.25 times less compute, by a fit",
         ),
+        ("42 M", "49 M", str(at_42m.recipe.counts["block"]), cell(at_42m[block]), at42),
+        ("2.9 M", "10 M", str(nano.recipe.counts["block"]), cell(nano[block]), saved["nano"]),
+        ("0.9 M", "4 M", str(small.recipe.counts["block"]), cell(small[block]), saved["micro"]),
         (
-            "42 M",
-            "49 M",
-            "2",
-            cell(Recipe(finals("one_gpu")).effect("block", "standard")),
-            at42,
+            "2.9 M, pretrained, converted, trained on",
+            "1 M",
+            str(tuned.recipe.counts[EXACT]),
+            cell(tuned[EXACT, "standard"]),
+            "–",
         ),
-        ("2.9 M", "10 M", "3", cell(Recipe(nano).effect("block", "standard")), saved["nano"]),
-        ("0.9 M", "4 M", "6", cell(Recipe(micro()).effect("block", "standard")), saved["micro"]),
-        ("2.9 M, pretrained, converted, trained on", "1 M", "3", cell(tuned), "–"),
     ]
     head = ["| parameters | tokens | Block's runs | Block − baseline | tokens saved, times |", "|---|---|---|---|---|"]
     return head + [f"| {' | '.join(row)} |" for row in rows]
@@ -248,9 +355,8 @@ def gpu_steps(path: Path) -> list[tuple[str, str, dict]]:
 
 def marked(path: Path) -> str:
     """README or the guide with today's tables between its marks."""
-    bands, text = saved_at_42m(), path.read_text("utf-8")
-    today = who(bands, saved_by_budget("nano")[-2])
-    for name, lines in (("who", today), ("evidence", evidence()), ("settings", settings()), ("cost", cost())):
+    text = path.read_text("utf-8")
+    for name, lines in (("who", who()), ("evidence", evidence()), ("settings", settings()), ("cost", cost())):
         if f"<!-- {name}: " not in text:
             continue
         mark = f"<!-- {name}: made by `python experiments/results_page.py` -->"
@@ -259,61 +365,95 @@ def marked(path: Path) -> str:
     return text
 
 
-def fine_tuned() -> list[Run]:
-    """Losses of the fine-tuned models at their last step."""
-    last = {row["run"]: float(row["val_loss"]) for row in rows("finetune_layouts/curves.csv")}
-    return [(run.rsplit("-seed", 1)[0], int(run.rsplit("-seed", 1)[1]), loss) for run, loss in last.items()]
-
-
-def inside() -> tuple[float, float, float, float]:
-    """At 42 M, means over reads from the third layer on, where there is a choice: the newest's weight times how many
-    sources there are, of attention and of MLPs; then the embedding's."""
-    reads: dict[tuple[str, str], list[tuple[str, float]]] = {}
+def inside() -> dict[str, tuple[float, float]]:
+    """What reads at 42 M are like, of attention and of MLPs, over what even weights would be (1 each): means over reads
+    from the third layer on, where there is a choice."""
+    reads: dict[tuple[str, str], list[float]] = {}
     for row in rows("one_gpu/reads.csv"):
-        reads.setdefault((row["seed"], row["read"]), []).append((row["source"], float(row["weight"])))
-    found = []
-    for which in (-1, 0):
-        for kind in ("attention", "mlp"):
-            of = [read for (_, name), read in reads.items() if name.startswith(kind) and int(name.split()[1]) > 1]
-            found.append(float(np.mean([read[which][1] * len(read) for read in of])))
-    return found[0], found[1], found[2], found[3]
+        reads.setdefault((row["seed"], row["read"]), []).append(float(row["weight"]))
+    found: dict[str, list[float]] = {}
+    for kind in ("attention", "mlp"):
+        of = [one for (_, name), one in reads.items() if name.startswith(kind) and int(name.split()[1]) > 1]
+        at = [np.arange(len(one))[::-1] for one in of]  # sources back from the newest
+        every = {
+            "newest": [one[-1] * len(one) for one in of],
+            "embedding": [one[0] * len(one) for one in of],
+            "entropy": [-sum(w * math.log(w) for w in one if w) / math.log(len(one)) for one in of],
+            "distance": [float(np.dot(one, back)) / back.mean() for one, back in zip(of, at, strict=True)],
+        }
+        for what, values in every.items():
+            found.setdefault(what, []).append(float(np.mean(values)))
+    return {what: (values[0], values[1]) for what, values in found.items()}
 
 
 def settings() -> list[str]:
-    """The table of settings and other rules at 0.9 M parameters, judged together."""
-    recipe = Recipe(micro())
-    asked = [
-        ("four softmax heads for one, beside Block", "block-heads4", "block"),
-        ("a window of 8, beside the standard residual", "full-window8", "standard"),
-        ("keys without norm, beside Block", "block-key_normFalse", "block"),
-        ("a gate that starts at the plain sum, beside Block", "block-gatescalar", "block"),
+    """The table of settings and other rules at 0.9 M parameters."""
+    answers, curve, clock = of_micro(), by_length(), step_times("micro/rivals")
+    what = {
+        "block-heads4": "four softmax heads for one",
+        "block-key_normFalse": "keys without norm",
+        "block-gatescalar": "a gate that starts at the plain sum",
+    }
+    lines = []
+    for name in (*what, "inkling2", "muddformer", "hyper_connections", "mhc", "denseformer"):
+        other = own_base(name)
+        effect, base = answers[name, other], answers.recipe.means[other]
+        tokens = worth(effect, base, curve)
+        faster = "–"
+        if name in clock and tokens != "–":
+            faster = f"{tokens_saved(effect, base, curve)[0] / clock[name]:.2f}"
+        beside = other if other == "standard" else other.capitalize()
+        cells = [what.get(name, f"`{name}`"), beside, cell(effect), tokens, faster, words(effect)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [
+        "| rule or setting | beside | difference | tokens saved | time saved | the interval |",
+        "|---" * 6 + "|",
+        *lines,
     ]
-    rules = ("inkling2", "hyper_connections", "mhc_lite", "mhc", "dca", "denseformer")
-    asked += [(f"`{name}`, beside the standard residual", name, "standard") for name in rules]
-    effects = judged([recipe.effect(name, other) for _, name, other in asked], [False] * len(asked))
-    lines = [f"| {row[0]} | {cell(effect)} | {words(effect)} |" for row, effect in zip(asked, effects, strict=True)]
-    return ["| rule or setting, beside | difference | the interval |", "|---|---|---|", *lines]
 
 
-def who(bands: list[tuple[float, float, float]], last: tuple) -> list[str]:
+def step_times(study: str) -> dict[str, float]:
+    """How many times the standard model's step a mechanism's takes, the median of interleaved rounds (CPU, 2 threads,
+    bf16, eager), by label."""
+    lines = (DATA / "studies" / study / "runs.jsonl").read_text("utf-8").splitlines()
+    timings = [files["speed.json"] for line in lines if "speed.json" in (files := json.loads(line)["files"])]
+    measured = {label: one["times"] for timing in timings for label, one in timing["variants"].items()}
+    base = measured.get("standard", [])
+    return {
+        label: statistics.median(mine / theirs for mine, theirs in zip(times, base, strict=True))
+        for label, times in measured.items()
+    }
+
+
+def who() -> list[str]:
     """Who should use it, and who should not, today: the lines above everything, of the guide as well."""
-    tuned = Recipe(fine_tuned()).effect("block-num_blocks4", "standard")
-    cpu, gpu = (
-        timed("step_cpu_nano.json", "nano", "fp32")["ratio"],
-        timed("step_100m_cuda.json", "100m", "bf16")["ratio"],
+    bands, nano = saved_at_42m(), [one for one in saved_by_budget("nano") if not one.fitted]
+    factors, reached, last = [factor for *_, factor in bands], bands[-1][1] * 1e6 / AT_42M, nano[-1]
+    eager = [timed(*which) for which in CPU_STEPS]
+    compiled = [
+        timed(name.replace(".json", "_compiled.json").replace("_plain", ""), *rest) for name, *rest in CPU_STEPS
+    ]
+    slowest, ranges = (
+        max(one["ratio"] for one in eager + compiled),
+        [
+            "{:.2f} to {:.2f}".format(min(one["ratio"] for one in each), max(one["ratio"] for one in each))
+            for each in (eager, compiled)
+        ],
     )
-    factors = [factor for *_, factor in bands]
-    reached = bands[-1][1] * 1e6 / AT_42M
+    gpu = timed("step_100m_cuda.json", "100m", "bf16")["ratio"]
+    tuned = of_folders("finetune_layouts")[EXACT, "standard"]
     return paragraphs(
-        "**Use it today** if you train from scratch and data, not time, is scarce. At 42 M parameters `block` with its "
-        f"defaults reached the same loss with {min(factors):.2f} to {max(factors):.2f} times fewer "
-        f"tokens (two pairs of "
-        f"runs, up to {reached:.1f} tokens a parameter, Muon), at 2.9 M with {last[1]:.2f} times fewer (one pair, "
-        f"{last[0]:.0f} tokens a parameter). Or if you train on a CPU, where a step takes at most {cpu:.2f} times as "
-        "long; or to study what layers read.",
-        f"**Do not use it today** if time on a GPU is scarce: a step took {gpu:.2f} times as long "
-        f"on one H200, more than "
-        f"{max(factors):.2f} saves; nor to improve a finished model ({cell(tuned)} nats a token).",
+        "**Yes, if you train from scratch and text is scarce.** With its defaults `block` reached the baseline's loss "
+        f"with {min(factors):.2f} to {max(factors):.2f} times fewer tokens at 42 M parameters (two pairs of runs, up "
+        f"to {reached:.1f} tokens a parameter) and with {nano[0].saved:.2f} to {last.saved:.2f} times fewer at 2.9 M "
+        f"(one pair, {nano[0].per:.1f} to {last.per:.0f} tokens a parameter): more, the longer one trains.",
+        f"**Yes, on a CPU**: a step takes {ranges[0]} times the plain model's, compiled {ranges[1]}, less than is "
+        f"saved at 2.9 M: at {last.per:.0f} tokens a parameter {last.saved / slowest:.2f} times less time or better.",
+        f"**Not yet, on a GPU, to save time**: a step took {gpu:.2f} times the plain model's on an H200 (26 November "
+        f"2026; today's kernels and captured steps are not measured). At 42 M and {reached:.1f} tokens a parameter "
+        f"that is {gpu / factors[-1]:.2f} times the time for the same loss. If 42 M saved at {last.per:.0f} tokens a "
+        f"parameter what 2.9 M does, {gpu / last.saved:.2f} times: not measured.",
+        f"**No, to improve a finished model**: {cell(tuned)} nats a token. **Yes, to study** what layers read.",
         bullet="- ",
     )
 
@@ -325,128 +465,152 @@ def paragraphs(*texts: str, bullet: str = "") -> list[str]:
     return [line for text in texts for line in textwrap.wrap(text, 206, **look)]
 
 
+def first_table() -> list[str]:
+    """The questions about the loss at the end."""
+    small, nano, at_42m = of_micro(), of_nano(), of_folders("one_gpu")
+    block = ("block", "standard")
+    apart = without_copiers()
+    return [
+        "| what | difference | tokens saved | runs | the interval | file |",
+        "|---|---|---|---|---|---|",
+        question("Block, 0.9 M parameters, 4.8 tokens a parameter", small, "micro", block, PUBLISHED),
+        question("Block, 2.9 M, 3.5", nano, "nano", block, PUBLISHED),
+        question("Block, 42 M, 1.2, rates untuned", at_42m, "42 M", block, PUBLISHED),
+        question("Full beside Block, 0.9 M", small, "micro", ("full", "block"), (-0.009,)),
+        question(
+            "Full beside weights that no token changes (`static_mix`), 0.9 M",
+            small,
+            "micro",
+            ("full", "static_mix"),
+            (-0.012,),
+        ),
+        f"| the same without the one run that had learnt to copy (left out afterwards) | {cell(apart)} | "
+        f"{worth(apart, small.recipe.means['full'] - apart.difference, by_length())} | 3 and 2 | "
+        f"{words(apart, (-0.012,))} | the same |",
+        question(
+            "Block beside mHC, which has 18 % more parameters, 0.9 M", small, "micro", ("block", "mhc"), (-0.001,)
+        ),
+        question("`rescaled`, the placebo control, 0.9 M", small, "micro", ("rescaled", "standard")),
+    ]
+
+
+def tokens_table() -> list[str]:
+    """How many times fewer tokens, by size and length of training."""
+    bands, of_flops = saved_at_42m(), more_flops_at_42m()
+    of_time = timed("step_100m_cuda.json", "100m", "bf16")["ratio"]
+    seeds = " and ".join(f"{factor:.2f}" for factor in by_seed_at_42m())
+    lines = [
+        [
+            "42 M",
+            ", ".join(f"{(low + high) / 2 * 1e6 / AT_42M:.1f}" for low, high, _ in bands),
+            "2",
+            ", ".join(f"{x:.2f}" for *_, x in bands) + f" (the pairs {seeds})",
+            ", ".join(f"{x / of_flops:.2f}" for *_, x in bands),
+            ", ".join(f"{x / of_time:.2f}" for *_, x in bands),
+            f"`{FILES['42 M']}`",
+        ]
+    ]
+    step = timed("step_cpu_nano.json", "nano", "fp32")["ratio"]
+    for size, where in reversed(PARAMETERS.items()):
+        found = [one for one in saved_by_budget(size) if not one.fitted]
+        clock = ", ".join(f"{one.saved / step:.2f}" for one in found) + ", CPU" if size == "nano" else "–"
+        lines.append(
+            [
+                where,
+                ", ".join(f"{one.per:.1f}" for one in found),
+                "1",
+                ", ".join(times(one.saved, one.low, one.high) for one in found),
+                ", ".join(f"{one.compute:.2f}" for one in found),
+                clock,
+                f"`docs/data/studies/{size}/budgets/runs.csv`",
+            ]
+        )
+    head = "| size | tokens a parameter | pairs | tokens, times fewer | compute, at that size | time | file |"
+    return [head, "|---" * 7 + "|", *(f"| {' | '.join(cells)} |" for cells in lines)]
+
+
 def page() -> str:
     """The page."""
-    small, runs42 = micro(), finals("one_gpu")
-    recipe = Recipe(small)
-    bands, budgets = saved_at_42m(), {size: saved_by_budget(size) for size in PARAMETERS}
-    nano = [*finals("lasting_seeds"), *finals("lasting_runs")]
-    studies = "docs/data/studies/micro/{rivals,ablations,noise}/runs.csv, docs/data/processors_micro.csv"
-    file42 = "docs/data/one_gpu/curves.csv"
-    nanos = "docs/data/lasting_{seeds,runs}/curves.csv"
-    first = [
-        question("Block, 0.9 M parameters, 4.5 tokens each", small, studies, ("block", "standard"), PUBLISHED),
-        question("Block, 2.9 M, 3.5 tokens each", nano, nanos, ("block", "standard"), PUBLISHED),
-        question("Block, 42 M, 1.2 tokens each, rates untuned", runs42, file42, ("block", "standard"), PUBLISHED),
-        question("Full beside Block, 0.9 M", small, studies, ("full", "block")),
-        question(
-            "Full beside weights that no token changes (`static_mix`), 0.9 M", small, studies, ("full", "static_mix")
-        ),
-        question("Block beside mHC, which has 18 % more parameters, 0.9 M", small, studies, ("block", "mhc")),
-        question("`rescaled`, the placebo control, 0.9 M", small, studies, ("rescaled", "standard")),
-    ]
-    of_flops, of_time = more_flops_at_42m(), timed("step_100m_cuda.json", "100m", "bf16")["ratio"]
-    cells = [
-        "42 M",
-        ", ".join(f"{(low + high) / 2 * 1e6 / AT_42M:.1f}" for low, high, _ in bands),
-        "2",
-        ", ".join(f"{x:.2f}" for *_, x in bands),
-        ", ".join(f"{x / of_flops:.2f}" for *_, x in bands),
-        ", ".join(f"{x / of_time:.2f}" for *_, x in bands),
-        f"`{file42}`",
-    ]
-    tokens = [f"| {' | '.join(cells)} |"]
-    for size, found in reversed(budgets.items()):
-        cells = [
-            PARAMETERS[size],
-            ", ".join(f"{per:.1f}" for per, *_ in found),
-            "1",
-            ", ".join(f"{x:.2f}{' (by a fit)' * far}" for _, x, far, _ in found),
-            ", ".join(f"{work:.2f}" for *_, work in found),
-            "–",
-            f"`docs/data/studies/{size}/budgets/runs.csv`",
-        ]
-        tokens.append(f"| {' | '.join(cells)} |")
-    tuned = Recipe(fine_tuned())
-    exact, other = (tuned.effect(name, "standard") for name in ("block-num_blocks4", "cumulative-block_size1"))
-    newest_a, newest_m, first_a, first_m = inside()
+    small, at_42m, curves = of_micro(), of_folders("one_gpu"), one_gpu()
+    bands, nano = saved_at_42m(), [one for one in saved_by_budget("nano") if not one.fitted]
+    tuned = of_folders("finetune_layouts")
+    exact, other = (tuned[name, "standard"] for name in (EXACT, "cumulative-block_size1"))
+    reads = inside()
+    block, plain = ({seed: dict(points) for seed, points in curves[name].items()} for name in ("block", "standard"))
+    common = set.intersection(*(set(points) for one in (block, plain) for points in one.values()))
+    gaps = {at: statistics.fmean(block[seed][at] - plain[seed][at] for seed in block) for at in common}
+    early, late = (min(gaps, key=lambda at, want=want: abs(at - want * 1e6)) for want in (bands[0][0], bands[-1][1]))
     power = json.loads((DATA / "power_micro.json").read_text("utf-8"))["results"]["own standard deviations"]
     wrong = list(power["false positives"].values())
+    graphs = benchmark("decode_graphs_cuda.json")
     lines = [
         "# Should I use Attention Residuals?",
         "",
-        *who(bands, budgets["nano"][-2]),
+        *who(),
         *paragraphs(
-            "**Settings**: `block` with its defaults: 8 blocks, queries at zero, queries and key "
-            "gains at 0.1 times the "
-            "model's learning rate and without weight decay ([why](../explanation/query_rate.md)). "
-            "Everything else as in "
-            "the plain model.",
-            "**Not measured here**: anything above 42 M parameters; above 3 M, more than 1.2 tokens "
-            "a parameter; the time "
-            "of a step at 0.6 B or on several GPUs; the best rates at 42 M. Others report at 20 "
-            "tokens a parameter Block "
-            "−0.021 to −0.034 at 0.5 B, Full −0.013 to −0.041 at 38 to 304 M, steps of 1.09 to 1.14 times; the paper "
-            "−0.020 to −0.026 at 194 to 528 M; one run each ([others](others.md)).",
+            "**Settings**: `block`, which reads sums over blocks of sublayers (`full` reads every output), with its "
+            "defaults: 8 blocks, queries at zero, queries and key gains at 0.1 times AdamW's learning rate and without "
+            "weight decay ([why](../explanation/query_rate.md)). All else as in the plain model.",
+            "**Not measured here**: anything above 42 M parameters; above 3 M, more than 1.2 tokens a parameter; a "
+            "step at 0.6 B or on several GPUs. [Others](others.md), one run each: Block −0.021 to −0.034 at 0.5 B, "
+            "Full −0.013 to −0.041 at 38 to 304 M, steps of 1.09 to 1.14 times; the "
+            "[paper](https://arxiv.org/abs/2603.15031) −0.020 to −0.026 at 194 to 528 M.",
             bullet="- ",
         ),
         "",
         *paragraphs(
-            "**Is the held-out loss lower at the end?** The rule minus the standard residual, "
-            "unless another is named, in "
-            "nats a token: lower is better. 95 % intervals. `python experiments/results_page.py` "
-            "writes this page from the "
-            "files named; the [glossary](../reference/glossary.md) has the words."
+            "**Is the held-out loss lower at the end?** A mechanism minus the standard residual, unless another is "
+            "named, in nats a token: lower is better. 95 % intervals. Tokens saved: how many times fewer tokens for "
+            "the same loss. From `python experiments/results_page.py`; words: [glossary](../reference/glossary.md)."
         ),
         "",
-        "| what | difference | runs | the interval | file |",
-        "|---|---|---|---|---|",
-        *first,
+        *first_table(),
         "",
         *paragraphs(
-            "**How many times fewer tokens does Block need for the same loss?** Intervals are not "
-            "known. At 42 M from two "
-            "pairs of training curves, where the standard model is read later in the same schedule, "
-            "at a lower rate: the "
-            "true factor is probably larger. Below from one pair of models a size, each budget with "
-            "its own decay. Compute "
-            "counts Block's extra FLOPs, time the ratio of a step: under 1, Block takes longer."
+            f"**Does it fade?** In nats, at 42 M: {number(gaps[early], 3, signed=True)} at {early / 1e6:.0f} M tokens, "
+            f"{number(gaps[late], 3, signed=True)} at {late / 1e6:.0f} M. In tokens saved it is constant there, and "
+            f"grows with the length of training below, where the gap is {number(nano[0].gap.difference, 3)} at "
+            f"{nano[0].per:.1f} and {number(nano[-1].gap.difference, 3)} at {nano[-1].per:.1f} tokens a parameter. "
+            "Brackets: 95 % by the scatter of the standard model's runs of that size. At 42 M two pairs give none, and "
+            "the standard model is read later in the same schedule, at a lower rate: the factor is probably larger. "
+            "Compute is of models of one size ([others](scaling.md)). Time: under 1, Block takes longer."
         ),
         "",
-        "| size | tokens a parameter | pairs | tokens, times fewer | compute | time, H200 | file |",
-        "|---|---|---|---|---|---|---|",
-        *tokens,
+        *tokens_table(),
         "",
         *paragraphs(
-            "**What does it cost?** A training step takes, with the plain Transformers model's as 1 and quartiles in "
-            f"brackets, {ratio(timed('step_cpu_nano.json', 'nano', 'fp32'))} on a CPU (12 layers of width 128, 4 x 128 "
-            f"tokens, fp32) and {ratio(timed('step_100m_cuda.json', '100m', 'bf16'))} on an H200 ({STEP_GPU}, bf16), "
-            f"{ratio(compiled())} compiled. Memory, prefill, decoding: [cost](cost.md)."
+            "**What does it cost?** Times the plain model's, medians with quartiles. A step: "
+            f"{ratio(timed('step_cpu_nano.json', 'nano', 'fp32'))} on a CPU (12 layers of width 128, 4 x 128 "
+            f"tokens), {ratio(timed('step_100m_cuda.json', '100m', 'bf16'))} on an H200 ({STEP_GPU}), "
+            f"{ratio(compiled())} compiled. There at 0.6 B prefill of 8,192 tokens "
+            f"{ratio(graphs['prefill']['8192']['block'])}, decoding {ratio(graphs['decode']['1']['block'])}. "
+            "More: [cost](cost.md)."
         ),
         "",
-        "**Other settings and rules** at 0.9 M, 2 or 3 runs each, judged together (Holm); files as in the first table.",
+        *paragraphs(
+            "**Other settings and rules** at 0.9 M, 2 to 4 runs each, at the recipe's rates ([at their "
+            "own](rivals.md)), judged by Holm with all other comparisons of the recipe; files as above. Time: on a "
+            "CPU, where Block and Full have kernels of their own and the others none."
+        ),
         "",
         *settings(),
         "",
         *paragraphs(
-            f"**A finished model** of 2.9 M, converted and trained on for 1 M tokens, 3 runs: Block {cell(exact)}; the "
-            f"cumulative layout, another function at the start, {cell(other)} and still falling "
-            "(`docs/data/finetune_layouts/curves.csv`).",
-            f"**Inside** (42 M, `docs/data/one_gpu/reads.csv`): the newest source has {newest_a:.1f} (attention) and "
-            f"{newest_m:.1f} (MLP) times the weight that equal weights would give it, the embedding {first_a:.2f} and "
-            f"{first_m:.2f}.",
+            f"**A finished model** of 2.9 M, trained on for 1 M tokens: Block {cell(exact)}; `cumulative`, which "
+            f"starts damaged, {cell(other)} and still falling ([retrofit](retrofit.md)).",
+            "**Inside** (42 M, `docs/data/one_gpu/reads.csv`), beside even weights (1), of attention and of MLPs: "
+            + ", ".join(f"{what} {one:.2f} and {other:.2f}" for what, (one, other) in reads.items())
+            + ": all four statements of the paper's Figure 8 hold ([42 M](one_gpu.md)). A weight is no "
+            "cause ([edges](contribution.md)).",
         ),
-        "",
         f"**Studies**: {' · '.join(f'[{text}]({name}.md)' for name, text in PAGES.items())} · [all claims](claims.md).",
         *paragraphs(
-            "**The rule**: least squares of loss = rule + seed over all runs of a recipe; Student's t, Welch where "
-            f"variances differ. 0.9 M: {len(small)} runs, residual deviation {recipe.sigma:.4f} with {recipe.degrees} "
-            f"degrees of freedom; 42 M: {len(runs42)} runs, {Recipe(runs42).degrees} degree. In "
-            f"simulated studies without "
-            f"a difference questions of the first table exclude 0 in {min(wrong):.2f} to "
-            f"{max(wrong):.2f} of cases, any "
-            f"row of the second in {power['any false positive of the others, by Holm']:.2f} ([method](noise.md), "
-            "`docs/data/power_micro.json`)."
+            "**The rule**: least squares of loss = mechanism + seed over all runs of a recipe; Student's t, Welch "
+            f"where variances differ. 0.9 M: {len(small.runs)} runs, sigma {small.recipe.sigma:.4f} with "
+            f"{small.recipe.degrees} degrees of freedom; 42 M: {len(at_42m.runs)} and {at_42m.recipe.degrees}. In "
+            f"simulated studies without a difference the first table's questions exclude 0 in {min(wrong):.3f} to "
+            f"{max(wrong):.3f} of cases, any other in {power['any false positive of the others, by Holm']:.2f} "
+            "([method](noise.md))."
         ),
     ]
     return "\n".join(lines) + "\n"

@@ -5,25 +5,51 @@ python experiments/study_pages.py
 A mark is `<!-- made: WHAT WORDS -->`, its block ends with `<!-- end -->`:
 
     study PRESET/NAME [TABLE ...]   the answer, those tables (all by default) and the command of a laboratory's study
-    runs FOLDER                     last losses of a comparison, each difference to standard with its interval
+    pool NAME ARM                   an arm of a study at 0.9 M parameters, by all runs of the recipe
+    runs FOLDER ...                 last losses of comparisons of one recipe, each difference to standard
     course FOLDER LABEL ...         those labels minus standard over training, the mean of common seeds
     halves FOLDER ONE OTHER         last losses of ONE/LABEL and OTHER/LABEL, and the difference with its interval
     rows FILE                       a table of docs/data as it is
-    power, cost                     simulated studies of the rule; README's table of cost
+    budgets PRESET                  Block beside the standard model after runs of several lengths
+    power, cost, frontier           simulated studies of the rule; README's table of cost; compute for the same loss
 """
 
 import csv
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable
 
-from recipe_runs import DATA, Run, finals, rows
-from results_page import ROOT, cell, cost, words
+from recipe_runs import (
+    DATA,
+    Answers,
+    by_length,
+    last_losses,
+    of_folders,
+    of_micro,
+    own_base,
+    rows,
+    tokens_saved,
+)
+from results_page import (
+    ROOT,
+    TOO_WIDE,
+    at_the_frontier,
+    cell,
+    cost,
+    parameters_of,
+    saved_by_budget,
+    step_times,
+    times,
+    words,
+    worth,
+)
 
 from attnres.files import write_text
+from attnres.savings import LossCurve, saving
 from attnres.stats import Recipe, judged
-from attnres.text import label_and_seed, number
+from attnres.text import number
 
 PAGES = ROOT / "docs" / "results"
 MARK = re.compile(r"(<!-- made: (.+?) -->\n).*?(<!-- end -->)", flags=re.DOTALL)
@@ -51,28 +77,143 @@ def study(name: str, *which: str) -> list[str]:
     return [*parts, f"`{command}`, {runs}: `docs/data/studies/{name}/`."]
 
 
-def last_losses(folder: str) -> list[Run]:
-    """The last loss of each run of a comparison, as its runs.json has it, or its curves.csv."""
-    path = DATA / folder / "runs.json"
-    named = json.loads(path.read_text("utf-8")).get("runs", {}) if path.is_file() else {}
-    ends = {label_and_seed(name): one["val_loss"] for name, one in named.items()}
-    return [(*name, loss) for name, loss in ends.items() if name is not None] or finals(folder)
+LEVEL = (
+    "Intervals are at 95 %: each for a question that was written down beforehand, jointly (Holm) for all other "
+    "comparisons of the recipe."
+)
 
 
-def runs(folder: str) -> list[str]:
-    """The last losses of a comparison."""
-    recipe = Recipe(last_losses(folder))
-    others = [name for name in recipe.names if name != "standard"]
-    effects = judged([recipe.effect(name, "standard") for name in others], [name == "block" for name in others])
-    lines = [["standard", number(recipe.means["standard"], 3), str(recipe.counts["standard"]), "", ""]]
-    for name, effect in zip(others, effects, strict=True):
-        known = words(effect) if effect.degrees else "no noise known"
-        lines.append([name, number(recipe.means[name], 3), str(recipe.counts[name]), cell(effect), known])
-    return [
-        *table(["variant", "loss", "runs", "minus standard (95 %)", "the interval"], lines),
-        "",
-        f"`docs/data/{folder}/`.",
+def pool(name: str, arm: str) -> list[str]:
+    """An arm of a study at 0.9 M parameters, its mechanisms by all runs of the recipe. Of "best", those that did better
+    at another rate than the recipe's, judged together with what is asked of the recipe."""
+    study, answers, clock = f"studies/micro/{name}", of_micro(), step_times(f"micro/{name}")
+    asked = json.loads((DATA / study / "result.json").read_text("utf-8"))["values"][arm]
+    labels = dict.fromkeys(label for one in asked.values() for label in one["variants"])
+    stored = rows(f"{study}/runs.csv")
+    pairs = [(label, own_base(label)) for label in labels]
+    if arm == "best":
+        pairs = [(label, "standard") for label in labels if label not in answers.recipe.names]
+        last = max(int(row["step"]) for row in stored)
+        own = [row for row in stored if (row["arm"], row["quantity"], int(row["step"])) == (arm, "loss", last)]
+        more = [(row["label"], int(row["seed"]), float(row["value"])) for row in own]
+        names = [label for label, _ in pairs]
+        answers = Answers([*answers.runs, *(run for run in more if run[0] in names)], [*answers, *pairs])
+    size, flops = dict[tuple[str, str], float](), dict[str, float]()
+    for row in stored:
+        if row["quantity"] in ("own_parameters", "parameters"):
+            size[row["label"], row["quantity"]] = float(row["value"])
+        elif row["quantity"] == "loss" and float(row["tokens"]):
+            flops[row["label"]] = float(row["flops"]) / float(row["tokens"])
+    curve, lines, beside = by_length(), [], len({other for _, other in pairs}) > 1
+    for label, other in pairs:
+        effect, base, known = answers[label, other], answers.recipe.means[other], asked.get(other, asked["standard"])
+        saved = math.nan if effect.margin > TOO_WIDE else tokens_saved(effect, base, curve)[0]
+        own, every = (size[label, quantity] for quantity in ("own_parameters", "parameters"))
+        seconds = clock.get(re.sub(r"-(residual_)?lr[0-9.]+$", "", label), math.nan) / clock.get(other, math.nan)
+        published = known["variants"].get(label, {}).get("published")
+        lines.append(
+            [
+                *(label, *[other] * beside, number(answers.recipe.means[label], 3), str(answers.recipe.counts[label])),
+                *(cell(effect), worth(effect, base, curve)),
+                *(number(saved / each, 2) for each in (flops[label] / flops[other], seconds)),
+                f"{number(100 * own / (every - own), 1)} %" if own else "",
+                "" if published is None else number(published, 3, signed=True),
+            ]
+        )
+    head = [
+        "mechanism",
+        *["beside"] * beside,
+        "loss",
+        "runs",
+        "difference (95 %)" if beside else "minus standard (95 %)",
     ]
+    return [
+        *table([*head, "tokens saved", "compute", "time", "larger by", "published"], lines),
+        "",
+        f"{LEVEL} Tokens saved: how many times fewer for the same loss, by the standard model's runs of several "
+        "lengths; compute and time: the same over FLOPs and over the time of a step (CPU, two threads, bf16). Larger "
+        "by: the mechanism's own parameters.",
+        "",
+        f"`python -m lab {name} --preset micro`: `docs/data/{study}/`; all {len(answers.runs)} runs: "
+        "`experiments/recipe_runs.py`.",
+    ]
+
+
+def budgets(size: str) -> list[str]:
+    """Block beside the standard model after runs of several lengths."""
+    lines = []
+    for one in saved_by_budget(size):
+        saved = times(one.saved, one.low, one.high) + " by a fit" * one.fitted
+        tokens = one.per * parameters_of(size)
+        cells = [f"{tokens / 1e6:.1f} M", f"{one.per:.1f}", number(one.loss - one.gap.difference, 3)]
+        lines.append([*cells, number(one.loss, 3), cell(one.gap), saved, f"{one.compute:.2f}"])
+    head = ["tokens", "a parameter", "standard", "block", "block minus standard (95 %)", "tokens saved", "compute"]
+    return [
+        *table(head, lines),
+        "",
+        "One pair of models. Intervals: the scatter of the standard model's runs in the recipe of this size, whose "
+        "rate decays otherwise. Tokens saved: how many times Block's tokens the standard model needs for the same "
+        "loss, between measured budgets, beyond the longest by a fit; compute: the same over FLOPs.",
+        "",
+        f"`python -m lab budgets --preset {size} --seeds 1`: `docs/data/studies/{size}/budgets/`.",
+    ]
+
+
+def runs(*folders: str) -> list[str]:
+    """The last losses of comparisons of one recipe."""
+    answers = of_folders(*folders)
+    recipe = answers.recipe
+    curves = [row for one in folders if (DATA / one / "curves.csv").is_file() for row in rows(f"{one}/curves.csv")]
+    lines = [["standard", number(recipe.means["standard"], 3), str(recipe.counts["standard"]), "", "", ""]]
+    for name in (name for name in recipe.names if name != "standard"):
+        effect = answers[name, "standard"]
+        cells = [
+            name,
+            number(recipe.means[name], 3),
+            str(recipe.counts[name]),
+            cell(effect),
+            saved_within(curves, name),
+        ]
+        lines.append([*cells, words(effect) if effect.degrees else "no noise known"])
+    notes = [LEVEL] * (recipe.degrees > 0 and len(recipe.names) > 2)
+    head = ["variant", "loss", "runs", "minus standard (95 %)", "tokens saved", "the interval"]
+    if curves:
+        notes.append("Tokens saved: at the lowest loss that both reach, within one schedule, so less than the truth.")
+    else:
+        head, lines = [head[i] for i in (0, 1, 2, 3, 5)], [[line[i] for i in (0, 1, 2, 3, 5)] for line in lines]
+    notes.append(", ".join(f"`docs/data/{folder}/`" for folder in folders) + ".")
+    return [*table(head, lines), "", " ".join(notes)]
+
+
+def saved_within(curves: list[dict[str, str]], name: str) -> str:
+    """How many times the tokens one of the two needs for the lowest loss that both reach, by the means over their
+    curves: understated, because a rate falls along a curve."""
+    both: list[LossCurve] = []
+    for label in (name, "standard"):
+        seeds: dict[str, dict[float, float]] = {}
+        for row in curves:
+            if row.get("label", row.get("run", "").rsplit("-seed", 1)[0]) == label:
+                at = float(row.get("tokens") or row["step"])
+                seeds.setdefault(row.get("seed", row.get("run", "")), {})[at] = float(
+                    row.get("loss") or row["val_loss"]
+                )
+        common = set.intersection(*map(set, seeds.values())) if seeds else set()
+        both.append(LossCurve((at, statistics.fmean(one[at] for one in seeds.values())) for at in common))
+    found = saving(both[0], both[1])
+    return "–" if math.isnan(found.tokens) else f"{found.tokens:.2f}"
+
+
+def frontier() -> list[str]:
+    """The fewest FLOPs to a loss of the 0.9 and 2.9 M models, Block's and the standard model's."""
+    lines = []
+    for loss, best in at_the_frontier():
+        cells = [
+            f"{flops:.2e}, {size}{', by a fit' * fitted}"
+            for flops, size, fitted in (best[name] for name in ("standard", "block"))
+        ]
+        lines.append([number(loss, 3), *cells, f"{best['standard'][0] / best['block'][0]:.2f}"])
+    head = ["loss", "standard: fewest FLOPs, at", "Block: fewest FLOPs, at", "compute saved, times"]
+    return [*table(head, lines), "", "`docs/data/studies/{micro,nano}/budgets/`, one pair of models a size."]
 
 
 def halves(folder: str, one: str, other: str) -> list[str]:
@@ -87,7 +228,7 @@ def halves(folder: str, one: str, other: str) -> list[str]:
         runs = " and ".join(str(recipe.counts[name]) for name in names)
         lines.append([label, *losses, runs, cell(effect), words(effect)])
     head = ["variant", one, other, "runs", f"{one} minus {other} (95 %)", "the interval"]
-    return [*table(head, lines), "", f"`docs/data/{folder}/`."]
+    return [*table(head, lines), "", f"{LEVEL} `docs/data/{folder}/`."]
 
 
 def course(folder: str, *labels: str) -> list[str]:
@@ -137,6 +278,9 @@ MAKERS: dict[str, Callable[..., list[str]]] = {
     "rows": file_rows,
     "power": power,
     "cost": cost,
+    "pool": pool,
+    "budgets": budgets,
+    "frontier": frontier,
 }
 
 

@@ -9,8 +9,11 @@ from collections import defaultdict
 
 import claims_page
 import power
+import recipe_runs
 import results_page
 import study_pages
+
+from attnres import stats
 
 MAX_LINES = 60
 
@@ -58,7 +61,8 @@ def test_each_study_has_a_page_of_its_files():
         assert (path.stem in speed or len(text.encode()) <= 12 * 1024) and f"results/{path.name}" in navigation
     marks = [what.split() for path in pages for _, what, _ in study_pages.MARK.findall(path.read_text("utf-8"))]
     stored = (study_pages.DATA / "studies").glob("*/*/result.json")
-    shown = {words[1] for words in marks if words[0] == "study"}
+    names = {"study": "{}", "budgets": "{}/budgets", "pool": "micro/{}"}
+    shown = {names[words[0]].format(words[1]) for words in marks if words[0] in names}
     assert shown == {f"{path.parent.parent.name}/{path.parent.name}" for path in stored}
 
 
@@ -115,8 +119,48 @@ def test_tokens_saved_are_constant_at_42m_and_grow_at_3m():
                         found.append(n0 * (n1 / n0) ** ((l0 - loss) / (l0 - l1)) / tokens)
         assert math.isclose(sum(found) / len(found), factor, abs_tol=0.015)
         assert 1.09 < factor < 1.14
-    (_, first, *_), (_, second, *_), (_, third, far, _), (_, fourth, beyond, _) = results_page.saved_by_budget("nano")
-    assert 1 < first < second < third < fourth and beyond and not far
+    budgets = results_page.saved_by_budget("nano")
+    saved = [one.saved for one in budgets]
+    assert saved == sorted(saved) and saved[0] > 1 and [one.fitted for one in budgets] == [False, False, False, True]
+    assert all(one.low < one.saved < one.high for one in budgets)
+
+
+def test_a_comparison_has_one_interval_on_all_pages():
+    """Of the 0.9 M recipe: the family of Holm is what is asked of the recipe, not what a page shows."""
+    answers = recipe_runs.of_micro()
+    denseformer = results_page.cell(answers["denseformer", "standard"])
+    pages = [study_pages.PAGES / f"{name}.md" for name in ("index", "claims", "rivals", "ablations")]
+    assert all(denseformer in path.read_text("utf-8") for path in pages)
+    others = [pair for pair in answers if pair not in stats.QUESTIONS]
+    names = {name for name, *_ in recipe_runs.micro()} - {"standard"}
+    assert {name for name, _ in answers} == names and len(others) == len(answers) - len(stats.QUESTIONS)
+    # The smallest p of the others is judged at 5 % over their number.
+    assert math.isclose(min(answers[pair].level for pair in others), 0.05 / len(others))
+
+
+def test_tokens_saved_by_a_difference_follow_the_runs_of_several_lengths():
+    """A loss falls ever more slowly: a nat is worth more tokens than before this length, and fewer than beyond it."""
+    ends = defaultdict(dict)
+    with (results_page.DATA / "studies" / "micro" / "exchange" / "runs.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["quantity"] == "loss":
+                ends[row["arm"]][float(row["tokens"])] = float(row["value"])
+    points = sorted((max(one), one[max(one)]) for one in ends.values())
+    (_, l0), (_, l1), (_, l2) = points[1:]  # each twice as long as the one before
+    effect = stats.Effect(-0.04, 0.01, 50)
+    found = recipe_runs.tokens_saved(effect, l1, recipe_runs.by_length())
+    for factor, gain in zip(found, (-effect.difference, -effect.high, -effect.low), strict=True):
+        assert 2 ** (gain / (l0 - l1)) < factor < 2 ** (gain / (l1 - l2))
+
+
+def test_compute_saved_is_of_the_better_size():
+    """Of each variant no measured run of either size reaches the loss with fewer FLOPs than what the page has."""
+    for loss, best in results_page.at_the_frontier():
+        for name, (flops, _, fitted) in best.items():
+            runs = [end for size in results_page.PARAMETERS for end in results_page.ends(size)[name].values()]
+            reached = [run_flops for _, run_loss, run_flops in runs if run_loss <= loss]
+            assert all(flops <= each * (1 + 1e-9) for each in reached) or not reached
+            assert reached or fitted
 
 
 def test_simulated_studies_have_the_design_of_the_runs():
