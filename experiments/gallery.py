@@ -2,7 +2,7 @@
 
 python experiments/gallery.py MODEL CORPUS [--name NAME]
 
-The first three are motifs that arXiv 2606.13168 describes. Whether one holds here is decided by an interval over
+The first three are motifs that arXiv 2606.13168 describes. Whether a model agrees is told by intervals over
 documents: it may not. `--name` is what the page calls the model in its lines of Python.
 """
 
@@ -136,15 +136,16 @@ def answer(looked: Looked, kind: str, early: bool, chosen: str) -> list[str]:
     """Return the answer to a question about a motif, in Markdown."""
     inside, outside = motif(looked, kind, early, chosen)
     if np.isnan(inside + outside).any():
-        return ["**It cannot be told here:** the model is too shallow."]
+        return ["**Not known:** the model is too shallow."]
     where, what = "early" if early else "late", {"attention": "attention", "mlp": "MLPs"}[kind]
     source = {"embedding": "the embedding", "current": "the current state", "older": "older history"}[chosen]
     more, excess = effect_of(inside - outside), effect_of(inside)
     holds = excess.excludes() and excess.difference > 0 and more.excludes() and more.difference > 0
     fails = (excess.excludes() and excess.difference < 0) or (more.excludes() and more.difference < 0)
-    word = "**It holds here.**" if holds else "**It does not hold here.**" if fails else "**It cannot be told here.**"
+    word = "Both intervals exclude 0, as the motif says" if holds else "An interval includes 0"
+    word = "An interval excludes 0, against the motif" if fails else word
     return [
-        f"{word} Contribution of {source} beyond an even share of the sources: {said(inside)} in {where} {what}, "
+        f"**{word}.** Contribution of {source} beyond an even share of the sources: {said(inside)} in {where} {what}, "
         f"{said(outside)} in the others; difference {said(inside - outside)}."
     ]
 
@@ -163,12 +164,12 @@ def mass(looked: Looked) -> list[str]:
     }
     tenth = max(1, len(edges) // 10)
     best = [set(np.argsort(-table.mean(1))[:tenth].tolist()) for table in (rows["contribution"], rise)]
-    close = effect_of(found["contribution"])
-    word = "**In part.**" if close.excludes() and close.difference > 0 else "**No.**"
+    word = "excludes" if effect_of(found["contribution"]).excludes() else "includes"
     return [
-        f"{word} Rank correlation over {len(edges)} connections, of the rise of the loss when a connection is ablated "
-        f"with its contribution: {said(found['contribution'])}; with its weight: {said(found['weight'])}. Of the "
-        f"{tenth} with the largest contribution, {len(best[0] & best[1])} are among the {tenth} that cost most. "
+        f"**The interval {word} 0.** Rank correlation over {len(edges)} connections, of the rise of the loss when a "
+        f"connection is ablated with its contribution: {said(found['contribution'])}; with its weight: "
+        f"{said(found['weight'])}. Of the {tenth} with the largest contribution, {len(best[0] & best[1])} are among "
+        f"the {tenth} that cost most. "
         "A correlation of 1 would mean that the share of a sum tells what an ablation costs."
     ]
 
@@ -224,8 +225,8 @@ def page(looked: Looked, name: str, text: str, tokens: int) -> str:
         "## Five questions to a trained model",
         "",
         f"Answers of the model `{name}` ({looked.layers} layers) from {len(looked.losses)} documents of {text}, the "
-        f"first {tokens} tokens of each. ± is the standard error over documents, of one model and one seed; whether an "
-        "answer holds is decided by 95 % intervals. The motifs are those of arXiv 2606.13168.",
+        f"first {tokens} tokens of each. ± is the standard error over documents, of one model and one seed, and "
+        "intervals of 95 % are made of it. The motifs are those of arXiv 2606.13168.",
         "",
         "Open the explorer once with",
         "",

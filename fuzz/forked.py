@@ -66,17 +66,17 @@ def command(words: list[str]) -> None:
 
 
 def table(words: list[str]) -> None:
-    """Read runs as `attnres report` does, and print the table and the verdict: all of it but the figures."""
+    """Read runs as `attnres report` does, and print the table and the headline: all of it but the figures."""
     from rich.console import Console
 
     from attnres.report.columns import print_table
+    from attnres.report.headline import headline
     from attnres.report.runs import load_study
     from attnres.report.table import build_table
-    from attnres.report.verdict import verdict
 
     study = load_study(*map(Path, words))
     built = build_table(study)
-    print_table(built, verdict(study, built), Console())
+    print_table(built, headline(study, built), Console())
 
 
 def forked(

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MOST_SEEDS = 1000
 """Largest number of runs in a group."""
 FORMATS = ("pdf", "png")
+SEEN_AT_PICO = ("noise", "growth", "structured-vs-memorised")
+"""Studies that ask pico for no difference between trained decoders, ResNets or models of steps in depth."""
 
 
 @dataclass
@@ -174,6 +176,7 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: StudyOption
     """Print what the studies would cost, or run them, with the adopted runs available."""
     from rich.console import Console
 
+    from attnres.progress import say
     from lab.conduct import ExecutionOptions
     from lab.slurm import Slurm
     from lab.store import unpacked
@@ -187,6 +190,10 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: StudyOption
         run=executor,
         here=options.executor == "local",
     )
+    names = [design.name for design in designs if design.name not in SEEN_AT_PICO]
+    if options.preset.startswith("pico") and names:
+        gap = "Block's gap is about one standard deviation of a run (5 at micro, 10 at nano: docs/results/noise.md)"
+        say(execution.say, f"{' '.join(names)}: at {options.preset} {gap}")
     with unpacked(user_path(path) for path in options.adopt) as adopted:
         if options.dry_run:
             from attnres.data.sources import open_source

@@ -163,8 +163,8 @@ def plain_cells(table: ComparisonTable, columns: list[Column]) -> list[str]:
     return [cells.get(column.name, "") for column in columns]
 
 
-def print_table(table: ComparisonTable, verdict: str, console: "Console | None" = None) -> None:
-    """Print the table, the verdict and the notes."""
+def print_table(table: ComparisonTable, headline: str, console: "Console | None" = None) -> None:
+    """Print the table, the headline and the notes."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as Grid
@@ -196,7 +196,7 @@ def print_table(table: ComparisonTable, verdict: str, console: "Console | None" 
     if cells := plain_cells(table, columns):
         grid.add_row(*cells, style="dim")
     console.print(grid)
-    console.print(Text(verdict, style="bold"))
+    console.print(Text(headline, style="bold"))
     for note in table.notes:
         console.print(Text(note, style="dim"))
 

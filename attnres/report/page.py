@@ -20,11 +20,11 @@ from attnres.figures.style import sheet
 from attnres.files import write_text
 from attnres.progress import wide
 from attnres.report.columns import curves_csv, plain_cells, print_table, shown, to_csv
+from attnres.report.headline import headline
 from attnres.report.runs import Run, Study
 from attnres.report.sections import Section, comparison_of, example, sections, slug
 from attnres.report.stats import equal_conditions
 from attnres.report.table import ComparisonTable, VariantRow, build_table
-from attnres.report.verdict import verdict
 from attnres.typed import leaves
 
 EXPLORER = "explorer.html"
@@ -64,20 +64,20 @@ def page(
         _section("Configuration and environment", _configuration(study)),
     ]
     title = f"{study.title}: Attention Residuals"
-    return framed(title, _kicker(study), verdict(study, table), filter(None, parts), _footer(study))
+    return framed(title, _kicker(study), headline(study, table), filter(None, parts), _footer(study))
 
 
 def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: str) -> str:
     """Return a page that opens offline, as HTML. The first sentence of `text` becomes its headline; `sections` and
     `footer` are HTML already."""
-    headline, _, more = text.partition(". ")
+    first, _, more = text.partition(". ")
     template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(title),
         light=style.variables(dark=False),
         dark=style.variables(dark=True),
         kicker=escape(kicker),
-        headline=_prose(headline.rstrip(".") + "."),
+        headline=_prose(first.rstrip(".") + "."),
         more=f'<p class="more">{_prose(more)}</p>' if more else "",
         sections="\n".join(_linked(list(sections))),
         footer=footer,
@@ -345,5 +345,5 @@ def show(study: Study, out: Path, images: str | None = None) -> None:
     written = write_report(study, out, images)
     table = build_table(study)
     console = wide(Console())
-    print_table(table, verdict(study, table), console)
+    print_table(table, headline(study, table), console)
     console.print(f"\n{written[0]}", style="bold", highlight=False, soft_wrap=True)

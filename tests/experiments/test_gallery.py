@@ -49,7 +49,7 @@ def test_an_answer_holds_where_its_interval_does(looked):
         changed = gallery.Looked(seen.layout, rows, seen.weights, seen.losses, seen.without, seen.nowhere)
         return gallery.answer(changed, "mlp", True, "embedding")[0]
 
-    assert told(0.3, 0.1).startswith("**It holds here.**")
-    assert told(0.1, 0.3).startswith("**It does not hold here.**")
-    assert told(-0.1, -0.3).startswith("**It does not hold here.**")
-    assert told(0.001, 0.001).startswith("**It cannot be told here.**")
+    assert told(0.3, 0.1).startswith("**Both intervals exclude 0, as the motif says.**")
+    assert told(0.1, 0.3).startswith("**An interval excludes 0, against the motif.**")
+    assert told(-0.1, -0.3).startswith("**An interval excludes 0, against the motif.**")
+    assert told(0.001, 0.001).startswith("**An interval includes 0.**")

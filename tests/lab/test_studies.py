@@ -970,6 +970,23 @@ def test_an_estimate_says_what_it_does_before_it_imports_what_takes_long(monkeyp
     assert capsys.readouterr().err.startswith("estimating noise rates: ")
 
 
+@pytest.mark.parametrize(
+    ("names", "preset", "warned"),
+    [
+        (["noise", "rates", "depth-tasks"], "pico", "rates depth-tasks: at pico "),
+        (["scaling"], "pico-fp32", "scaling: at pico-fp32 "),
+        (["noise", "growth", "structured-vs-memorised"], "pico", ""),
+        (["rates"], "micro", ""),
+    ],
+)
+def test_a_preset_too_small_for_a_question_says_so_before_it_begins(monkeypatch, capsys, names, preset, warned):
+    monkeypatch.setattr(laboratory, "_conduct", lambda *_: print("begins", file=sys.stderr))
+    laboratory.run([*names, "--preset", preset])
+    words = capsys.readouterr().err
+    assert words.startswith(warned) and ("about one standard deviation" in words) == bool(warned)
+    assert words.endswith("begins\n") and words.count("\n") == 1 + bool(warned)
+
+
 def test_what_a_study_costs_is_counted_before_it_runs(setting, tmp_path, capsys):
     """Tokens are its runs' steps, batches and windows; nothing is left of what has run."""
     other = dataclasses.replace(setting, out=tmp_path)

@@ -1,4 +1,4 @@
-"""Paired differences, their errors, and a verdict that claims nothing inside them."""
+"""Paired differences, their errors, and a headline that claims nothing inside them."""
 
 import csv
 import io
@@ -15,10 +15,10 @@ from synthetic import write_run, write_study
 from attnres.errors import UserError
 from attnres.report import load_study
 from attnres.report.columns import COLUMNS, curves_csv, plain_cells, print_table, shown, to_csv
+from attnres.report.headline import headline
 from attnres.report.page import write_report
 from attnres.report.stats import is_planned, kind, paired, paired_curve, strongest_baseline
 from attnres.report.table import build_table
-from attnres.report.verdict import verdict
 from attnres.residuals import settings_of
 from attnres.savings import LossCurve, saving
 from attnres.stats import Recipe, standard_error, t_quantile
@@ -73,7 +73,7 @@ def test_two_seeds_that_disagree_decide_nothing(tmp_path):
 
 def test_what_was_asked_beforehand_is_at_5_percent_and_the_rest_together(tmp_path):
     study, table = both(write_study(tmp_path, ("standard", "block", "full", "rescaled"), seeds=3, noise=0.0001))
-    assert verdict(study, table).startswith("full is below standard by")
+    assert headline(study, table).startswith("full is below standard by")
     recipe = Recipe((run.label, run.seed, run.windows[1000].mean()) for run in study.runs)
     assert recipe.degrees == 6, "four variants of three seeds"
     planned = {"block": True, "rescaled": True, "full": False}
@@ -116,9 +116,9 @@ def test_other_held_out_windows_are_never_paired(tmp_path):
     study, table = both(tmp_path)
     assert paired(study, "block", "standard") is None
     assert any("No difference to standard for block: they differ in data.val_windows" in note for note in table.notes)
-    text = verdict(study, table)
+    text = headline(study, table)
     assert text.startswith("No finished variant can be compared with standard: nothing can be said.")
-    assert "No verdict on block against standard: they differ in data.val_windows." in text
+    assert "No interval for block against standard: they differ in data.val_windows." in text
 
 
 def test_seeds_of_different_held_out_windows_are_not_averaged(tmp_path):
@@ -127,8 +127,8 @@ def test_seeds_of_different_held_out_windows_are_not_averaged(tmp_path):
             write_run(tmp_path, residual, seed, windows=windows)
     study, table = both(tmp_path)
     assert paired(study, "block", "standard") is None
-    text = verdict(study, table)
-    assert "No verdict on block against standard: they differ in data.val_windows." in text
+    text = headline(study, table)
+    assert "No interval for block against standard: they differ in data.val_windows." in text
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_runs_under_other_conditions_are_never_paired(tmp_path, place, value):
     study, table = both(tmp_path)
     assert table.row("block").paired is None
     assert table.row("full").paired is not None
-    text = verdict(study, table)
+    text = headline(study, table)
     assert text.startswith("full ends below standard by")
-    assert f"No verdict on block against standard: they differ in {place}." in text
+    assert f"No interval for block against standard: they differ in {place}." in text
     assert "block ends below" not in text
 
 
@@ -182,7 +182,7 @@ def test_runs_on_another_text_are_never_paired(tmp_path):
         (two / "data.json").write_text(json.dumps(record | changes))
         study, table = both(tmp_path)
         assert table.row("block").paired is None
-        assert "they differ in text" in verdict(study, table)
+        assert "they differ in text" in headline(study, table)
 
 
 def change(path, place, value):
@@ -204,7 +204,7 @@ def test_an_unfinished_run_is_paired_at_the_last_common_step_and_claims_nothing(
     assert pair is not None
     assert pair.step == 400
     assert len(paired_curve(study, paired(study, "block", "standard"), "block", "standard")) == 4
-    assert "ends below" not in verdict(study, table)
+    assert "ends below" not in headline(study, table)
     assert any("block at step 430 of 1,000" in note for note in table.notes)
 
 
@@ -220,7 +220,7 @@ def test_a_seed_on_its_way_leaves_the_finished_ones_as_they_are(tmp_path):
     assert row.paired is not None and was.paired is not None
     assert (row.loss, row.paired.per_seed, row.paired.step) == (was.loss, was.paired.per_seed, 1000)
     assert len(paired_curve(study, paired(study, "block", "standard"), "block", "standard")) == 10
-    assert not row.complete and "ends below" not in verdict(study, table)
+    assert not row.complete and "ends below" not in headline(study, table)
     assert "Unfinished, so preliminary: block (2 of 3 seeds finished, whose numbers these are)." in table.notes
 
 
@@ -234,11 +234,11 @@ def test_a_loss_that_is_no_number_is_refused(tmp_path):
         both(tmp_path)
 
 
-# ------------------------------------------------------------------ verdict
+# ------------------------------------------------------------------ headline
 
 
-def test_the_verdict_names_winners_the_control_and_ties(tmp_path):
-    text = verdict(*both(write_study(tmp_path)))
+def test_the_headline_names_winners_the_control_and_ties(tmp_path):
+    text = headline(*both(write_study(tmp_path)))
     assert text.startswith("full ends below standard by 0.1")
     assert ", block by 0.1" in text
     assert "rescaled, the placebo control, is mathematically the same as standard: its" in text
@@ -249,7 +249,7 @@ def test_the_verdict_names_winners_the_control_and_ties(tmp_path):
 def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
     for residual, gain in (("standard", 0.0), ("rescaled", 0.001), ("completep", -0.1), ("full", -0.2)):
         write_run(tmp_path, residual, gain=gain)
-    text = verdict(*both(tmp_path))
+    text = headline(*both(tmp_path))
     assert text.startswith("full ends below standard by 0.2") and ", completep by 0.0" in text
     assert "rescaled, the placebo control, is mathematically the same as standard" in text
     assert "completep, the control, computes" not in text
@@ -259,16 +259,16 @@ def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
 def test_what_chance_does_is_said_of_the_runs_that_have_a_partner(tmp_path):
     for residual, seed in (("standard", 0), ("rescaled", 0), ("rescaled", 1)):
         write_run(tmp_path, residual, seed)
-    assert "is what chance alone does to a run" in verdict(*both(tmp_path))
+    assert "is what chance alone does to a run" in headline(*both(tmp_path))
     write_run(tmp_path, "standard", 1)
-    assert "is what chance alone does to the mean of 2 runs" in verdict(*both(tmp_path))
+    assert "is what chance alone does to the mean of 2 runs" in headline(*both(tmp_path))
 
 
 def test_no_win_is_claimed_inside_the_error(tmp_path):
     for residual, gain in (("standard", 0.0), ("block", -0.005), ("full", 0.005), ("deepnorm", 0.3)):
         write_run(tmp_path, residual, gain=gain, noise=0.05)
     study, table = both(tmp_path)
-    text = verdict(study, table)
+    text = headline(study, table)
     assert "ends below" not in text
     assert "deepnorm ends above standard by" in text
     assert not any(row.paired.decided for row in table.rows if row.paired and row.label in ("block", "full"))
@@ -287,7 +287,7 @@ def test_whatever_is_claimed_is_decided(tmp_path, seed):
     outside = {label: abs(score) > 1.9983 for label, score in scores.items()}  # of 63 degrees of freedom, 95 %
     assert {label: pair.decided for label, pair in pairs.items()} == outside
     assert pairs["block"].decided and pairs["deepnorm"].decided
-    text = verdict(study, table)
+    text = headline(study, table)
     assert text.startswith("block ends below standard by ") and "; deepnorm ends above standard by " in text
     assert (", full by " in text) == pairs["full"].decided == ("; full (" not in text)
 
@@ -304,7 +304,7 @@ def test_whatever_is_claimed_is_decided(tmp_path, seed):
 def test_what_cannot_be_judged_is_said(tmp_path, runs, expected):
     for residual, stop in runs:
         write_run(tmp_path, residual, stop=stop)
-    assert verdict(*both(tmp_path)).startswith(expected)
+    assert headline(*both(tmp_path)).startswith(expected)
 
 
 def test_in_a_sweep_the_opponent_is_the_best_tuned_one(tmp_path):
@@ -313,7 +313,7 @@ def test_in_a_sweep_the_opponent_is_the_best_tuned_one(tmp_path):
             write_run(tmp_path, residual, label=f"{residual}-lr{lr:g}", lr=lr, gain=gain + handicap)
     study, table = both(tmp_path)
     assert strongest_baseline(study) == table.baseline == "standard-lr0.003"
-    text = verdict(study, table)
+    text = headline(study, table)
     assert text.startswith("block-lr0.003 ends below standard-lr0.003 by")
     assert "At equal learning rates block is below standard at 3 of 3." in text
     assert any("the best of the standard runs" in note for note in table.notes)
@@ -332,7 +332,7 @@ def test_the_planned_baseline_stays_where_another_setting_is_better(tmp_path):
     (tmp_path / "compare.json").write_text(json.dumps(plan))
     study, table = both(tmp_path)
     assert table.baseline == "block-num_blocks2"
-    assert verdict(study, table).startswith("block-num_blocks6 ends below block-num_blocks2 by 0.")
+    assert headline(study, table).startswith("block-num_blocks6 ends below block-num_blocks2 by 0.")
 
 
 def test_a_run_that_wrote_the_settings_it_was_given_and_one_that_wrote_all_are_of_one_kind(tmp_path):
@@ -350,7 +350,7 @@ def test_in_a_sweep_each_setting_is_a_variant_of_its_own(tmp_path):
             label = f"block-num_blocks{blocks}-lr{lr:g}"
             folder = write_run(tmp_path, "block", label=label, lr=lr, gain=-0.05 * blocks + 20 * lr)
             change(folder / "config.json", "model.settings", {"num_blocks": blocks})
-    text = verdict(*both(tmp_path))
+    text = headline(*both(tmp_path))
     assert text.startswith("block-num_blocks6-lr0.001 ends below standard-lr0.001 by 0.")
     assert ", block-num_blocks2-lr0.001 by 0." in text
     assert "At equal learning rates block-num_blocks2 is below standard at 2 of 2, block-num_blocks6 at 2 of 2." in text
@@ -362,7 +362,7 @@ def test_at_equal_rates_the_control_wins_nothing_and_another_rate_of_the_queries
             write_run(tmp_path, residual, label=f"{residual}-lr{lr:g}", lr=lr, gain=gain + more)
     folder = write_run(tmp_path, "block", label="block-residual_lr0.004-lr0.004", lr=0.004, gain=-0.1)
     change(folder / "config.json", "optim.residual_lr", 0.004)
-    text = verdict(*both(tmp_path))
+    text = headline(*both(tmp_path))
     assert "At equal learning rates block is below standard at 2 of 2, block-residual_lr0.004 at 1 of 1." in text
 
 
@@ -370,7 +370,7 @@ def test_a_variant_worse_than_the_control_is_called_that(tmp_path):
     for residual, gain in (("standard", 0.0), ("rescaled", -0.4), ("completep", -0.4), ("full", -0.2)):
         write_run(tmp_path, residual, gain=gain)
     study, table = both(tmp_path)
-    text = verdict(study, table)
+    text = headline(study, table)
     assert "Worse than completep, the control: full by 0." in text and "Worse than rescaled" not in text
     assert table.row("completep").decided and not table.row("rescaled").decided, "chance is never decided"
     assert "Over completep" not in text
@@ -380,7 +380,7 @@ def test_a_seed_that_only_one_of_two_has_shows_the_noise_and_decides_nothing(tmp
     for residual, gain in (("standard", 0.0), ("full", -0.2), ("block", -0.3)):
         write_run(tmp_path, residual, gain=gain)
     write_run(tmp_path, "full", 1, gain=-1.0)
-    text = verdict(*both(tmp_path))
+    text = headline(*both(tmp_path))
     assert "full is below" not in text and "block is below" not in text
 
 
@@ -389,7 +389,7 @@ def test_an_interval_has_the_digits_of_its_error(tmp_path):
         write_run(tmp_path, residual, gain=gain, noise=0.001)
         path = tmp_path / f"{residual}-seed0" / "val" / "001000.npy"
         np.save(path, np.load(path) - np.load(path).mean() + 4 + gain)
-    text = verdict(*both(tmp_path))
+    text = headline(*both(tmp_path))
     assert text.startswith("block (0.0000; 95 %: −0.00") and "the interval includes 0" in text
 
 
@@ -399,7 +399,7 @@ def test_a_single_window_decides_nothing(tmp_path):
     pair = table.row("block").paired
     assert pair is not None
     assert math.isnan(pair.margin)
-    assert "ends below" not in verdict(study, table)
+    assert "ends below" not in headline(study, table)
 
 
 # ------------------------------------------------------------------ table
@@ -533,7 +533,7 @@ def test_the_loss_before_the_first_step_is_told_where_runs_begin_from_a_model(tm
 def test_the_terminal_table_fits_eighty_columns(tmp_path):
     study, table = both(write_study(tmp_path))
     out = io.StringIO()
-    print_table(table, verdict(study, table), Console(file=out, width=80))
+    print_table(table, headline(study, table), Console(file=out, width=80))
     assert "…" not in out.getvalue()
     assert "−0.1" in out.getvalue()
 

@@ -1,4 +1,4 @@
-"""Write the headline from the table's numbers. It claims nothing that lies inside an error bar."""
+"""Write the headline from the table's numbers. It calls nothing better or worse whose interval includes 0."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from attnres.text import digits_for, listed, number, with_error
 Pairs = list[tuple[str, Paired]]
 
 
-def verdict(study: Study, table: ComparisonTable) -> str:
+def headline(study: Study, table: ComparisonTable) -> str:
     """Return one or a few sentences: which variants are better than the baseline, by how much, and which differences
     are not significant."""
     done = [row for row in table.rows if row.complete and not math.isnan(row.loss)]
@@ -48,7 +48,7 @@ def verdict(study: Study, table: ComparisonTable) -> str:
     for row in unpaired:
         reasons.setdefault(why_unpaired(study, row.label, base), []).append(row.label)
     for reason, labels in reasons.items():
-        sentences.append(f"No verdict on {listed(labels)} against {base}: {reason}.")
+        sentences.append(f"No interval for {listed(labels)} against {base}: {reason}.")
     sentences += equal_rates
     sentences += _against_control(study, tested, controls)
     sentences += _among_best(study, compared)
