@@ -61,7 +61,7 @@ def peaks_of(kind: str, options: argparse.Namespace) -> list[int]:
     """Peak bytes of a process of its own with three steps, and what it took before there was a model."""
     command = [sys.executable, __file__, "--peak", kind, "--dtype", options.dtype, "--device", options.device]
     command += ["--vocabulary", str(options.vocabulary), "--tokens", str(options.tokens)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return [int(word) for word in done.stdout.split()[-2:]]
 
 

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from recipe_runs import DATA, Answers, by_length, of_folders, of_micro, own_base, rows, tokens_saved, without_copiers
+from recipe_runs import (
+    DATA,
+    Answers,
+    by_length,
+    finals,
+    of_folders,
+    of_micro,
+    own_base,
+    rows,
+    tokens_saved,
+    without_copiers,
+)
 
 from attnres.files import write_text
 from attnres.savings import LossCurve
@@ -62,6 +73,8 @@ EXACT = "block-num_blocks4"
 """The label of a converted model that starts as the plain one."""
 TOO_WIDE = 0.4
 """Nats to a side from which on an interval says nothing: two or three runs that lie far apart."""
+SEEDED = "x2"
+"""The budget that docs/data/nano_pair has more seeds of: 10 tokens a parameter at 2.9 M."""
 CPU_STEPS = (
     *(("step_cpu_plain.json", None, dtype) for dtype in ("fp32", "bf16")),
     *(("step_cpu_nano.json", "nano", dtype) for dtype in ("fp32", "bf16")),
@@ -156,13 +169,14 @@ class Budget(NamedTuple):
     """Block beside the standard model after runs of one length, each with a decay of its own.
 
     Attributes:
-        per: tokens a parameter. gap: Block minus standard, nats a token. saved, low, high: tokens saved, and the ends
-            of its interval, by the scatter of the standard model's runs in the recipe of that size.
+        per: tokens a parameter. pairs: of models. gap: Block minus standard, nats a token. saved, low, high: tokens
+            saved, and the ends of its interval, by the scatter of the standard model's runs in the recipe of that size.
         fitted: whether `saved` is read beyond the longest run of the standard model. compute: the same factor in FLOPs,
             of a model of the same size. flops, loss: Block's.
     """
 
     per: float
+    pairs: int
     gap: Effect
     saved: float
     low: float
@@ -174,12 +188,32 @@ class Budget(NamedTuple):
 
 
 def ends(size: str) -> dict[str, dict[str, tuple[float, float, float]]]:
-    """By variant and budget, the (tokens, loss, FLOPs) of a run with a decay of its own."""
+    """By variant and budget, the (tokens, loss, FLOPs) of a run with a decay of its own; the mean loss over seeds where
+    there are several."""
     found: dict[str, dict[str, tuple[float, float, float]]] = {"standard": {}, "block": {}}
     for row in rows(f"studies/{size}/budgets/runs.csv"):
         if row["quantity"] == "loss":
             found[row["label"]][row["arm"]] = float(row["tokens"]), float(row["value"]), float(row["flops"])
+    for name, more in more_seeds(size).items():
+        tokens, loss, flops = found[name][SEEDED]
+        found[name][SEEDED] = tokens, statistics.fmean([loss, *more]), flops
     return found
+
+
+def more_seeds(size: str) -> dict[str, list[float]]:
+    """By variant, last losses at `SEEDED` of the seeds besides the first that both variants were trained with."""
+    if size != "nano" or not (DATA / "nano_pair").is_dir():
+        return {}
+    losses = {(name, seed): loss for name, seed, loss in finals("nano_pair")}
+    both = [seed for name, seed in losses if name == "block" and ("standard", seed) in losses]
+    return {name: [losses[name, seed] for seed in both] for name in ("standard", "block")}
+
+
+def pairs_of(budgets: list[Budget]) -> str:
+    """How many pairs of models budgets are of."""
+    counts = [one.pairs for one in budgets]
+    least, most = min(counts), max(counts)
+    return f"{least} to {most} pairs" if most > least else f"{most} pair{'s' * (most > 1)}"
 
 
 def parameters_of(size: str) -> float:
@@ -194,19 +228,21 @@ def nano_by_length() -> LossCurve:
 
 
 def saved_by_budget(size: str) -> list[Budget]:
-    """Block beside the standard model at each budget, of one pair of models."""
+    """Block beside the standard model at each budget."""
     own, rules = ends(size), {"micro": of_micro, "nano": of_nano}[size]().recipe
     parameters = parameters_of(size)
     base, scatter = LossCurve(end[:2] for end in own["standard"].values()), rules.sd("standard")
     found = []
     for arm, (tokens, loss, flops) in sorted(own["block"].items(), key=lambda item: item[1]):
-        others = own["standard"][arm]
-        gap = Effect(loss - others[1], scatter * math.sqrt(2), rules.counts["standard"] - 1)
+        others, pairs = own["standard"][arm], 1
+        if arm == SEEDED:
+            pairs += len(more_seeds(size).get("block", []))
+        gap = Effect(loss - others[1], scatter * math.sqrt(2 / pairs), rules.counts["standard"] - 1)
         reading = base.tokens(loss)
         low, high = (base.tokens(others[1] + end).tokens / tokens for end in (gap.high, gap.low))
         saved, ratio = reading.tokens / tokens, flops / tokens * others[0] / others[2]
         found.append(
-            Budget(tokens / parameters, gap, saved, low, high, reading.extrapolated, saved / ratio, flops, loss)
+            Budget(tokens / parameters, pairs, gap, saved, low, high, reading.extrapolated, saved / ratio, flops, loss)
         )
     return found
 
@@ -280,8 +316,8 @@ def evidence() -> list[str]:
     for size in PARAMETERS:
         lowest, *_, highest = [one for one in saved_by_budget(size) if not one.fitted]
         saved[size] = (
-            f"{lowest.saved:.2f} to {highest.saved:.2f} (1 pair; {lowest.per:.1f} to {highest.per:.1f} "
-            "tokens a parameter)"
+            f"{lowest.saved:.2f} to {highest.saved:.2f} ({pairs_of([lowest, highest])}; {lowest.per:.1f} to "
+            f"{highest.per:.1f} tokens a parameter)"
         )
     at42 = (
         f"{min(x for *_, x in bands):.2f} to {max(x for *_, x in bands):.2f} (2 pairs; "
@@ -446,7 +482,7 @@ def who() -> list[str]:
         "**Yes, if you train from scratch and text is scarce.** With its defaults `block` reached the baseline's loss "
         f"with {min(factors):.2f} to {max(factors):.2f} times fewer tokens at 42 M parameters (two pairs of runs, up "
         f"to {reached:.1f} tokens a parameter) and with {nano[0].saved:.2f} to {last.saved:.2f} times fewer at 2.9 M "
-        f"(one pair, {nano[0].per:.1f} to {last.per:.0f} tokens a parameter): more, the longer one trains.",
+        f"({pairs_of(nano)}, {nano[0].per:.1f} to {last.per:.0f} tokens a parameter): more, the longer one trains.",
         f"**Yes, on a CPU**: a step takes {ranges[0]} times the plain model's, compiled {ranges[1]}, less than is "
         f"saved at 2.9 M: at {last.per:.0f} tokens a parameter {last.saved / slowest:.2f} times less time or better.",
         f"**Not yet, on a GPU, to save time**: a step took {gpu:.2f} times the plain model's on an H200 (26 November "
@@ -518,7 +554,7 @@ def tokens_table() -> list[str]:
             [
                 where,
                 ", ".join(f"{one.per:.1f}" for one in found),
-                "1",
+                pairs_of(found).split(" pair")[0],
                 ", ".join(times(one.saved, one.low, one.high) for one in found),
                 ", ".join(f"{one.compute:.2f}" for one in found),
                 clock,

@@ -38,6 +38,7 @@ from results_page import (
     at_the_frontier,
     cell,
     cost,
+    pairs_of,
     parameters_of,
     saved_by_budget,
     step_times,
@@ -151,7 +152,7 @@ def budgets(size: str) -> list[str]:
     return [
         *table(head, lines),
         "",
-        "One pair of models. Intervals: the scatter of the standard model's runs in the recipe of this size, whose "
+        f"{pairs_of(saved_by_budget(size)).capitalize()} of models. Intervals: the scatter of the standard model's runs in the recipe of this size, whose "
         "rate decays otherwise. Tokens saved: how many times Block's tokens the standard model needs for the same "
         "loss, between measured budgets, beyond the longest by a fit; compute: the same over FLOPs.",
         "",
@@ -213,7 +214,11 @@ def frontier() -> list[str]:
         ]
         lines.append([number(loss, 3), *cells, f"{best['standard'][0] / best['block'][0]:.2f}"])
     head = ["loss", "standard: fewest FLOPs, at", "Block: fewest FLOPs, at", "compute saved, times"]
-    return [*table(head, lines), "", "`docs/data/studies/{micro,nano}/budgets/`, one pair of models a size."]
+    return [
+        *table(head, lines),
+        "",
+        "`docs/data/studies/{micro,nano}/budgets/`, " + pairs_of(saved_by_budget("nano")) + " of models a size.",
+    ]
 
 
 def halves(folder: str, one: str, other: str) -> list[str]:
