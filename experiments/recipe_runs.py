@@ -5,6 +5,7 @@ import csv
 import json
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from attnres.savings import LossCurve
@@ -78,6 +79,7 @@ def without_copiers() -> Effect:
     return Recipe(run for run in micro() if run[:2] != ("static_mix", 2)).effect("full", "static_mix")
 
 
+@cache
 def of_micro() -> Answers:
     """The answers of the 0.9 M recipe: one comparison a mechanism, the five questions, and sigmoid weights beside the
     standard model, of which the paper has a figure."""
@@ -87,6 +89,7 @@ def of_micro() -> Answers:
     return Answers(runs, list(dict.fromkeys(pairs)))
 
 
+@cache
 def of_folders(*folders: str) -> Answers:
     """The answers of comparisons of one recipe: each variant beside the standard model, and what else is asked."""
     runs = [run for folder in folders for run in last_losses(folder)]

@@ -467,7 +467,8 @@ def who() -> list[str]:
     factors, reached, last = [factor for *_, factor in bands], bands[-1][1] * 1e6 / AT_42M, nano[-1]
     eager = [timed(*which) for which in CPU_STEPS]
     compiled = [
-        timed(name.replace(".json", "_compiled.json").replace("_plain", ""), *rest) for name, *rest in CPU_STEPS
+        timed(name.replace(".json", "_compiled.json").replace("_plain", ""), size, dtype)
+        for name, size, dtype in CPU_STEPS
     ]
     slowest, ranges = (
         max(one["ratio"] for one in eager + compiled),

@@ -152,9 +152,10 @@ def budgets(size: str) -> list[str]:
     return [
         *table(head, lines),
         "",
-        f"{pairs_of(saved_by_budget(size)).capitalize()} of models. Intervals: the scatter of the standard model's runs in the recipe of this size, whose "
-        "rate decays otherwise. Tokens saved: how many times Block's tokens the standard model needs for the same "
-        "loss, between measured budgets, beyond the longest by a fit; compute: the same over FLOPs.",
+        f"{pairs_of(saved_by_budget(size)).capitalize()} of models. Intervals: the scatter of the standard model's "
+        "runs in the recipe of this size, whose rate decays otherwise. Tokens saved: how many times Block's tokens the "
+        "standard model needs for the same loss, between measured budgets, beyond the longest by a fit; compute: the "
+        "same over FLOPs.",
         "",
         f"`python -m lab budgets --preset {size} --seeds 1`: `docs/data/studies/{size}/budgets/`.",
     ]
