@@ -99,6 +99,10 @@ class VariantRow:
         first = [next((float(line["loss"]) for line in run.val if line["step"] == 0), math.nan) for run in self.runs]
         return float(np.mean(first))
 
+    def mean(self, key: str) -> float:
+        """Return the mean of `key` over the summaries of finished runs; NaN if one has none."""
+        return float(np.mean([_known(run, key) for run in self.runs if run.finished] or [math.nan]))
+
     def largest(self, key: str) -> float:
         """Return the largest value of `key` in the summaries of finished runs."""
         return max((value for run in self.runs if not math.isnan(value := _known(run, key))), default=math.nan)

@@ -517,6 +517,17 @@ def test_a_column_keeps_its_name_and_place_in_the_csv(tmp_path):
     assert to_csv(table).splitlines()[0].startswith(earlier.read_text().splitlines()[0])
 
 
+def test_scores_of_the_last_evaluation_are_means_over_finished_runs(tmp_path):
+    out = write_study(tmp_path)
+    assert [row["in_context"] for row in csv.DictReader(io.StringIO(to_csv(both(out)[1])))] == [""] * 4
+    runs = sorted(path for path in out.glob("block-seed*/summary.json"))
+    scores = [-0.25 * (1 + index) for index in range(len(runs))]
+    for path, score in zip(runs, scores, strict=True):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"in_context": score}))
+    (row,) = [row for row in csv.DictReader(io.StringIO(to_csv(both(out)[1]))) if row["label"] == "block"]
+    assert float(row["in_context"]) == pytest.approx(sum(scores) / len(scores))
+
+
 def test_the_loss_before_the_first_step_is_told_where_runs_begin_from_a_model(tmp_path):
     out = write_study(tmp_path)
     assert not any("before the first step" in note for note in both(out)[1].notes)
