@@ -483,7 +483,7 @@ LADDER = {
 TABLE = (
     *("standard", "block:num_blocks=8", "full", "static_mix", "full:weights=sigmoid", "full:key_norm=false"),
     *("block:num_blocks=8,heads=4", "full:window=8", "full:query=input", "mhc", "denseformer", "muddformer"),
-    *("muddformer:prepost_norm=false", "dca", "inkling2", "block:num_blocks=8,block_sum=rms", "full:keys=sliced:64"),
+    *("muddformer:prepost_norm=true", "dca", "inkling2", "block:num_blocks=8,block_sum=rms", "full:keys=sliced:64"),
 )
 """Table 4 and the rivals. A rule that is not there yet, or not under this name, is passed over with a row."""
 

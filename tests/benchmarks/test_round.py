@@ -187,6 +187,27 @@ def test_runs_stand_beside_the_standard_model_of_the_same_recipe() -> None:
         assert [each for each in gpu_round.ROUNDS if gpu_round._asked(each, [name])] == expected
 
 
+def test_every_training_run_builds_a_rule_of_its_own() -> None:
+    """At its width and depth. Of one recipe and seed no two have the same settings, defaults among them."""
+    from attnres.comparison.plan import parse_variant
+    from attnres.residuals.registry import settings_in_full
+
+    built, runs = dict[str, str](), dict[tuple[Any, ...], str]()
+    for name, run in gpu_round.ROUNDS.items():
+        if isinstance(run, gpu_round.Training):
+            variant, (width, layers, *_) = parse_variant(run.variant), run.size
+            with torch.device("meta"):
+                residual = make_residual(variant.residual, 2 * layers, width, **variant.settings)
+            settings = settings_in_full(variant.residual, variant.settings)
+            if variant.residual == "block":  # of so many blocks, or so large ones
+                settings |= {"num_blocks": None, "block_size": residual.block_sizes}
+            rule = json.dumps([variant.residual, settings], sort_keys=True)
+            assert runs.setdefault((run.recipe, run.seed, rule), name) == name
+            if " table " in name:
+                assert built.setdefault(rule, run.variant) == run.variant
+    assert {*built.values()} == {*gpu_round.TABLE}
+
+
 def test_experiments_are_listed_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """With what became of them on any device, where the sources are today's."""
     rows = tmp_path / "gpu.jsonl"
@@ -284,11 +305,9 @@ class _Parsed(Exception):
 
 
 def test_scripts_take_the_words_that_they_are_given_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And experiments name variants, modes and sizes that there are, and mechanisms that can be made."""
+    """And experiments name variants, modes and sizes that there are."""
     import busy
     from step import SIZES
-
-    from attnres.comparison.plan import parse_variant
 
     parse = argparse.ArgumentParser.parse_args
     read = list[argparse.Namespace]()
@@ -308,9 +327,6 @@ def test_scripts_take_the_words_that_they_are_given_on_a_gpu(monkeypatch: pytest
             assert {*experiment.variants} <= {*busy.VARIANTS} and experiment.size in SIZES
         if isinstance(experiment, gpu_round.Steps):
             assert {*experiment.NEXT.get(experiment.mode, ()), experiment.mode} <= {*busy.MODES}
-        elif isinstance(experiment, gpu_round.Training):
-            variant, (width, layers, *_) = parse_variant(experiment.variant), experiment.size
-            make_residual(variant.residual, 2 * layers, width, **variant.settings)
 
 
 def test_it_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
