@@ -35,6 +35,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trained import BLOCK, TABLE, table, training_page
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 ROWS = HERE / "results" / "gpu.jsonl"
@@ -347,7 +349,7 @@ class Tests:
 
 @dataclass(frozen=True)
 class Training:
-    """A run of a mechanism: its curve, the held-out windows of its last evaluation, its summary.
+    """A run of a mechanism: its curve, the losses of held-out windows after the last step, its summary.
 
     Attributes:
         variant: as `attnres compare --variants` takes it, e.g. "block:num_blocks=8".
@@ -369,10 +371,12 @@ class Training:
 
     @property
     def recipe(self) -> tuple[Any, ...]:
-        """Return what two runs have in common whose difference is the mechanism's."""
-        return self.size, self.optimizer, self.rate, self.seed, self.epochs, self.tokens_a_parameter
+        """Return what runs have in common that differ in their mechanism and seed alone."""
+        return self.size, self.optimizer, self.rate, self.epochs, self.tokens_a_parameter
 
     def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        import torch
+
         from attnres.comparison.plan import parse_variant
         from attnres.data import open_tokens
         from attnres.errors import UserError
@@ -380,7 +384,7 @@ class Training:
         from attnres.training import from_dict, train
         from lab.presets import qwen3
 
-        about = {"variant": self.variant, "optimizer": self.optimizer, "rate": self.rate, "seed": self.seed}
+        about: Row = {"variant": self.variant, "optimizer": self.optimizer, "rate": self.rate, "seed": self.seed}
         text = place.pack / "text"
         if not text.is_dir():
             yield about | {"passed_over": f"there is no text in {text.name} of the pack: make gpu-pack TEXT=SOURCE"}
@@ -390,15 +394,14 @@ class Training:
         except UserError as error:
             yield about | {"passed_over": str(error)}
             return
-        batch, length = (2, 16) if place.tiny else (64, 512)
+        batch, length = (2, 16) if place.tiny else (BATCH, LENGTH)
         size = qwen3(*((64, 4, 2, 32) if place.tiny else self.size))
-        tokens = len(open_tokens(text))
-        steps = self.epochs * tokens / (batch * length)
-        if self.tokens_a_parameter is not None:
-            count = sum(p.numel() for p in build(size, "standard", vocab_size=8192, max_positions=length).parameters())
-            wanted = min(self.tokens_a_parameter * count, self.most_epochs * tokens)
-            steps = wanted / (batch * length)
-        steps = 6 if place.tiny else max(1, int(steps))
+        with torch.device("meta"):
+            standard = build(size, "standard", vocab_size=WORDS, max_positions=length)
+        parameters = sum(p.numel() for p in standard.parameters())
+        steps = 6 if place.tiny else max(1, int(self.tokens(len(open_tokens(text)), parameters) / (batch * length)))
+        about |= {"tokens_a_parameter_wanted": self.tokens_a_parameter} if self.tokens_a_parameter else {}
+        about["tokens_a_parameter"] = steps * batch * length / parameters
         folder = place.out / "runs" / hashlib.sha256(repr(self).encode()).hexdigest()[:12]
         shutil.rmtree(folder, ignore_errors=True)
         values = {
@@ -426,6 +429,21 @@ class Training:
             yield about | self._scores(folder, place)
             yield about | self._by_depth(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+    def tokens(self, text: int, parameters: int) -> float:
+        """Return how many tokens a model of so many parameters is trained on, of a text of so many tokens."""
+        if self.tokens_a_parameter is None:
+            return self.epochs * text
+        return min(self.tokens_a_parameter * parameters, self.most_epochs * text)
+
+    def more_flops(self) -> float:
+        """Return the FLOPs of training the mechanism on a token over those of the standard residual."""
+        from attnres.comparison.plan import parse_variant
+        from lab.cost import Mechanism, flops_a_token
+        from lab.presets import qwen3
+
+        variant, shape = parse_variant(self.variant), (qwen3(*self.size), LENGTH, WORDS)
+        return flops_a_token(*shape, Mechanism.of(variant.residual, variant.settings)) / flops_a_token(*shape)
 
     def _by_depth(self, folder: Path) -> Row:
         file = folder / "inspection.json"
@@ -455,8 +473,9 @@ class Training:
         import numpy as np
 
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
-        windows = np.load(max((folder / "val").iterdir()))
-        names = ("step", "tokens", "parameters", "val_loss", "val_se", "tokens_per_s", "step_s", "peak_memory_bytes")
+        windows = np.load(folder / "val" / "final.npy")
+        names = ("step", "tokens", "parameters", "final_loss", "final_se", "last_three", "in_context")
+        names += ("val_loss", "val_se", "tokens_per_s", "step_s", "peak_memory_bytes")
         return {
             **{name: summary.get(name) for name in names},
             "how": json.loads((folder / "environment.json").read_text("utf-8"))["step"],
@@ -468,7 +487,8 @@ class Training:
 
 BLOCK8, BLOCK4 = "block (8 blocks)", "block (4 blocks)"
 FOUR = ("standard", BLOCK8, "full", BLOCK4)
-
+BATCH, LENGTH, WORDS = 64, 512, 8192
+"""Windows of a training run's step, tokens of a window, words of the vocabulary."""
 
 LADDER = {
     "3m": ((128, 10, 2, 384), 20, 120),
@@ -480,22 +500,13 @@ LADDER = {
 *_, LARGEST = LADDER
 
 
-TABLE = (
-    *("standard", "block:num_blocks=8", "full", "static_mix", "full:weights=sigmoid", "full:key_norm=false"),
-    *("block:num_blocks=8,heads=4", "full:window=8", "full:query=input", "mhc", "denseformer", "muddformer"),
-    *("muddformer:prepost_norm=false", "dca", "inkling2", "block:num_blocks=8,block_sum=rms", "full:keys=sliced:64"),
-)
-"""Table 4 and the rivals. A rule that is not there yet, or not under this name, is passed over with a row."""
-
-
 def _training() -> dict[str, Any]:
     """Return the runs of the evidence, those first that decide most."""
-    block = "block:num_blocks=8"
     rates = {
         f"train rates {variant} {optimizer} x{rate}": Training(90, variant, optimizer=optimizer, rate=rate)
         for optimizer in ("muon", "adamw")
         for rate in (1.0, 0.5, 2.0)
-        for variant in ("standard", block)
+        for variant in ("standard", BLOCK)
     }
     ladder = {
         f"train ladder {name} {variant} seed {seed}": Training(
@@ -509,7 +520,7 @@ def _training() -> dict[str, Any]:
         f"train table {name} seed {seed}": Training(90, name, seed=seed)
         for seed in range(2)
         for name in TABLE
-        if seed or name not in ("standard", block)  # those are of `rates`, once
+        if seed or name not in ("standard", BLOCK)  # those are of `rates`, once
     }
     first = [f"train ladder 8.4m {variant} seed 0" for variant in ("standard", "block")]
     first += [f"train table {name} seed 0" for name in ("full", "static_mix")]
@@ -643,12 +654,6 @@ GOALS: tuple[tuple[str, str, str, str], ...] = (
 """What the page has of steps: (what, experiment, variant, goal as a ratio to plain)."""
 
 
-def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    rows = ["".join(f"| {cell} " if cell else "| " for cell in line) + "|" for line in (head, *lines)]
-    return "\n".join([rows[0], "|---" * len(head) + "|", *rows[1:]])
-
-
 def page(rows: Sequence[Row]) -> str:
     """Return the tables of docs/explanation/kernels.md: the last row of each experiment, "not measured" where there
     is none."""
@@ -662,7 +667,7 @@ def page(rows: Sequence[Row]) -> str:
             equal = "yes" if row["equal"] else "**no**"
             cells = [f"{row['captured']:.1e}", f"{row['again']:.1e}", equal, f"{row['step']}, {row['of']['device']}"]
         lines.append([f"{variant}, {row['steps'] if row else 200} steps", *cells])
-    return "\n\n".join([_table([measured_by, *names], lines), steps_table(rows, GOALS), others_table(rows)])
+    return "\n\n".join([table([measured_by, *names], lines), steps_table(rows, GOALS), others_table(rows)])
 
 
 def _command(experiment: str) -> str:
@@ -701,7 +706,7 @@ OTHERS: tuple[tuple[str, str, str, Callable[[Any], str]], ...] = (
             goal,
             lambda row: f"{row['tokens_per_s']:,.0f}",
         )
-        for variant, name, goal in (("standard", "standard", "650,000"), ("Block", "block:num_blocks=8", "610,000"))
+        for variant, name, goal in (("standard", "standard", "650,000"), ("Block", BLOCK, "610,000"))
     ),
 )
 """What the page has besides steps: (what, experiment, goal, what a script's result or a run's row says of it)."""
@@ -727,7 +732,7 @@ def others_table(rows: Sequence[Row]) -> str:
                 value = "failed or cut, its row says why"
             value += f", {made[-1]['of']['device']}"
         lines.append([what, goal, value, f"`{_command(experiment)}`"])
-    return _table(("measure", "goal", "found", "command"), lines)
+    return table(("measure", "goal", "found", "command"), lines)
 
 
 def steps_table(rows: Sequence[Row], goals: Sequence[tuple[str, str, str, str]]) -> str:
@@ -752,7 +757,7 @@ def steps_table(rows: Sequence[Row], goals: Sequence[tuple[str, str, str, str]])
             time = f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]"
             cells = [time, *ratios, f"{row['step']}, {row['of']['device']}"]
         lines.append([f"{what}, {variant}", goal, *cells, f'`"{experiment}"`'])
-    return _table(names, lines)
+    return table(names, lines)
 
 
 def _last(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
@@ -763,53 +768,10 @@ def _ratio(row: Row, plain: Row, name: str) -> str:
     return f"{row[name] / plain[name]:.3f}" if plain.get(name) else ""
 
 
-SCORES = {
-    "wikitext2": ("bits_per_byte", "WikiText-2, bits a byte"),
-    "lambada": ("acc", "LAMBADA, accuracy"),
-    "hellaswag": ("acc_norm", "HellaSwag, accuracy by characters"),
-}
-"""Task -> which of its figures the page has."""
-
-
-def training_page(rows: Sequence[Row]) -> str:
-    """Return the tables of docs/results/one_gpu.md: held-out losses of the training runs, in brackets minus the
-    standard model's, and scores of those that are looked at; "not measured" where there is no row."""
-    found: dict[str, Row] = {}
-    for row in rows:
-        found.setdefault(row["round"], {}).update(row)
-    runs = {name: run for name, run in ROUNDS.items() if isinstance(run, Training)}
-    plain = {run.recipe: name for name, run in runs.items() if run.variant == "standard"}
-
-    def loss(name: str) -> str:
-        row, beside = found.get(name, {}), found.get(plain.get(runs[name].recipe, ""), {})
-        if "val_loss" not in row:
-            return "passed over" if "passed_over" in row else row.get("ended", "not measured")
-        if runs[name].variant == "standard" or "val_loss" not in beside:
-            return f"{row['val_loss']:.3f}"
-        return f"{row['val_loss']:.3f} ({row['val_loss'] - beside['val_loss']:+.3f})"
-
-    def scores(name: str) -> list[str]:
-        tasks = found.get(name, {}).get("scores")
-        if tasks is None:
-            return ["not measured"] * len(SCORES)
-        figures = [tasks[task][key] for task, (key, _) in SCORES.items()]
-        return [f"{figure['value']:.3f} ± {figure['standard_error']:.3f}" for figure in figures]
-
-    by_seed: dict[str, dict[int, str]] = {}
-    kinds = ("rates", "ladder", "table")
-    for name, run in sorted(runs.items(), key=lambda each: (kinds.index(each[0].split()[1]), each[1].size)):
-        by_seed.setdefault(name.partition(" seed ")[0], {})[run.seed] = loss(name)
-    seeds = range(1 + max(run.seed for run in runs.values()))
-    head = ["training run, `--only`", *(f"seed {seed}" for seed in seeds)]
-    losses = [[f'`"{name}"`', *(cells.get(seed, "") for seed in seeds)] for name, cells in by_seed.items()]
-    looked_at = [[f'`"{name}"`', *scores(name)] for name, run in runs.items() if run.looked_at]
-    columns = ["scores of, `--only`", *(label for _, label in SCORES.values())]
-    return f"{_table(head, losses)}\n\n{_table(columns, looked_at)}"
-
-
 def pages(rows: Sequence[Row]) -> dict[Path, str]:
     """Return what stands between the marks of each page."""
-    return {PAGE: page(rows), TRAINED: training_page(rows)}
+    runs = {name: run for name, run in ROUNDS.items() if isinstance(run, Training)}
+    return {PAGE: page(rows), TRAINED: training_page(rows, runs)}
 
 
 def write_page(tables: str, path: Path) -> None:
@@ -957,9 +919,9 @@ def main(words: Sequence[str] | None = None) -> int:
         pack_caches(options.pack, options.caches)
         return 0
     if options.page:
+        use_pack(options.pack)
         for path, tables in pages(read_rows(options.rows or ROWS)).items():
             write_page(tables, path)
-        use_pack(options.pack)
         write_figures()
         return 0
     end = time.monotonic() + options.budget

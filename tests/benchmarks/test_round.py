@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import round as gpu_round
 import torch
+import trained
 from tapes import in_place_of_graphs
 from torch.autograd import DeviceType
 
@@ -123,9 +124,14 @@ def test_layers_are_captured_part_by_part(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_run_is_trained_and_a_rule_that_is_not_there_passed_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu_round.ROUNDS, "no rule", gpu_round.Training(5, "no_such_rule"))
-    trained, over = run("train rates standard muon x1.0"), run("no rule")
-    assert trained[0]["val_loss"] == pytest.approx(trained[0]["val"][-1][1]) and len(trained[0]["windows"]) == 16
-    assert trained[0]["how"].startswith("eager: ") and trained[-1]["ended"] == "done"
+    made, over = run("train rates standard muon x1.0"), run("no rule")
+    row, *_, ended = made
+    assert row["val_loss"] == pytest.approx(row["val"][-1][1]) and len(row["windows"]) == 16
+    assert row["final_loss"] == pytest.approx(sum(row["windows"]) / 16, abs=1e-4) and row["final_se"] > 0
+    assert row["last_three"] == pytest.approx(sum(loss for _, loss in row["val"][-3:]) / 3) and row["in_context"] != 0
+    # 6 steps of 2 x 16 tokens; 8,192 words of width 64, 4 layers of 18,624 and the last norm
+    assert row["tokens_a_parameter"] == 6 * 2 * 16 / (8192 * 64 + 4 * 18_624 + 64)
+    assert row["how"].startswith("eager: ") and ended["ended"] == "done"
     assert "no_such_rule" in over[0]["passed_over"] and over[-1]["ended"] == "done"
 
 
@@ -142,49 +148,155 @@ def test_a_run_of_the_largest_pair_is_scored_and_looked_at(
     (sets / "lambada_openai.jsonl").write_text('{"context": "stream read", "continuation": "write"}\n' * 2)
     (sets / "hellaswag_val.jsonl").write_text('{"query": "read", "choices": ["block", "stream"], "gold": 1}\n' * 2)
     monkeypatch.setattr(loop, "_write_inspection", lambda run, model: None)
-    trained, scored, over, ended = run(name)
-    assert trained["variant"] == "block" and trained["val_loss"] > 0 and ended["ended"] == "done"
+    made, scored, over, ended = run(name)
+    assert made["variant"] == "block" and made["val_loss"] > 0 and ended["ended"] == "done"
+    assert made["tokens_a_parameter_wanted"] == 5 > made["tokens_a_parameter"] > 0
     assert "inspection.json" in over["passed_over"]
     reads = looked_at["by_depth"]
     assert len(reads["routing"]["weights"]) == len(reads["reads"]) == 1 + len(reads["output_rms"])
-    assert scored["scores"].keys() == gpu_round.SCORES.keys()
-    assert all(key in scored["scores"][task] for task, (key, _) in gpu_round.SCORES.items())
-    rows = gpu_round.read_rows(tmp_path / "rows" / "gpu.jsonl")
-    lines = gpu_round.training_page(rows).splitlines()
-    (losses,) = (line.split(" | ")[1:] for line in lines if '"train ladder 42m block"' in line)
-    assert losses == [f"{trained['val_loss']:.3f}", "not measured |"]
-    (scores,) = (line for line in lines if f'"{name}"' in line)
-    assert "not measured" not in scores and scores.count("±") == 3
+    assert scored["scores"].keys() == trained.SCORES.keys()
+    assert all(key in scored["scores"][task] for task, (key, _) in trained.SCORES.items())
+    cells = shown(gpu_round.read_rows(tmp_path / "rows" / "gpu.jsonl"))
+    assert cells["train ladder 42m block"] == ["5", "0.0", f"{made['final_loss']:.3f}", "1", "", "", ""]
+    looked = cells[name]
+    assert all("±" in score for score in looked[:3]) and re.fullmatch(r"\d of 4", looked[4]) and len(looked) == 7
+    assert cells[name.replace("block", "standard")][0] == "not measured"
 
 
-def test_runs_stand_beside_the_standard_model_of_the_same_recipe() -> None:
-    """On the page: of one optimizer, rate, size, length and seed."""
+def shown(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The cells of the page of training runs, by what `--only` takes."""
+    found = {}
+    for line in filter(None, gpu_round.pages(rows)[gpu_round.TRAINED].splitlines()):
+        name, *cells = line.removesuffix("|").split("|")[1:]
+        found[name.strip(' `"')] = [cell.strip() for cell in cells]
+    return found
+
+
+def test_training_runs_are_compared_over_seeds() -> None:
+    """Those of one optimizer, rate, size and length; the first seed of standard and Block is that of the rates. By
+    hand: differences of -0.06 and -0.04 leave a deviation of 0.01 with one degree of freedom, whose t is 12.706."""
     values = {
         "train rates standard muon x1.0": 3.5,
-        "train rates block:num_blocks=8 muon x1.0": 3.46,
+        "train table standard seed 1": 3.52,
+        "train rates block:num_blocks=8 muon x1.0": 3.44,
+        "train table block:num_blocks=8 seed 1": 3.48,
         "train rates block:num_blocks=8 muon x2.0": 3.4,
         "train ladder 8.4m standard seed 0": 4.0,
         "train ladder 8.4m full seed 0": 4.01,
-        "train table mhc seed 0": 3.6,
-        "train table mhc seed 1": 3.6,
     }
-    rows: list[dict[str, Any]] = [{"round": name, "val_loss": loss} for name, loss in values.items()]
+    rows: list[dict[str, Any]] = [{"round": name, "final_loss": loss, "val": []} for name, loss in values.items()]
     rows += [{"round": "train table dca seed 0", "passed_over": "there is no rule"}]
     rows += [{"round": "train table full seed 0", "ended": "stopped after 90 s"}]
-    found = {}
-    for line in gpu_round.training_page(rows).splitlines():
-        name, *cells = line.strip("| ").split(" | ")
-        found[name.strip('`"')] = [cell.strip() for cell in cells]
-    assert found["train rates block:num_blocks=8 muon x1.0"][0] == "3.460 (-0.040)"
-    assert found["train rates block:num_blocks=8 muon x2.0"][0] == "3.400"
-    assert found["train ladder 8.4m full"] == ["4.010 (+0.010)", "not measured"]
-    assert found["train table mhc"] == ["3.600 (+0.100)", "3.600"]
+    found = shown(rows)
+    assert found["train rates block:num_blocks=8 muon x1.0"] == ["3.460", "2", "−0.050 (−0.177 to +0.077)"]
+    assert found["train rates block:num_blocks=8 muon x2.0"] == ["3.400", "1", ""]
+    assert found["train table block:num_blocks=8"] == ["3.460", "2", "−0.050 (−0.177 to +0.077)", "", "–"]
+    assert found["train table standard"] == ["3.510", "2", "", "", "3.444, 3.199, 2.841, 2.475"]
+    assert found["train ladder 8.4m full"][2:5] == ["4.010", "1", "+0.010 (one seed)"]
     assert found["train table dca"][0] == "passed over" and found["train table full"][0] == "stopped after 90 s"
+    assert found["train table mhc"] == ["not measured", "", "", "", "−0.062, −0.050, −0.040, −0.029"]
+    # A change of a rule stands beside that rule as well; what was not asked beforehand has a wider interval.
+    for rule, losses in {"full": (3.44, 3.48), "full:window=8": (3.54, 3.58)}.items():
+        rows += [
+            {"round": f"train table {rule} seed {seed}", "final_loss": loss, "val": []}
+            for seed, loss in enumerate(losses)
+        ]
+    found = shown(rows)
+    (asked, low, high), (changed, lower, higher) = (
+        [float(part.replace("−", "-")) for part in re.findall(r"[+−]?\d\.\d{3}", cell)]
+        for cell in (found["train table full"][3], found["train table full:window=8"][3])
+    )
+    assert found["train table full:window=8"][3].startswith("`full`: +0.100") and changed == 0.1
+    assert found["train table full"][3].startswith("`block:num_blocks=8`: 0.000") and asked == 0
+    assert higher - lower > 2 * (high - low) > 0
+
+
+def test_a_rule_s_name_asks_for_that_rule_alone() -> None:
+    """Of all its seeds; the beginning of a name for all that begin with these words."""
     asked = {"train table full": ["train table full seed 0", "train table full seed 1"]}
     asked["step 100m compile"] = ["step 100m compile+graphs"]
     asked["step 100m graphs"] = ["step 100m graphs"]
     for name, expected in asked.items():
         assert [each for each in gpu_round.ROUNDS if gpu_round._asked(each, [name])] == expected
+
+
+def test_a_ladder_s_runs_say_what_they_were_trained_on_and_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens wanted and reached; the standard model's steps over the rule's at the lowest loss that both have measured,
+    400 / 200 and 400 / 320, and that over the FLOPs of a token."""
+    standard, full = "train ladder 8.4m standard", "train ladder 8.4m full"
+    base = [[100, 5.0], [200, 4.5], [400, 4.0]]
+    curves = {f"{standard} seed 0": base, f"{full} seed 0": [[100, 4.8], [200, 4.0], [400, 3.8]]}
+    curves |= {f"{standard} seed 1": base, f"{full} seed 1": [[100, 4.8], [320, 4.0], [400, 3.9]]}
+    rows = [
+        {"round": name, "val": val, "final_loss": val[-1][1], "tokens_a_parameter": 6.41}
+        for name, val in curves.items()
+    ]
+    monkeypatch.setattr(gpu_round.Training, "more_flops", lambda self: 1.25)
+    found = shown(rows)
+    assert found[standard] == ["20", "6.4", "4.000", "2", "", "", ""]
+    assert found[full] == ["20", "6.4", "3.850", "2", "−0.150 (−0.785 to +0.485)", "2.00, 1.25", "1.60, 1.00"]
+    assert "1.25, by its fit" in next(line for name, line in found.items() if "paper" in name)
+    run = gpu_round.ROUNDS[f"{full} seed 0"]
+    assert run.tokens(10**6, 10**5) == 2 * 10**6 and run.tokens(10**6, 10**6) == 3 * 10**6
+    assert gpu_round.Training(0, "full").tokens(10**6, 10**5) == 10**6
+
+
+def test_more_flops_are_those_of_the_reads() -> None:
+    """Full at 42 M: reads of 1 to 25 sources of width 512 take 4.8 operations a value. Weights: 12 layers with queries
+    and outputs of 512 x 512, keys and values of 512 x 256, three matrices of 512 x 1536, and the head."""
+    weights = 12 * (2 * 512 * 512 + 2 * 512 * 256 + 3 * 512 * 1536) + 8192 * 512
+    standard = 3 * (2 * weights + 12 * 4 * 512 * 512)
+    more = gpu_round.Training(0, "full").more_flops()
+    assert more == pytest.approx(1 + 3 * 4.8 * 512 * sum(range(1, 26)) / standard, abs=2e-4)
+
+
+def test_reads_and_outputs_by_depth_are_summed_up() -> None:
+    """From the third layer on. Newest: 3 x 0.4 of attention, 3 x 0.7 of the MLP; embedding: 3 x 0.5 and 3 x 0.1."""
+    reads = {"attention 0": [1.0], "mlp 0": [0.9, 0.1], "attention 1": [0.9, 0.1], "mlp 1": [0.8, 0.1, 0.1]}
+    reads |= {"attention 2": [0.5, 0.1, 0.4], "mlp 2": [0.1, 0.2, 0.7], "output": [0.2, 0.8]}
+    made = {"routing": {"reads": [*reads], "weights": [*reads.values()]}, "output_rms": [1, 1, 2, 4, 8, 8, 3, 5]}
+    assert trained.by_depth("block", made) == ["1.20, 2.10", "1 of 2", "1.50, 0.30", "4.00"]
+    assert trained.by_depth("standard", made) == ["–", "–", "–", "4.00"]
+
+
+def test_the_page_of_training_runs_stays_short_when_all_are_measured(tmp_path: Path) -> None:
+    names = [f"{kind} {layer}" for layer in range(12) for kind in ("attention", "mlp")]
+    routing = {"reads": names, "weights": [[0.1] * 9] * len(names)}
+    rows = []
+    for name, run in gpu_round.ROUNDS.items():
+        if isinstance(run, gpu_round.Training):
+            loss = 3.5 + 0.01 * run.seed - 0.001 * (len(rows) % 7)
+            row = {"round": name, "final_loss": loss, "tokens_a_parameter": 12.3}
+            row["val"] = [[step, loss + 9 / step] for step in range(100, 1600, 150)]
+            figure = {"value": 1.234, "standard_error": 0.012}
+            row["scores"] = {task: {key: figure} for task, (key, _) in trained.SCORES.items()}
+            rows.append(row | {"by_depth": {"routing": routing, "output_rms": [1.0] * 24}})
+    page, tables = tmp_path / "one_gpu.md", gpu_round.pages(rows)[gpu_round.TRAINED]
+    page.write_bytes(gpu_round.TRAINED.read_bytes())
+    gpu_round.write_page(tables, page)
+    assert "not measured" not in tables and len(page.read_bytes()) <= 12_288
+
+
+def test_every_training_run_builds_a_rule_of_its_own() -> None:
+    """At its width and depth. Of one recipe and seed no two have the same settings, defaults among them."""
+    from attnres.comparison.plan import parse_variant
+    from attnres.residuals.registry import settings_in_full
+
+    built, runs = dict[str, str](), dict[tuple[Any, ...], str]()
+    for name, run in gpu_round.ROUNDS.items():
+        if isinstance(run, gpu_round.Training):
+            variant, (width, layers, *_) = parse_variant(run.variant), run.size
+            with torch.device("meta"):
+                residual = make_residual(variant.residual, 2 * layers, width, **variant.settings)
+            settings = settings_in_full(variant.residual, variant.settings)
+            if variant.residual == "block":  # of so many blocks, or so large ones
+                settings |= {"num_blocks": None, "block_size": residual.block_sizes}
+            rule = json.dumps([variant.residual, settings], sort_keys=True)
+            assert runs.setdefault((run.recipe, run.seed, rule), name) == name
+            if " table " in name:
+                assert built.setdefault(rule, run.variant) == run.variant
+    assert {*built.values()} == {*trained.TABLE}
+    assert {rule for rule, _ in trained.TABLE.values()} <= {"", *trained.TABLE}
 
 
 def test_experiments_are_listed_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -284,11 +396,9 @@ class _Parsed(Exception):
 
 
 def test_scripts_take_the_words_that_they_are_given_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And experiments name variants, modes and sizes that there are, and mechanisms that can be made."""
+    """And experiments name variants, modes and sizes that there are."""
     import busy
     from step import SIZES
-
-    from attnres.comparison.plan import parse_variant
 
     parse = argparse.ArgumentParser.parse_args
     read = list[argparse.Namespace]()
@@ -308,9 +418,6 @@ def test_scripts_take_the_words_that_they_are_given_on_a_gpu(monkeypatch: pytest
             assert {*experiment.variants} <= {*busy.VARIANTS} and experiment.size in SIZES
         if isinstance(experiment, gpu_round.Steps):
             assert {*experiment.NEXT.get(experiment.mode, ()), experiment.mode} <= {*busy.MODES}
-        elif isinstance(experiment, gpu_round.Training):
-            variant, (width, layers, *_) = parse_variant(experiment.variant), experiment.size
-            make_residual(variant.residual, 2 * layers, width, **variant.settings)
 
 
 def test_it_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
