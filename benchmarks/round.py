@@ -959,9 +959,9 @@ def main(words: Sequence[str] | None = None) -> int:
         facts(options.device),
         options.rows,
     )
+    paths = os.environ.get("PYTHONPATH"), str(ROOT), str(options.pack / "site")  # for processes that scripts start
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if options.one:
-        paths = os.environ.get("PYTHONPATH"), str(ROOT), str(options.pack / "site")  # for processes that it starts
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command.run(options.one)
         return 0
     for name in chosen:
