@@ -566,7 +566,7 @@ ROUNDS: dict[str, Any] = {
     "peers": Script(
         500,  # peers tune themselves for 20 to 60 s for each count of sources
         "stack.py",
-        "--device cuda --seconds 1 --no-compile",
+        "--device cuda --seconds 1 --no-compile --tuning 240",
         "--device cpu --seconds 0 --sublayers 4 --block-size 2 --tokens 16 --width 16 --no-compile",
     ),
     **_training(),
@@ -894,6 +894,7 @@ def use_pack(pack: Path) -> None:
     os.environ.setdefault("ATTNRES_PEERS", str(pack / "peers"))
     for name, folder in CACHES.items():
         os.environ.setdefault(name, str(pack / folder))
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # what peers have tuned is among the compiled kernels
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

@@ -10,6 +10,8 @@ gradient are held against the naive network in fp64: depth reads go token by tok
 """
 
 import argparse
+import math
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -137,6 +139,7 @@ class Stack:
         seed: int,
         compiled: bool,
         peers: list[Peer],
+        until: float = math.inf,
     ):
         self.x, self.grad, self.block_size = x, grad, block_size
         self.shape: dict[str, Any] = {"sublayers": sublayers, "width": x.shape[-1], "device": x.device, "seed": seed}
@@ -158,7 +161,7 @@ class Stack:
                 self._add(f"{peer.name}, whole network", PeerNetwork(peer, naive, block_size, x.dtype))
         self.rows: dict[str, dict[str, Any]] = {}
         self.steps: dict[str, Callable[[], Any]] = {}
-        self._check()
+        self._check([peer.name for peer in peers], until)
 
     def _network(self, residual: str, settings: dict[str, Any] | None = None) -> Network:
         return Network(residual, self.kind, **self.shape, settings=settings)
@@ -173,12 +176,15 @@ class Stack:
             oracle.weight = oracle.weight.detach().double().requires_grad_()
         return gradients(oracle, oracle, self.x[:CHECKED].double(), self.grad[:CHECKED].double())
 
-    def _check(self) -> None:
-        """Fill `rows` with errors and reasons, and `steps` with what may be timed."""
+    def _check(self, peers: list[str], until: float) -> None:
+        """Fill `rows` with errors and reasons, and `steps` with what may be timed. A peer's first call tunes it."""
         block = self._exact("naive_block", self.settings)
         exact = {"standard": self._exact("standard"), "full (ours)": self._exact("naive_full")}
         most = 2 * WRONG if self.x.dtype == torch.bfloat16 else WRONG
         for label, call in self.calls.items():
+            if label.split(",")[0] in peers and time.monotonic() > until:
+                self.rows[label] = {"reason": "not begun: the time for tuning was spent"}
+                continue
             step = partial(gradients, self.networks[label], call, self.x, self.grad)
             made: list[Tensor] = []
             reason = harness.attempt(lambda made=made, step=step: made.extend(step()))
@@ -210,10 +216,13 @@ def run(
     seconds: float,
     seed: int,
     compiled: bool,
+    tuning: float = math.inf,
     say: Callable[[str], None] = print,
     keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Both kinds of sublayer; `say` is given each table as it is finished, `keep` all that is."""
+    """Both kinds of sublayer; `say` is given each table as it is finished, `keep` all that is. After `tuning` seconds no
+    further peer is begun."""
+    until = time.monotonic() + tuning
     generator = torch.Generator().manual_seed(seed)
     x = harness.randn((tokens, width), generator, device, dtype)
     grad = harness.randn((tokens, width), generator, device, dtype)
@@ -226,7 +235,7 @@ def run(
     bar = harness.progress("stack", 2)
     how: dict[str, Any] = {"sublayers": sublayers, "block_size": block_size, "seed": seed, "compiled": compiled}
     for kind in ("identity", "norm"):
-        stack = Stack(kind, x, grad, **how, peers=ready)
+        stack = Stack(kind, x, grad, **how, peers=ready, until=until)
         measured = harness.measure(stack.steps, device, seconds=seconds, nbytes=stack.bytes(), copy=copy)
         rows = {label: measured.get(label, {}) | row for label, row in stack.rows.items()}
         rows |= {name: {"reason": reason} for name, reason in reasons.items() if reason is not None}
@@ -243,6 +252,7 @@ def main() -> None:
     for name in DEFAULTS["cpu"]:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="compiled ones as well")
+    parser.add_argument("--tuning", type=float, default=math.inf, help="seconds after which no peer is begun")
     options = parser.parse_args()
     device = harness.settle(options, "stack")
     compiled = device.type == "cuda" if options.compile is None else options.compile
@@ -253,6 +263,7 @@ def main() -> None:
     head: dict[str, Any] = harness.head("stack", device, options.dtype, options.seed) | {"shape": shape}
     dtype = DTYPES[options.dtype]
     how: dict[str, Any] = {"seconds": options.seconds, "seed": options.seed, "compiled": compiled}
+    how["tuning"] = options.tuning
     result = head | run(device, dtype, **shape, **how, keep=lambda parts: write_json(options.out, head | parts))
     panels = {
         f"{kind} sublayers": {name: row["median_s"] * 1e3 for name, row in rows.items() if "median_s" in row}

@@ -115,6 +115,17 @@ def test_stack_gives_no_time_to_a_network_that_computes_something_else(monkeypat
     assert all(row["reason"].startswith("wrong") for row in network.rows.values())
 
 
+def test_stack_begins_no_implementation_of_others_after_the_time_for_their_tuning():
+    class Theirs(stack.Peer):
+        name = "theirs"
+
+    register_naive([Theirs()])
+    x = torch.randn(8, 16)
+    how = {"sublayers": 2, "block_size": 1, "seed": 0, "compiled": False, "peers": [Theirs()]}
+    rows = [stack.Stack("norm", x, x, **how, until=until).rows["theirs"] for until in (0.0, float("inf"))]
+    assert rows[0]["reason"].startswith("not begun") and not rows[1]["reason"].startswith("not begun")
+
+
 @pytest.mark.long
 def test_decode_leaves_the_cache_as_long_as_it_was():
     how = {"size": "nano", "context": 6, "prefill": 8, "graphs": False, "compiled": False, "seconds": 0.0, "seed": 0}
