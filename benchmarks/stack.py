@@ -220,8 +220,8 @@ def run(
     say: Callable[[str], None] = print,
     keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Both kinds of sublayer; `say` is given each table as it is finished, `keep` all that is. After `tuning` seconds no
-    further peer is begun."""
+    """Both kinds of sublayer; `say` is given each table as it is finished, `keep` all that is. After `tuning` seconds
+    no further peer is begun."""
     until = time.monotonic() + tuning
     generator = torch.Generator().manual_seed(seed)
     x = harness.randn((tokens, width), generator, device, dtype)
