@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from attnres.text import number
+
 
 class Ratio(NamedTuple):
     """A ratio of sums over items, m = sum(a) / sum(b), with its standard error (Cochran, Sampling Techniques, 2.11):
@@ -235,6 +237,12 @@ class Effect(NamedTuple):
         if not self.degrees > 0 or math.isnan(self.error):
             return math.nan
         return t_tail(self.difference / self.error, self.degrees) if self.error else float(self.difference == 0)
+
+    @property
+    def text(self) -> str:
+        """Return the difference with its interval, to three digits."""
+        difference, *ends = (number(value, 3, signed=True) for value in (self.difference, self.low, self.high))
+        return f"{difference} ({' to '.join(ends) if self.margin >= 0 else 'one seed'})"
 
     def excludes(self, value: float = 0.0) -> bool:
         """Return whether the interval excludes a value, such as 0 or a published effect; False if the noise is

@@ -79,8 +79,8 @@ def training_page(rows: Sequence[Row], runs: Mapping[str, "Training"]) -> str:
     for label, names in made.by_label("table").items():
         rule = runs[names[0]].variant
         other, published = TABLE[rule]
-        beside = interval(effects.get((rule, other)))
-        differences = interval(effects.get((rule, "standard"))), beside and f"`{other}`: {beside}"
+        beside = told(effects.get((rule, other)))
+        differences = told(effects.get((rule, "standard"))), beside and f"`{other}`: {beside}"
         rules.append([label, *made.loss(names), *differences, published])
     looked_at = [[f'`"{name}"`', *made.looked_at(name)] for name, run in runs.items() if run.looked_at]
     tables = (RATES, rates), (SIZES, [*sizes, PAPER]), (RULES, rules), (LOOKED_AT, looked_at)
@@ -148,7 +148,7 @@ class Trained:
 
     def gain(self, names: Sequence[str]) -> str:
         """Return the cell of a rule's difference from the standard residual."""
-        return interval(self.effect(self.runs[names[0]], "standard"))
+        return told(self.effect(self.runs[names[0]], "standard"))
 
     def tokens(self, names: Sequence[str]) -> list[str]:
         """Return the cells of the tokens a parameter that were wanted, and that were reached: the text has an end."""
@@ -200,11 +200,6 @@ def by_depth(variant: str, made: Row) -> list[str]:
     return [newest, f"{sum(largest)} of {len(largest)}", first, growth]
 
 
-def interval(effect: "Effect | None") -> str:
-    """Return a difference with its interval, where more than one seed gives one."""
-    from attnres.text import number
-
-    if effect is None:
-        return ""
-    difference, *ends = (number(value, 3, signed=True) for value in (effect.difference, effect.low, effect.high))
-    return f"{difference} ({' to '.join(ends) if effect.margin >= 0 else 'one seed'})"
+def told(effect: "Effect | None") -> str:
+    """Return the cell of a difference."""
+    return "" if effect is None else effect.text

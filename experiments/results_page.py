@@ -89,12 +89,9 @@ FILES = {
 
 def cell(effect: Effect, widest: float = TOO_WIDE) -> str:
     """A difference with its interval, if that is not too wide to say anything."""
-    difference = number(effect.difference, 3, signed=True)
-    if not effect.margin >= 0:
-        return f"{difference} (one seed)"
     if effect.margin > widest:
-        return f"{difference} (runs too far apart)"
-    return f"{difference} ({number(effect.low, 3, signed=True)} to {number(effect.high, 3, signed=True)})"
+        return f"{number(effect.difference, 3, signed=True)} (runs too far apart)"
+    return effect.text
 
 
 def words(effect: Effect, published: tuple[float, ...] = ()) -> str:
