@@ -184,7 +184,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
     far = [float(row["distance_contribution"]) for row in rows("locality_pico.csv")]
     bounds = "{:.2f} to {:.2f}".format
     size_runs = "2 and 2"
-    retrofit = "compare recipes/finetune_layouts.yaml --seeds 0 1 2"
+    retrofit = "compare recipes/finetune_layouts.yaml"
     regimes, boundary = of_folders("finetune_regimes_seeds"), "compare recipes/boundary.yaml"
 
     def regime(name: str, other: str, what: str) -> Answer:
@@ -406,7 +406,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
             ],
         ),
         (
-            "starting at zero queries is best (here from scratch; the source says it of fine-tuning)",
+            "starting at zero queries is best (here from scratch; the source: fine-tuning)",
             [
                 small("block-query_std0.02", "block", "OAR"),
                 *(
@@ -429,7 +429,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
             ],
         ),
         (
-            "OAR's layout is a way to retrofit (here at a twentieth of its length, still falling: another question)",
+            "OAR's layout is a way to retrofit (here in a twentieth and half of its steps)",
             [
                 of(
                     tuned,
@@ -439,6 +439,14 @@ def claims() -> list[tuple[str, list[Answer]]]:
                 for name, what in (
                     ("cumulative-num_blocks4", "four blocks"),
                     ("cumulative-block_size1", "every sublayer"),
+                )
+            ]
+            + [
+                of(
+                    of_folders("finetune_long"),
+                    *("cumulative-num_blocks4", "standard", "the same", "2.9 M; 5,000 steps"),
+                    f"{retrofit} --steps 5000 --seeds 0",
+                    what="four blocks",
                 )
             ],
         ),
@@ -575,7 +583,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     "54 M",
                     "–",
                     "make gpu",
-                    shown=f"{step('step_100m_cuda.json', '100m', 'bf16')}: contradicted for this implementation",
+                    shown=f"{step('step_100m_cuda.json', '100m', 'bf16')}: contradicted for ours",
                 ),
                 Answer(
                     "paper, inference",
@@ -597,7 +605,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     "nobody",
                     parameters("micro/depth-tasks"),
                     "lab depth-tasks --preset micro",
-                    what=f"{label}, share of right answers",
+                    what=f"{label}, right answers",
                     nats=False,
                 )
                 for label in ("block", "full", "rescaled")
@@ -625,7 +633,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
                 small("full", "static_mix", "paper, Table 4", -0.012, what="Full beside them"),
                 Answer(
                     *("the same", without_copiers(), MICRO, "3 and 2", command, (-0.012,)),
-                    "the run that copies left out afterwards",
+                    "the copying run left out afterwards",
                 ),
             ],
         ),

@@ -568,7 +568,8 @@ def page() -> str:
     small, at_42m, curves = of_micro(), of_folders("one_gpu"), one_gpu()
     bands, nano = saved_at_42m(), [one for one in saved_by_budget("nano") if not one.fitted]
     tuned = of_folders("finetune_layouts")
-    exact, other = (tuned[name, "standard"] for name in (EXACT, "cumulative-block_size1"))
+    exact, other = (tuned[name, "standard"] for name in (EXACT, "cumulative-num_blocks4"))
+    longer = of_folders("finetune_long")["cumulative-num_blocks4", "standard"]
     reads = inside()
     block, plain = ({seed: dict(points) for seed, points in curves[name].items()} for name in ("block", "standard"))
     common = set.intersection(*(set(points) for one in (block, plain) for points in one.values()))
@@ -630,8 +631,8 @@ def page() -> str:
         *settings(),
         "",
         *paragraphs(
-            f"**A finished model** of 2.9 M, trained on for 1 M tokens: Block {cell(exact)}; `cumulative`, which "
-            f"starts damaged, {cell(other)} and still falling ([retrofit](retrofit.md)).",
+            f"**A finished model**, trained on for 1 M tokens: Block {cell(exact)}; `cumulative`, which starts "
+            f"damaged, {cell(other)}, after 10 M {cell(longer)} ([more](retrofit.md)).",
             "**Inside** (42 M, `docs/data/one_gpu/reads.csv`), beside even weights (1), of attention and of MLPs: "
             + ", ".join(f"{what} {one:.2f} and {other:.2f}" for what, (one, other) in reads.items())
             + ": all four statements of the paper's Figure 8 hold ([42 M](one_gpu.md)). A weight is no "
