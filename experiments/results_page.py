@@ -100,9 +100,8 @@ def words(effect: Effect, published: tuple[float, ...] = ()) -> str:
         return "says nothing"
     said = ("lower" if effect.difference < 0 else "higher") + ": excludes 0" if effect.excludes() else "includes 0"
     if published:
-        apart = all(effect.excludes(one) for one in published)
-        than = "larger than" if effect.difference < min(published) else "smaller than"
-        said += f"; {than if apart else 'includes'} the paper's gain"
+        apart = "excludes" if all(effect.excludes(one) for one in published) else "includes"
+        said += f", {apart} the paper's {' to '.join(number(one, 3, signed=True) for one in published)}"
     return said
 
 
@@ -119,11 +118,8 @@ def worth(effect: Effect, base: float, curve: LossCurve) -> str:
 def question(what: str, answers: Answers, where: str, pair: tuple[str, str], published: tuple[float, ...] = ()) -> str:
     """A row of the first table."""
     effect, curve = answers[pair], {"micro": by_length, "nano": nano_by_length}.get(where)
-    tokens = worth(effect, answers.recipe.means[pair[1]], curve()) if curve else "below"
-    return (
-        f"| {what} | {cell(effect)} | {tokens} | {answers.counts(pair)} | {words(effect, published)} | "
-        f"`{FILES[where]}` |"
-    )
+    tokens = worth(effect, answers.recipe.means[pair[1]], curve()) if curve else "next table"
+    return f"| {what} | {cell(effect)} | {tokens} | {answers.counts(pair)} | {words(effect, published)} |"
 
 
 def one_gpu() -> dict[str, dict[str, list[tuple[float, float]]]]:
@@ -423,12 +419,12 @@ def settings() -> list[str]:
     """The table of settings and other rules at 0.9 M parameters."""
     answers, curve, clock = of_micro(), by_length(), step_times("micro/rivals")
     what = {
+        "block": "`block`",
         "block-heads4": "four softmax heads for one",
-        "block-key_normFalse": "keys without norm",
         "block-gatescalar": "a gate that starts at the plain sum",
     }
     lines = []
-    for name in (*what, "inkling2", "muddformer", "hyper_connections", "mhc", "denseformer"):
+    for name in (*what, "inkling2", "muddformer", "hyper_connections", "denseformer"):
         other = own_base(name)
         effect, base = answers[name, other], answers.recipe.means[other]
         tokens = worth(effect, base, curve)
@@ -439,7 +435,7 @@ def settings() -> list[str]:
         cells = [what.get(name, f"`{name}`"), beside, cell(effect), tokens, faster, words(effect)]
         lines.append(f"| {' | '.join(cells)} |")
     return [
-        "| rule or setting | beside | difference | tokens saved | time saved | the interval |",
+        "| rule or setting | beside | difference | tokens saved, times | time saved | the interval |",
         "|---" * 6 + "|",
         *lines,
     ]
@@ -462,32 +458,29 @@ def who() -> list[str]:
     """Who should use it, and who should not, today: the lines above everything, of the guide as well."""
     bands, nano = saved_at_42m(), [one for one in saved_by_budget("nano") if not one.fitted]
     factors, reached, last = [factor for *_, factor in bands], bands[-1][1] * 1e6 / AT_42M, nano[-1]
-    eager = [timed(*which) for which in CPU_STEPS]
+    eager = [timed(*which)["ratio"] for which in CPU_STEPS]
     compiled = [
-        timed(name.replace(".json", "_compiled.json").replace("_plain", ""), size, dtype)
+        timed(name.replace(".json", "_compiled.json").replace("_plain", ""), size, dtype)["ratio"]
         for name, size, dtype in CPU_STEPS
     ]
-    slowest, ranges = (
-        max(one["ratio"] for one in eager + compiled),
-        [
-            "{:.2f} to {:.2f}".format(min(one["ratio"] for one in each), max(one["ratio"] for one in each))
-            for each in (eager, compiled)
-        ],
-    )
+    slowest, ranges = max(*eager, *compiled), [f"{min(one):.2f} to {max(one):.2f}" for one in (eager, compiled)]
     gpu = timed("step_100m_cuda.json", "100m", "bf16")["ratio"]
     tuned = of_folders("finetune_layouts")[EXACT, "standard"]
     return paragraphs(
-        "**Yes, if you train from scratch and text is scarce.** With its defaults `block` reached the baseline's loss "
-        f"with {min(factors):.2f} to {max(factors):.2f} times fewer tokens at 42 M parameters (two pairs of runs, up "
-        f"to {reached:.1f} tokens a parameter) and with {nano[0].saved:.2f} to {last.saved:.2f} times fewer at 2.9 M "
-        f"({pairs_of(nano)}, {nano[0].per:.1f} to {last.per:.0f} tokens a parameter): more, the longer one trains.",
-        f"**Yes, on a CPU**: a step takes {ranges[0]} times the plain model's, compiled {ranges[1]}, less than is "
-        f"saved at 2.9 M: at {last.per:.0f} tokens a parameter {last.saved / slowest:.2f} times less time or better.",
-        f"**Not yet, on a GPU, to save time**: a step took {gpu:.2f} times the plain model's on an H200 (26 November "
-        f"2026; today's kernels and captured steps are not measured). At 42 M and {reached:.1f} tokens a parameter "
-        f"that is {gpu / factors[-1]:.2f} times the time for the same loss. If 42 M saved at {last.per:.0f} tokens a "
-        f"parameter what 2.9 M does, {gpu / last.saved:.2f} times: not measured.",
-        f"**No, to improve a finished model**: {cell(tuned)} nats a token. **Yes, to study** what layers read.",
+        "**Text is what you lack: yes**, if you train from scratch. `block` with its defaults reached the baseline's "
+        f"loss with {min(factors):.2f} to {max(factors):.2f} times fewer tokens at 42 M parameters, at each length up "
+        f"to {reached:.1f} tokens a parameter (two pairs of runs), and at 2.9 M with "
+        f"{times(nano[0].saved, nano[0].low, nano[0].high)} times fewer at {nano[0].per:.1f} and "
+        f"{times(last.saved, last.low, last.high)} at {last.per:.0f} tokens a parameter ({pairs_of(nano)}).",
+        f"**Time on a CPU: yes.** A step takes {ranges[0]} times the plain model's, compiled {ranges[1]}; at 2.9 M and "
+        f"{last.per:.0f} tokens a parameter that is {last.saved / slowest:.2f} times less time for the same loss "
+        f"({last.low / slowest:.2f} at the lower end).",
+        f"**Time on a GPU: not yet.** A step took {gpu:.2f} times the plain model's on an H200 (26 November 2026; "
+        f"today's kernels and captured steps are not measured). At 42 M and {reached:.1f} tokens a parameter that is "
+        f"{gpu / factors[-1]:.2f} times more time for the same loss. With what 2.9 M saves at {last.per:.0f} tokens a "
+        f"parameter it would be {last.saved / gpu:.2f} times less: not measured.",
+        f"**A finished model: no.** At 2.9 M conversion and 1 M more tokens gain {cell(tuned)} nats a token; larger: "
+        "not measured. **To study** what layers read: yes.",
         bullet="- ",
     )
 
@@ -502,29 +495,21 @@ def paragraphs(*texts: str, bullet: str = "") -> list[str]:
 def first_table() -> list[str]:
     """The questions about the loss at the end."""
     small, nano, at_42m = of_micro(), of_nano(), of_folders("one_gpu")
-    block = ("block", "standard")
-    apart = without_copiers()
+    block, apart = ("block", "standard"), without_copiers()
+    fixed = "Full beside weights that no token changes (`static_mix`)"
     return [
-        "| what | difference | tokens saved | runs | the interval | file |",
-        "|---|---|---|---|---|---|",
+        "| what | difference | tokens saved, times | runs | the interval |",
+        "|---|---|---|---|---|",
         question("Block, 0.9 M parameters, 4.8 tokens a parameter", small, "micro", block, PUBLISHED),
-        question("Block, 2.9 M, 3.5", nano, "nano", block, PUBLISHED),
-        question("Block, 42 M, 1.2, rates untuned", at_42m, "42 M", block, PUBLISHED),
+        question("Block, 2.9 M, 3.5 tokens a parameter", nano, "nano", block, PUBLISHED),
+        question("Block, 42 M, 1.2 tokens a parameter, rates not searched", at_42m, "42 M", block, PUBLISHED),
         question("Full beside Block, 0.9 M", small, "micro", ("full", "block"), (-0.009,)),
-        question(
-            "Full beside weights that no token changes (`static_mix`), 0.9 M",
-            small,
-            "micro",
-            ("full", "static_mix"),
-            (-0.012,),
-        ),
-        f"| the same without the one run that had learnt to copy (left out afterwards) | {cell(apart)} | "
+        question(f"{fixed}, 0.9 M", small, "micro", ("full", "static_mix"), (-0.012,)),
+        f"| the same without a run of `static_mix` that had learnt to copy, left out afterwards | {cell(apart)} | "
         f"{worth(apart, small.recipe.means['full'] - apart.difference, by_length())} | 3 and 2 | "
-        f"{words(apart, (-0.012,))} | the same |",
-        question(
-            "Block beside mHC, which has 18 % more parameters, 0.9 M", small, "micro", ("block", "mhc"), (-0.001,)
-        ),
-        question("`rescaled`, the placebo control, 0.9 M", small, "micro", ("rescaled", "standard")),
+        f"{words(apart, (-0.012,))} |",
+        question("Block beside mHC, 18 % more parameters, 0.9 M", small, "micro", ("block", "mhc"), (-0.001,)),
+        question("`rescaled`, standard's own function (control), 0.9 M", small, "micro", ("rescaled", "standard")),
     ]
 
 
@@ -538,10 +523,9 @@ def tokens_table() -> list[str]:
             "42 M",
             ", ".join(f"{(low + high) / 2 * 1e6 / AT_42M:.1f}" for low, high, _ in bands),
             "2",
-            ", ".join(f"{x:.2f}" for *_, x in bands) + f" (the pairs {seeds})",
+            ", ".join(f"{x:.2f}" for *_, x in bands) + f" (means of the pairs {seeds})",
             ", ".join(f"{x / of_flops:.2f}" for *_, x in bands),
-            ", ".join(f"{x / of_time:.2f}" for *_, x in bands),
-            f"`{FILES['42 M']}`",
+            ", ".join(f"{x / of_time:.2f}" for *_, x in bands) + ", H200",
         ]
     ]
     step = timed("step_cpu_nano.json", "nano", "fp32")["ratio"]
@@ -556,18 +540,16 @@ def tokens_table() -> list[str]:
                 ", ".join(times(one.saved, one.low, one.high) for one in found),
                 ", ".join(f"{one.compute:.2f}" for one in found),
                 clock,
-                f"`docs/data/studies/{size}/budgets/runs.csv`",
             ]
         )
-    head = "| size | tokens a parameter | pairs | tokens, times fewer | compute, at that size | time | file |"
-    return [head, "|---" * 7 + "|", *(f"| {' | '.join(cells)} |" for cells in lines)]
+    head = "| size | tokens a parameter | pairs | tokens saved, times | compute saved | time saved (under 1: lost) |"
+    return [head, "|---" * 6 + "|", *(f"| {' | '.join(cells)} |" for cells in lines)]
 
 
 def page() -> str:
     """The page."""
     small, at_42m, curves = of_micro(), of_folders("one_gpu"), one_gpu()
-    bands, nano = saved_at_42m(), [one for one in saved_by_budget("nano") if not one.fitted]
-    tuned = of_folders("finetune_layouts")
+    bands, tuned = saved_at_42m(), of_folders("finetune_layouts")
     exact, other = (tuned[name, "standard"] for name in (EXACT, "cumulative-num_blocks4"))
     longer = of_folders("finetune_long")["cumulative-num_blocks4", "standard"]
     reads = inside()
@@ -577,38 +559,40 @@ def page() -> str:
     early, late = (min(gaps, key=lambda at, want=want: abs(at - want * 1e6)) for want in (bands[0][0], bands[-1][1]))
     power = json.loads((DATA / "power_micro.json").read_text("utf-8"))["results"]["own standard deviations"]
     wrong = list(power["false positives"].values())
-    graphs = benchmark("decode_graphs_cuda.json")
+    graphs, gpu = benchmark("decode_graphs_cuda.json"), timed("step_100m_cuda.json", "100m", "bf16")
+    cpu = timed("step_cpu_plain.json", None, "fp32")
     lines = [
         "# Should I use Attention Residuals?",
         "",
         *who(),
         *paragraphs(
-            "**Settings**: `block`, which reads sums over blocks of sublayers (`full` reads every output), with its "
-            "defaults: 8 blocks, queries at zero, queries and key gains at 0.1 times AdamW's learning rate and without "
-            "weight decay ([why](../explanation/query_rate.md)). All else as in the plain model.",
-            "**Not measured here**: anything above 42 M parameters; above 3 M, more than 1.2 tokens a parameter; a "
-            "step at 0.6 B or on several GPUs. [Others](others.md), one run each: Block −0.021 to −0.034 at 0.5 B, "
-            "Full −0.013 to −0.041 at 38 to 304 M, steps of 1.09 to 1.14 times; the "
-            "[paper](https://arxiv.org/abs/2603.15031) −0.020 to −0.026 at 194 to 528 M.",
+            "**Settings**: `block` reads sums over 8 blocks of sublayers (`full`: every output), starts from queries "
+            "of zero, and trains queries and key gains at 0.1 times AdamW's learning rate without weight decay "
+            "([why](../explanation/query_rate.md); in fine-tuning at the model's). All else as in the plain model.",
+            "**Not measured here**: above 42 M parameters; above 3 M, more than 1.2 tokens a parameter; a step at 0.6 "
+            "B; several GPUs. [Others](others.md), one run each, 20 tokens a parameter: Block −0.021 to −0.034 at 0.5 "
+            "B, Full −0.013 to −0.041 at 38 to 304 M; steps of 1.09 to 1.14 times; the "
+            "[paper](https://arxiv.org/abs/2603.15031) −0.020 to −0.026 at 194 to 528 M, 1.25 times less compute.",
             bullet="- ",
         ),
         "",
         *paragraphs(
-            "**Is the held-out loss lower at the end?** A mechanism minus the standard residual, unless another is "
-            "named, in nats a token: lower is better. 95 % intervals. Tokens saved: how many times fewer tokens for "
-            "the same loss. From `python experiments/results_page.py`; words: [glossary](../reference/glossary.md)."
+            "**Is the held-out loss lower at the end?** In nats a token, minus the standard residual where nothing "
+            "else is named. 95 % intervals. Tokens saved: how many times fewer for the same loss. Of "
+            + ", ".join(f"`{file}`" for file in FILES.values())
+            + "."
         ),
         "",
         *first_table(),
         "",
         *paragraphs(
             f"**Does it fade?** In nats, at 42 M: {number(gaps[early], 3, signed=True)} at {early / 1e6:.0f} M tokens, "
-            f"{number(gaps[late], 3, signed=True)} at {late / 1e6:.0f} M. In tokens saved it is constant there, and "
-            f"grows with the length of training below, where the gap is {number(nano[0].gap.difference, 3)} at "
-            f"{nano[0].per:.1f} and {number(nano[-1].gap.difference, 3)} at {nano[-1].per:.1f} tokens a parameter. "
-            "Brackets: 95 % by the scatter of the standard model's runs of that size. At 42 M two pairs give none, and "
-            "the standard model is read later in the same schedule, at a lower rate: the factor is probably larger. "
-            "Compute is of models of one size ([others](scaling.md)). Time: under 1, Block takes longer."
+            f"{number(gaps[late], 3, signed=True)} at {late / 1e6:.0f} M. In tokens saved: constant at 42 M, growing "
+            "with the length of training at 2.9 and 0.9 M. These runs are others than above, each with a decay of its "
+            "own at 2.9 and 0.9 M (`docs/data/studies/{micro,nano}/budgets/runs.csv`; in brackets 95 %, by the scatter "
+            "of standard models). At 42 M the points lie on one curve, whose rate is lower where the standard model is "
+            "read: probably too small. Compute saved is of models of one size ([of the better of two: 1.19 to "
+            "1.25](scaling.md))."
         ),
         "",
         *tokens_table(),
@@ -616,37 +600,36 @@ def page() -> str:
         *paragraphs(
             "**What does it cost?** Times the plain model's, medians with quartiles. A step: "
             f"{ratio(timed('step_cpu_nano.json', 'nano', 'fp32'))} on a CPU (12 layers of width 128, 4 x 128 "
-            f"tokens), {ratio(timed('step_100m_cuda.json', '100m', 'bf16'))} on an H200 ({STEP_GPU}), "
-            f"{ratio(compiled())} compiled. There at 0.6 B prefill of 8,192 tokens "
-            f"{ratio(graphs['prefill']['8192']['block'])}, decoding {ratio(graphs['decode']['1']['block'])}. "
-            "More: [cost](cost.md)."
+            f"tokens), {ratio(gpu)} on an H200 ({STEP_GPU}), {ratio(compiled())} with both compiled. Peak memory: "
+            f"{cpu['peak_ratio']:.2f} on a CPU (width 256), {gpu['peak_ratio']:.2f} on the H200. Inference on the H200 "
+            f"at 0.6 B: prefill of 8,192 tokens {ratio(graphs['prefill']['8192']['block'])}, decoding "
+            f"{ratio(graphs['decode']['1']['block'])}, below 1 by faster norms ([cost](cost.md))."
         ),
         "",
         *paragraphs(
-            "**Other settings and rules** at 0.9 M, 2 to 4 runs each, at the recipe's rates ([at their "
-            "own](rivals.md)), judged by Holm with all other comparisons of the recipe; files as above. Time: on a "
-            "CPU, where Block and Full have kernels of their own and the others none."
+            "**Other settings and rules** at 0.9 M, 2 to 6 runs each, one rate for all ([at their own](rivals.md)), "
+            "judged together (Holm). Time: on a CPU, where Block and Full alone have kernels of their own."
         ),
         "",
         *settings(),
         "",
         *paragraphs(
-            f"**A finished model**, trained on for 1 M tokens: Block {cell(exact)}; `cumulative`, which starts "
-            f"damaged, {cell(other)}, after 10 M {cell(longer)} ([more](retrofit.md)).",
-            "**Inside** (42 M, `docs/data/one_gpu/reads.csv`), beside even weights (1), of attention and of MLPs: "
+            f"**A finished model** of 2.9 M, trained on for 1 M tokens: Block {cell(exact)}. `cumulative`, which "
+            f"begins elsewhere: {cell(other)}, after 10 M {cell(longer)} ([retrofit](retrofit.md)).",
+            "**Inside** (42 M, `docs/data/one_gpu/reads.csv`), over equal weights (1), of attention and of MLPs: "
             + ", ".join(f"{what} {one:.2f} and {other:.2f}" for what, (one, other) in reads.items())
-            + ": all four statements of the paper's Figure 8 hold ([42 M](one_gpu.md)). A weight is no "
-            "cause ([edges](contribution.md)).",
-        ),
-        f"**Studies**: {' · '.join(f'[{text}]({name}.md)' for name, text in PAGES.items())} · [all claims](claims.md).",
-        *paragraphs(
+            + ". So reads are local and sharper in MLPs, as in the paper's Figure 8 ([42 M](one_gpu.md)). A weight is "
+            "no cause ([edges](contribution.md)).",
             "**The rule**: least squares of loss = mechanism + seed over all runs of a recipe; Student's t, Welch "
-            f"where variances differ. 0.9 M: {len(small.runs)} runs, sigma {small.recipe.sigma:.4f} with "
-            f"{small.recipe.degrees} degrees of freedom; 42 M: {len(at_42m.runs)} and {at_42m.recipe.degrees}. In "
-            f"simulated studies without a difference the first table's questions exclude 0 in {min(wrong):.3f} to "
-            f"{max(wrong):.3f} of cases, any other in {power['any false positive of the others, by Holm']:.2f} "
-            "([method](noise.md))."
+            f"where variances differ. 0.9 M: {len(small.runs)} runs, sigma {small.recipe.sigma:.4f}, "
+            f"{small.recipe.degrees} degrees of freedom; 42 M: {len(at_42m.runs)} runs, {at_42m.recipe.degrees} "
+            f"degree. In simulated nulls the first table's questions exclude 0 in {min(wrong):.3f} to "
+            f"{max(wrong):.3f}, any other in {power['any false positive of the others, by Holm']:.2f} "
+            "([method](noise.md), [words](../reference/glossary.md), `python experiments/results_page.py`).",
+            bullet="- ",
         ),
+        "",
+        f"**Studies**: {' · '.join(f'[{text}]({name}.md)' for name, text in PAGES.items())} · [all claims](claims.md).",
     ]
     return "\n".join(lines) + "\n"
 
