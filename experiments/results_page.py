@@ -614,7 +614,7 @@ def page() -> str:
         *settings(),
         "",
         *paragraphs(
-            f"**A finished model** of 2.9 M, trained on for 1 M tokens: Block {cell(exact)}. `cumulative`, which "
+            f"**A finished model**, trained on for 1 M tokens: Block {cell(exact)}. `cumulative`, which "
             f"begins elsewhere: {cell(other)}, after 10 M {cell(longer)} ([retrofit](retrofit.md)).",
             "**Inside** (42 M, `docs/data/one_gpu/reads.csv`), over equal weights (1), of attention and of MLPs: "
             + ", ".join(f"{what} {one:.2f} and {other:.2f}" for what, (one, other) in reads.items())
