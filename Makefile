@@ -12,8 +12,8 @@
 #              checkouts in PEERS_PATH; writes the table of docs/how-to/integrations.md
 # make gpu     BUDGET=540 seconds of a CUDA device: tests, steps, kernels, peers and training runs in order of worth, rows
 #              into benchmarks/results/gpu.jsonl, figures into the documentation and README; again goes on. Needs PyTorch and
-#              Transformers alone beside build/gpu-pack.tar.xz; CACHES=FILE packs what was compiled, for another machine's
-#              build/gpu-pack/caches.tar.gz
+#              Transformers alone beside build/gpu-pack.tar.xz. COPY=FOLDER: from a machine that is thrown away afterwards, rows
+#              and what was compiled go there as well: gpu.jsonl, and caches.tar.gz for another machine's build/gpu-pack
 # make gpu-pack    what a machine without a network lacks for that, as build/gpu-pack.tar.xz; TEXT=SOURCE packs a text to
 #              train on, EVALUATION=FOLDER the files of WikiText-2, LAMBADA and HellaSwag
 # make test-gpu    the tests that need a CUDA device
@@ -116,9 +116,8 @@ integrations: build/integrations/ready
 BUDGET ?= 540
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
-	$(GPU_PYTHON) benchmarks/round.py --budget $(BUDGET)
-	$(GPU_PYTHON) benchmarks/round.py --page
-	$(if $(CACHES),$(GPU_PYTHON) benchmarks/round.py --caches $(CACHES))
+	$(GPU_PYTHON) benchmarks/round.py --budget $(BUDGET) $(if $(COPY),--rows build/round/gpu.jsonl --copy $(COPY)/gpu.jsonl)
+	$(if $(COPY),$(GPU_PYTHON) benchmarks/round.py --caches $(COPY)/caches.tar.gz,$(GPU_PYTHON) benchmarks/round.py --page)
 
 # Pure Python, at the versions that are tested, and the peers; a text is tokenised here.
 PACKED := tyro docstring-parser typeguard typing-extensions rich pygments markdown-it-py mdurl pytest iniconfig pluggy

@@ -14,6 +14,7 @@ attention. On a CPU, for trying the script, there are no kernels.
 import argparse
 import gc
 import json
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -48,13 +49,15 @@ captured its row says why."""
 
 
 def host_seconds(step: Callable[[], Any], on: torch.device) -> float:
-    """Until a step's calls have returned."""
+    """Until a step's calls have returned, the median of five."""
+    taken = []
+    for _ in range(5):
+        seconds_of(lambda: None, on)
+        began = time.perf_counter()
+        step()
+        taken.append(time.perf_counter() - began)
     seconds_of(lambda: None, on)
-    began = time.perf_counter()
-    step()
-    taken = time.perf_counter() - began
-    seconds_of(lambda: None, on)
-    return taken
+    return statistics.median(taken)
 
 
 def kernels_of(step: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -138,7 +141,8 @@ def measure(
     loss: str = "auto",
     plains: dict[str, Any] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row of each variant as soon as it is measured; of one that fails, raise its error.
+    """Yield a row of each variant as soon as it is timed, and on a GPU again with its kernels; of one that fails, raise
+    its error.
 
     Args:
         labels: of `VARIANTS` beside plain, each measured alone with it.
@@ -179,11 +183,16 @@ def measure(
             times = in_turn(
                 {name: partial(seconds_of, step, on) for name, step in steps.items()}, rounds=200, seconds=seconds
             )
-            for name, step in steps.items():
-                if name == label or label == labels[0]:
-                    row = _row(name, step, times, size, on, dtype) | {"mode": mode, "peak_bytes": peaks[name]}
-                    yield row | {"step": paths[name] or step.path}
-            del steps, step, times
+            rows: list[dict[str, Any]] = [
+                _row(name, step, times, size, on, dtype)
+                | {"mode": mode, "peak_bytes": peaks[name], "step": paths[name] or step.path}
+                for name, step in steps.items()
+                if name == label or label == labels[0]
+            ]
+            yield from rows
+            for row in rows if on.type == "cuda" else ():  # a profiler slows the host for good, and may fail
+                yield row | _busy(steps[str(row["variant"])])
+            del steps, times
         if how["compile"] and not plains:
             torch.compiler.reset()  # it holds on to the models
 
@@ -205,7 +214,7 @@ def _row(
     timed = spread(times[label], times["plain"])
     flops = step_flops(step.update.placed.model, size.length) * size.batch * size.length
     peak = peak_flops(on, "fp32" if dtype == "fp32" else "bf16")
-    row: dict[str, Any] = {
+    return {
         "variant": label,
         "tokens": size.batch * size.length,
         "dtype": dtype,
@@ -217,14 +226,15 @@ def _row(
         "host_ms": host_seconds(step, on) * 1e3,
         "mfu": None if peak is None else flops / timed.median / peak,
     }
-    if on.type == "cuda":
-        kernels = kernels_of(step)
-        row |= {
-            "busy_ms": sum(kernel["ms"] for kernel in kernels),
-            "launches": sum(kernel["calls"] for kernel in kernels),
-            "kernels": kernels,
-        }
-    return row
+
+
+def _busy(step: Callable[[], Any]) -> dict[str, Any]:
+    kernels = kernels_of(step)
+    return {
+        "busy_ms": sum(kernel["ms"] for kernel in kernels),
+        "launches": sum(kernel["calls"] for kernel in kernels),
+        "kernels": kernels,
+    }
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from attnres.files import write_json
+from attnres.head import whole_sequences
 from attnres.models import build, build_plain
 from attnres.models.build import SIZES as NAMED
 from attnres.training import graphs as graphs_of_training
@@ -84,12 +85,13 @@ class Step:
 def captured(call: Callable[[], Any], device: torch.device, before: Callable[[], None] = lambda: None) -> Any:
     """Record a call as a CUDA graph and return what replays it, after a few calls on another stream as PyTorch asks.
     `before` is called before each."""
-    with graphs_of_training.side_stream(device):
-        for _ in range(3):
-            before()
-            call()
-    before()
-    graph = graphs_of_training.Graph(call)
+    with whole_sequences():  # in a capture Transformers makes a mask of all pairs, and attention takes a slower kernel
+        with graphs_of_training.side_stream(device):
+            for _ in range(3):
+                before()
+                call()
+        before()
+        graph = graphs_of_training.Graph(call)
 
     def replayed() -> Any:
         graph.replay()
@@ -107,11 +109,12 @@ def _models(
         if only and label not in (*BASES, *only):
             continue
         shape: dict[str, Any] = {"vocab_size": VOCABULARY, "max_positions": positions, "seed": seed}
-        if residual is None:
-            model: Any = build_plain(SIZES[size], **shape).to(dtype)
-        else:
-            model = build(SIZES[size], residual, settings=settings, **shape).to(dtype)
-            model.residual.float()
+        with device:  # drawing 0.6 B weights takes a processor six seconds
+            if residual is None:
+                model: Any = build_plain(SIZES[size], **shape).to(dtype)
+            else:
+                model = build(SIZES[size], residual, settings=settings, **shape).to(dtype)
+                model.residual.float()
         tune(model, device, positions)
         models[label] = model.to(device).eval()
     return models

@@ -19,10 +19,10 @@ from attnres.files import write_json
 from attnres.ops import eager
 
 SHAPES = (
+    *("32768x2048x4x4:bf16", "16384x512x8x3:bf16", "8192x1024x4x7:bf16"),  # the dtype of training, first
     *(f"16384x512x{n}x3:fp32" for n in (1, 2, 4, 8)),
     *("8192x1024x4x7:fp32", "8192x1024x8x7:fp32", "8192x2048x4x4:fp32", "8192x2048x8x6:fp32", "8192x4096x8x4:fp32"),
     *("16384x512x16x6:fp32", "16384x512x20x6:fp32", "16384x256x8x6:fp32"),
-    *("32768x2048x4x4:bf16", "16384x512x8x3:bf16", "8192x1024x4x7:bf16"),
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

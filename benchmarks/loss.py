@@ -18,6 +18,7 @@ import harness
 import torch
 
 from attnres.device import in_turn, seconds_of, spread
+from attnres.files import write_json
 from attnres.models import build
 from attnres.training.config import OptimConfig
 from attnres.training.environment import peak_memory, reset_peak_memory
@@ -114,6 +115,7 @@ def main() -> None:
                 + [f"{row['taken_ratio']:.3f}"]
             )
         print(f"{options.dtype}, {options.vocabulary:,} words, {options.tokens:,} tokens\n{harness.table(table)}\n")
+        write_json(options.out, result)
         groups[f"{options.dtype}: time"] = {kind: row["ratio"] for kind, row in rows.items()}
         groups[f"{options.dtype}: peak memory"] = {kind: row["peak_ratio"] for kind, row in rows.items()}
     harness.finish(options.out, result, groups, "ratio to whole", f"A step with {options.vocabulary:,} words")

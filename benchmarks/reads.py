@@ -188,9 +188,11 @@ def naive_block(sources: list[Tensor], queries: Tensor, gains: Tensor, eps: floa
     return total
 
 
-def time_block(shape: Shape, device: torch.device, dtype: torch.dtype, how: dict[str, Any], seed: int) -> dict:
+def time_block(
+    shape: Shape, device: torch.device, dtype: torch.dtype, how: dict[str, Any], seed: int, others: bool
+) -> dict:
     """A block of reads with identity sublayers, beside the peers: forward, and forward + backward."""
-    ready, peers = able(shape.sources, 64, shape.width, device, dtype)
+    ready, peers = able(shape.sources, 64, shape.width, device, dtype) if others else ([], {})
     inputs = Inputs(shape.sources, shape.tokens, shape.width, device, dtype, seed)
     leaves = inputs.leaves()
     queries = leaves[0].detach().repeat(shape.reads, 1).requires_grad_()
@@ -223,10 +225,10 @@ def with_peers(rows: dict[str, Any], checked: dict[str, Any]) -> dict[str, Any]:
 
 
 def time_read(
-    shape: Shape, device: torch.device, dtype: torch.dtype, how: dict[str, Any], seed: int, compiled: bool
+    shape: Shape, device: torch.device, dtype: torch.dtype, how: dict[str, Any], seed: int, compiled: bool, others: bool
 ) -> dict:
     """One read: forward without a graph, and backward alone."""
-    ready, peers = able(shape.sources, 64, shape.width, device, dtype)
+    ready, peers = able(shape.sources, 64, shape.width, device, dtype) if others else ([], {})
     inputs = Inputs(shape.sources, shape.tokens, shape.width, device, dtype, seed)
     leaves = inputs.leaves()
     calls: dict[str, Callable[..., Tensor]] = {
@@ -272,10 +274,11 @@ def run(
     seconds: float,
     seed: int,
     compiled: bool,
+    others: bool = True,
     say: Callable[[str], None] = print,
     keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """All shapes; `say` is given each table as it is finished, `keep` all that is."""
+    """All shapes, beside the peers if `others`; `say` is given each table as it is finished, `keep` all that is."""
     copy = harness.copy_bandwidth(device)
     say(f"a copy on this device: {copy / 1e9:.4g} GB/s\n")
     how = {"seconds": seconds, "copy": copy}
@@ -290,11 +293,11 @@ def run(
         bar.advance(1, f"{kind} {shape}")
 
     for shape in reads:
-        add("read", shape, time_read(shape, device, dtype, how, seed, compiled))
+        add("read", shape, time_read(shape, device, dtype, how, seed, compiled, others))
     for shape in blocks:
         add("block", shape, {"stages": time_stages(shape, device, dtype, how, seed)})
     for shape in blocks:
-        add("block of reads", shape, time_block(shape, device, dtype, {"seconds": seconds}, seed))
+        add("block of reads", shape, time_block(shape, device, dtype, {"seconds": seconds}, seed, others))
     return result
 
 
@@ -314,6 +317,7 @@ def main() -> None:
     harness.add_device(parser)
     parser.add_argument("--only", choices=["read", "block"], default=None)
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None, help="naive compiled as well")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="which tune themselves")
     options = parser.parse_args()
     device = harness.settle(options, "kernels")
     compiled = device.type == "cuda" if options.compile is None else options.compile
@@ -328,6 +332,7 @@ def main() -> None:
         seconds=options.seconds,
         seed=options.seed,
         compiled=compiled,
+        others=options.peers,
         keep=lambda parts: write_json(options.out, head | parts),
     )
     title = f"Depth reads on {result['environment']['device']}, {options.dtype}"

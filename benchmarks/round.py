@@ -9,7 +9,8 @@ Each experiment is a process with a limit. A row is a line of `gpu.jsonl`, writt
 of the kernels' sources, the device and the versions; an experiment that has ended with the same ones is not repeated.
 What fails leaves its traceback, and the next prepared way to capture a step is tried. No network is used: `make
 gpu-pack` packs what a machine with PyTorch and Transformers alone lacks, which is put on the path; what one machine
-has compiled comes back as an archive (`--caches`) that the next machine's pack may hold.
+has compiled comes back as an archive (`--caches`) that the next machine's pack may hold. A machine that is thrown away
+afterwards sends its rows home with `--rows build/round/gpu.jsonl --copy FOLDER/gpu.jsonl`.
 """
 
 import argparse
@@ -54,9 +55,9 @@ KERNELS = (
 """What the time of a step depends on: rows of other sources are rows of another program."""
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Folders of the pack for compiled kernels."""
-CACHED = 20 << 20
+CACHED = 10 << 20
 """Bytes of an archive of them, from which nothing is added to it."""
-IMPORTS = 60.0
+IMPORTS = 180.0
 """Seconds that all imports may take: ten where they were read before, more from a disk that has not read them yet."""
 LEAST = 20.0
 """Seconds below which no experiment is begun."""
@@ -122,19 +123,25 @@ class Steps:
             for mode in self.NEXT.get(self.mode, (self.mode,)):
                 if (label, mode) in failed:
                     continue
+                if mode not in how["plains"]:  # another mode's plain model would keep its graphs' memory
+                    how["plains"].clear()
+                    measured.discard("plain")
                 shapes = {"variant": label, "mode": mode, "size": self.size, "tokens": size.batch * size.length}
+                known, taken = "plain" in measured, ""
                 try:
-                    rows = list(busy.measure([label], size, torch.device(place.device), mode=mode, **how))
+                    for row in busy.measure([label], size, torch.device(place.device), mode=mode, **how):
+                        if row["variant"] == label or not known:
+                            yield shapes | row
+                            measured.add(row["variant"])
+                        taken = row["step"] if row["variant"] == label else taken
                 except Exception:
                     yield shapes | {"dtype": self.dtype, "error": traceback.format_exc()}
                     how["plains"].clear()
                     if is_lost(place.device):
                         raise
-                    continue
-                yield from (shapes | row for row in rows if row["variant"] == label or "plain" not in measured)
-                measured.add("plain")
-                if "graphs" not in mode or rows[-1]["step"].startswith("captured"):
+                if taken and ("graphs" not in mode or taken.startswith("captured")):
                     break
+                measured.discard(label)
 
 
 @dataclass(frozen=True)
@@ -202,6 +209,7 @@ class Wrapper:
     variants: tuple[str, ...]
     batch: int
     length: int
+    layers: int = 4
 
     def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
         if place.tiny:
@@ -214,7 +222,8 @@ class Wrapper:
 
         size = SIZES[self.size].sized(self.batch, self.length)
         shape: dict[str, Any] = {"vocab_size": size.vocabulary, "seq_len": size.length, "batch_size": size.batch}
-        options = StepOptions(size.model, **shape, dtype="bf16", device=place.device, compile=True)
+        model = dict(size.model) | {"num_hidden_layers": self.layers}
+        options = StepOptions(model, **shape, dtype="bf16", device=place.device, compile=True)
         for label in self.variants:
             if label in {row.get("variant") for row in done}:
                 continue
@@ -486,7 +495,7 @@ class Training:
 
 
 BLOCK8, BLOCK4 = "block (8 blocks)", "block (4 blocks)"
-FOUR = ("standard", BLOCK8, "full", BLOCK4)
+FOUR = (BLOCK8, "full", "standard", BLOCK4)
 BATCH, LENGTH, WORDS = 64, 512, 8192
 """Windows of a training run's step, tokens of a window, words of the vocabulary."""
 
@@ -531,18 +540,17 @@ def _training() -> dict[str, Any]:
 
 ROUNDS: dict[str, Any] = {
     "tests": Tests(
-        60, ("tests/gpu/test_graphs.py", "tests/gpu/test_models.py", "-k", "(captured or graphs) and not compiled")
+        45, ("tests/gpu/test_graphs.py", "tests/gpu/test_models.py", "-k", "(captured or graphs) and not compiled")
     ),
     "equality of captured steps": Equality(90),
     "step 100m graphs": Steps(120, "100m", FOUR, "graphs", 16, 1024, loss="whole"),
-    "step 100m compile+graphs": Steps(150, "100m", (BLOCK8, "full"), "compile+graphs", 16, 1024),
     "step 0.6b graphs": Steps(120, "0.6b", (BLOCK8, "full", "standard"), "graphs", 8, 2048),
+    "step 100m compile+graphs": Steps(150, "100m", (BLOCK8, "full"), "compile+graphs", 16, 1024),
     "step 100m eager, 64k tokens": Steps(60, "100m", ("standard", BLOCK8), "eager", 64, 1024),
     "step 1.7b graphs, bf16 parameters": Steps(100, "1.7b", (BLOCK8, "full"), "graphs", 4, 4096, "bf16-parameters"),
     "step 100m graphs, bf16 parameters": Steps(60, "100m", FOUR[:3], "graphs", 16, 1024, "bf16-parameters"),
     "step 0.6b graphs, 152k words": Steps(120, "0.6b", (BLOCK8, "full"), "graphs", 8, 2048, vocabulary=151_936),
-    "step 0.6b compiled": Steps(200, "0.6b", (BLOCK8,), "compile", 8, 2048),
-    "wrapper of a compiled step": Wrapper(150, "100m", (BLOCK8, "full"), 16, 1024),
+    "step 0.6b compiled": Steps(350, "0.6b", (BLOCK8,), "compile", 8, 2048),
     "tests of compiled models": Tests(150, ("tests/gpu/test_models.py", "-k", "compile")),
     "tests of reads": Tests(240, ("tests/gpu/test_reads.py", "-k", "not two_to_the_31")),
     "step 100m eager, parallel streams": Steps(60, "100m", ("standard", "mhc", "hyper_connections"), "eager", 16, 1024),
@@ -555,14 +563,18 @@ ROUNDS: dict[str, Any] = {
         "--device cuda --size 0.6b --batches 1 --prefill 8192 --seconds 2 --graphs --variants block full",
         "--device cpu --size nano --batches 1 --prefill 8 --context 6 --seconds 0",
     ),
-    "held": Script(60, "held.py", "", None),
+    "held": Script(150, "held.py", "", None),
     "kernels": Script(
-        240, "reads.py", "--device cuda --seconds 1 --no-compile", "--device cpu --seconds 0 --only read"
+        240,
+        "reads.py",
+        "--device cuda --seconds 1 --no-compile --no-peers",  # who tune themselves, before ours is timed
+        "--device cpu --seconds 0 --only read",
     ),
     "loss": Script(
-        60, "loss.py", "--device cuda --seconds 5", "--device cpu --seconds 0 --vocabulary 64 --tokens 16 --dtype fp32"
+        150, "loss.py", "--device cuda --seconds 5", "--device cpu --seconds 0 --vocabulary 64 --tokens 16 --dtype fp32"
     ),
     "muon": Script(60, "muon.py", "--device cuda --seconds 5 --cases 100m", "--device cpu --seconds 0 --cases nano"),
+    "wrapper of a compiled step": Wrapper(150, "100m", (BLOCK8, "full"), 16, 1024),
     "peers": Script(
         500,  # peers tune themselves for 20 to 60 s for each count of sources
         "stack.py",
@@ -803,33 +815,41 @@ class Command:
     place: Place
     of: dict[str, Any] = field(default_factory=dict)
     path: Path = ROWS
+    copy: Path | None = None
+
+    def add(self, name: str, row: Row) -> None:
+        """Append a row of an experiment to the file of rows, and to its copy."""
+        for path in filter(None, (self.path, self.copy)):
+            add_row(path, {"round": name, "of": self.of} | row)
 
     def done(self, name: str) -> list[Row]:
-        """Return an experiment's rows so far, made with the same sources, device and versions."""
-        return [row for row in read_rows(self.path) if row.get("round") == name and row.get("of") == self.of]
+        """Return an experiment's rows so far, made with the same sources, device and versions: those that are in the
+        repository first."""
+        kept = read_rows(ROWS) if self.path != ROWS and self.place.device == "cuda" else []
+        return [row for row in kept + read_rows(self.path) if row.get("round") == name and row.get("of") == self.of]
 
     def ended(self, name: str) -> bool:
         return any("ended" in row for row in self.done(name))
 
     def run(self, name: str) -> None:
         """Carry out an experiment in this process: what is left of it, or all of it where it has ended."""
-        began, head, done = time.monotonic(), {"round": name, "of": self.of}, self.done(name)
+        began, done = time.monotonic(), self.done(name)
         last = max((place for place, row in enumerate(done) if "ended" in row), default=-1)
         try:
             for row in ROUNDS[name].rows(self.place, done[last + 1 :]):
-                add_row(self.path, head | _finite(row))
+                self.add(name, _finite(row))
                 shown = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
                 print(f"{name}: {json.dumps(shown)[:400]}", flush=True)
             ended = "done"
         except BaseException as error:
-            add_row(self.path, head | {"error": traceback.format_exc(), "experiment": repr(ROUNDS[name])})
+            self.add(name, {"error": traceback.format_exc(), "experiment": repr(ROUNDS[name])})
             if not isinstance(error, Exception | SystemExit):
                 raise
             print(f"{name}: {type(error).__name__}: {error}", flush=True)
             if is_lost(self.place.device):
                 return  # and another process goes on with what is left of it
             ended = "failed"
-        add_row(self.path, head | {"ended": ended, "seconds": time.monotonic() - began})
+        self.add(name, {"ended": ended, "seconds": time.monotonic() - began})
 
 
 def _finite(value: Any) -> Any:
@@ -867,7 +887,13 @@ def _last_line(said: bytes | None) -> str:
 
 
 def pack_caches(pack: Path, file: Path) -> None:
-    """Write what Triton and Inductor have compiled into an archive, the newest first, up to `CACHED` bytes."""
+    """Write what Triton and Inductor have compiled into an archive, the newest first, up to `CACHED` bytes. Of Triton's
+    the programs and what describes them: its intermediate forms are five times as large."""
+
+    def needed(each: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        is_intermediate = each.name.startswith(f"{CACHES['TRITON_CACHE_DIR']}/") and each.isfile()
+        return None if is_intermediate and not each.name.endswith((".cubin", ".json", ".so")) else each
+
     made = [each for name in CACHES.values() if (pack / name).is_dir() for each in (pack / name).iterdir()]
     made.sort(key=lambda each: each.stat().st_mtime, reverse=True)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -876,7 +902,7 @@ def pack_caches(pack: Path, file: Path) -> None:
             if out.tell() > CACHED:
                 print(f"{file}: {count} of {len(made)} compiled parts, for {CACHED >> 20} MiB are full")
                 return
-            archive.add(each, each.relative_to(pack))
+            archive.add(each, each.relative_to(pack), filter=needed)
     print(f"{file}: {len(made)} compiled parts, {file.stat().st_size >> 20} MiB")
 
 
@@ -888,6 +914,11 @@ def use_pack(pack: Path) -> None:
         if file.is_file() and not any((pack / name).is_dir() for name in folders):
             with tarfile.open(file) as archive:
                 archive.extractall(file.parent, filter="data")
+    for group in (pack / CACHES["TRITON_CACHE_DIR"]).glob("*/__grp__*.json"):  # which name their files by whole paths
+        names = json.loads(group.read_text("utf-8"))["child_paths"]
+        here = {name: str(group.parent / name) for name in names if (group.parent / name).is_file()}
+        if here != names:
+            group.write_text(json.dumps({"child_paths": here}), "utf-8")
     for place in (str(HERE), str(ROOT), str(pack / "site")):
         if place not in sys.path:
             sys.path.append(place)
@@ -905,6 +936,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="on a CPU everything is tiny")
     parser.add_argument("--pack", type=Path, default=PACK, help="the folder of make gpu-pack, or where it is unpacked")
     parser.add_argument("--rows", type=Path, help=f"the file of rows; {ROWS.name}, or on a CPU {TRIED.name} of build")
+    parser.add_argument("--copy", type=Path, help="a second file that each row is appended to")
     parser.add_argument(
         "--list", action="store_true", help="list the experiments, and what became of them on any device"
     )
@@ -959,6 +991,7 @@ def main(words: Sequence[str] | None = None) -> int:
         Place(options.device, options.device == "cpu", options.pack, options.rows.parent),
         facts(options.device),
         options.rows,
+        options.copy,
     )
     paths = os.environ.get("PYTHONPATH"), str(ROOT), str(options.pack / "site")  # for processes that scripts start
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -970,12 +1003,16 @@ def main(words: Sequence[str] | None = None) -> int:
         if ended and options.only is None:
             continue
         words = ["--one", name, "--device", options.device, "--pack", options.pack, "--rows", options.rows]
+        words += ["--copy", options.copy] if options.copy else []
         going_on = True
         while going_on:
             left, before = end - time.monotonic(), len(command.done(name))
             if left < LEAST:
                 print(f"the budget is spent before {name}: the same command goes on there", flush=True)
                 return 0
+            if left < limit / 2:
+                print(f"{name}: too little time is left for it, a later call takes it", flush=True)
+                break
             if options.in_process:
                 command.run(name)
                 break
@@ -993,9 +1030,11 @@ def main(words: Sequence[str] | None = None) -> int:
             going_on = bool(made) and "ended" not in made[-1] and str(ending).startswith("died")
             if not made and isinstance(ROUNDS[name], Script):
                 for row in ROUNDS[name].left(command.place, began):
-                    add_row(options.rows, {"round": name, "of": command.of} | row)
+                    command.add(name, row)
             if not made and ending is not None:
-                add_row(options.rows, {"round": name, "of": command.of, "ended": ending})
+                # What was compiled until then lets a second call get further.
+                again = ending.startswith("stopped") and not any("stopped" in row for row in command.done(name))
+                command.add(name, {"stopped" if again else "ended": ending})
     return 0
 
 

@@ -108,11 +108,12 @@ def training_steps(variants: Variants, options: StepOptions) -> dict[str, "Train
     shape: dict[str, Any] = {"vocab_size": options.vocab_size, "max_positions": seq_len}
     steps = {}
     for label, (residual, settings) in variants.items():
-        model: Any = (
-            build_plain(options.size, **shape)
-            if residual is None
-            else build(options.size, residual, settings=settings, **shape)
-        )
+        with on:  # drawing 1.7 B weights takes a processor twenty seconds
+            model: Any = (
+                build_plain(options.size, **shape)
+                if residual is None
+                else build(options.size, residual, settings=settings, **shape)
+            )
         tune(model, on, seq_len)
         model = model.to(on).train()
         if options.dtype == "bf16-parameters":

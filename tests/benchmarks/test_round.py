@@ -541,19 +541,26 @@ def test_compiled_kernels_go_from_a_machine_to_the_next(
     """The newest first, and no more than fits; what a machine has compiled itself stays."""
     ours, theirs, packed = tmp_path / "ours", tmp_path / "theirs", tmp_path / "theirs" / "caches.tar.gz"
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for name in ("ATTNRES_PEERS", "HF_HUB_OFFLINE", *gpu_round.CACHES):
+    for name in ("ATTNRES_PEERS", "HF_HUB_OFFLINE", "TRITON_CACHE_AUTOTUNING", *gpu_round.CACHES):
         monkeypatch.setenv(name, "")  # so that what is set here is taken back
         monkeypatch.delenv(name)
     for age, name in enumerate(("triton/new", "inductor/old")):
         (ours / name).mkdir(parents=True)
         (ours / name / "kernel.cubin").write_bytes(random.Random(age).randbytes(200_000))
         os.utime(ours / name, (1000 - age, 1000 - age))
+    # Triton names a kernel's files by their whole paths, and misses them all where the folder is another.
+    files = {name: str(ours / "triton/new" / name) for name in ("kernel.cubin", "kernel.ttir")}
+    (ours / "triton/new/kernel.ttir").write_text("an intermediate form")
+    (ours / "triton/new/__grp__kernel.json").write_text(json.dumps({"child_paths": files}))
+    os.utime(ours / "triton/new", (1000, 1000))
     assert gpu_round.main(["--pack", str(ours), "--caches", str(packed)]) == 0
     monkeypatch.setattr(gpu_round, "CACHED", 100_000)
     assert gpu_round.main(["--pack", str(ours), "--caches", str(tmp_path / "small.tar.gz")]) == 0
     assert [" 2 compiled" in line or " 1 of 2 " in line for line in capsys.readouterr().out.splitlines()] == [True] * 2
     with tarfile.open(tmp_path / "small.tar.gz") as archive:
-        assert archive.getnames() == ["triton/new", "triton/new/kernel.cubin"]
+        assert sorted(archive.getnames()) == [
+            f"triton/new{name}" for name in ("", "/__grp__kernel.json", "/kernel.cubin")
+        ]
     # The pack itself comes as an archive beside which its folder, with what was sent before, may be there.
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "here.py").touch()
@@ -563,6 +570,8 @@ def test_compiled_kernels_go_from_a_machine_to_the_next(
         gpu_round.use_pack(theirs)
         assert (theirs / "site" / "here.py").is_file() and str(theirs / "site") in sys.path
         assert (theirs / "triton/new/kernel.cubin").read_bytes() == (ours / "triton/new/kernel.cubin").read_bytes()
+        group = json.loads((theirs / "triton/new/__grp__kernel.json").read_text())
+        assert group == {"child_paths": {"kernel.cubin": str(theirs / "triton/new/kernel.cubin")}}
         packed.write_bytes(b"of another machine")
     assert os.environ["TRITON_CACHE_DIR"] == str(theirs / "triton")
 
@@ -628,13 +637,37 @@ def imported(file: Path, *, inside: bool) -> Iterator[str]:
 
 @pytest.mark.usefixtures("whole")
 def test_an_experiment_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the row says so, unless the budget was what stopped it."""
-    rows = tmp_path / "gpu.jsonl"
+    """And the row says so, unless the budget was what stopped it. What was compiled until then lets a second call get
+    further; a third does not try. Each row is in the copy as well."""
+    rows, copy = tmp_path / "gpu.jsonl", tmp_path / "out" / "gpu.jsonl"
     monkeypatch.setattr(gpu_round, "facts", lambda device: {})
     monkeypatch.setattr(gpu_round, "ROUNDS", {"long": dataclasses.replace(gpu_round.ROUNDS["tests"], seconds=0.01)})
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert gpu_round.main(["--device", "cpu", "--rows", str(rows)]) == 0
-    assert [row["ended"] for row in gpu_round.read_rows(rows)] == ["stopped after 0 s"]
+    for _ in range(3):
+        assert gpu_round.main(["--device", "cpu", "--rows", str(rows), "--copy", str(copy)]) == 0
+    said = [{"stopped": "stopped after 0 s"}, {"ended": "stopped after 0 s"}]
+    assert gpu_round.read_rows(rows) == [{"round": "long", "of": {}} | each for each in said]
+    assert copy.read_text() == rows.read_text()
+
+
+@pytest.mark.usefixtures("whole")
+def test_no_experiment_begins_with_less_than_half_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A shorter one does."""
+    rows, started = tmp_path / "gpu.jsonl", list[str]()
+    monkeypatch.setattr(gpu_round, "facts", lambda device: {})
+    experiments = {name: gpu_round.Training(limit, "standard") for name, limit in (("long", 300), ("short", 60))}
+    monkeypatch.setattr(gpu_round, "ROUNDS", experiments)
+
+    def process(words: Any, timeout: float, check: bool) -> Any:
+        started.append(words[words.index("--one") + 1])
+        gpu_round.add_row(rows, {"round": started[-1], "of": {}, "ended": "done"})
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(subprocess, "run", process)
+    assert gpu_round.main(["--device", "cpu", "--rows", str(rows), "--budget", "100"]) == 0
+    assert started == ["short"] and "long: too little time is left" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("whole")
@@ -662,8 +695,8 @@ def test_another_process_goes_on_where_one_died(run: Run, tmp_path: Path, monkey
 
     died = {"died": "died with status -9"}
     assert ended() == died and started == ["died"] * 3 + ["long"]
-    assert ended() == died and ended() == died | {"long": "stopped after 50 s"}
-    assert started == ["died"] * 3 + ["long"] * 3 and ended() and len(started) == 6
+    assert ended() == died and ended() == died and ended() == died | {"long": "stopped after 50 s"}
+    assert started == ["died"] * 3 + ["long"] * 4 and ended() and len(started) == 7
 
 
 @pytest.mark.usefixtures("whole")
@@ -688,7 +721,7 @@ def test_what_a_script_measured_before_it_was_stopped_is_a_row(
         written[:] = text
         assert gpu_round.main([*words, "--only", "loss"]) == 0
     rows = gpu_round.read_rows(tmp_path / "gpu.jsonl")
-    assert [(row.get("result"), row.get("ended")) for row in rows] == [
+    assert [(row.get("result"), row.get("stopped") or row.get("ended")) for row in rows] == [
         (None, "stopped after 60 s"),
         ({"read": [2]}, None),
         (None, "stopped after 60 s"),
@@ -777,8 +810,9 @@ def test_what_a_gpu_is_asked_is_asked_of_one_that_is_played(tmp_path: Path, monk
     place = gpu_round.Place("cuda", False, tmp_path, tmp_path)
     command = gpu_round.Command(place, gpu_round.facts("cuda"), tmp_path / "gpu.jsonl")
     command.run("played")
-    plain, block, failed, ended = command.done("played")
+    *timed, plain, block, failed, ended = command.done("played")
     assert [plain["variant"], block["variant"], failed["variant"]] == ["plain", gpu_round.BLOCK8, "full"]
+    assert [row["variant"] for row in timed] == ["plain", gpu_round.BLOCK8] and "busy_ms" not in timed[0]  # first
     for row in (plain, block):
         assert row["of"]["device"] == "NVIDIA H200" and row["tokens"] == 24 and 0 < row["mfu"] < 1
         assert row["peak_bytes"] == 250 and row["kernels"] == [{"name": "merge_row", "ms": 6.0, "calls": 2.0}]
@@ -857,7 +891,7 @@ def test_every_experiment_has_a_limit_and_the_first_nine_minutes_hold_what_decid
         seconds += experiment.seconds
         if seconds <= 540:
             first.append(name)
-    wanted = ["equality of captured steps", "step 100m graphs", "step 100m compile+graphs", "step 0.6b graphs"]
+    wanted = ["equality of captured steps", "step 100m graphs", "step 0.6b graphs", "step 100m compile+graphs"]
     assert first == ["tests", *wanted]
     json.dumps([dataclasses.asdict(experiment) for experiment in gpu_round.ROUNDS.values()])
 
