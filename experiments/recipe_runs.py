@@ -50,6 +50,8 @@ REGIMES = (
     ("block-num_blocks4-gatescalar-gate_init-2", "block-num_blocks4"),
     ("cumulative-num_blocks4-recency_bias5", "block-num_blocks4"),
     ("cumulative-num_blocks4-recency_bias5", "cumulative-num_blocks4"),
+    ("block-num_blocks4-train_onlylora-residual_lr0.004", "standard-train_onlylora"),
+    ("block-num_blocks4-distill_weight0.5", "standard-distill_weight0.5"),
 )
 """What is asked of the fine-tuning regimes besides each one's difference to the plain continuation."""
 
@@ -61,7 +63,13 @@ class Answers(dict[Pair, Effect]):
     def __init__(self, runs: Sequence[Run], asked: Sequence[Pair]) -> None:
         self.runs, self.recipe = runs, Recipe(runs)
         effects = [self.recipe.effect(*pair) for pair in asked]
-        super().__init__(zip(asked, judged(effects, [pair in QUESTIONS for pair in asked]), strict=True))
+        super().__init__(zip(asked, judged(effects, [self._is_planned(pair) for pair in asked]), strict=True))
+
+    def _is_planned(self, pair: Pair) -> bool:
+        """Whether a question was written down beforehand, of mechanisms that the recipe has in one setting each."""
+        mechanisms = tuple(name.split("-")[0] for name in pair)
+        every = [name.split("-")[0] for name in self.recipe.counts]
+        return pair in QUESTIONS or (mechanisms in QUESTIONS and all(every.count(name) == 1 for name in mechanisms))
 
     def counts(self, pair: Pair) -> str:
         """How many runs either has."""

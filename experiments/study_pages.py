@@ -177,6 +177,9 @@ def runs(*folders: str) -> list[str]:
             saved_within(curves, name),
         ]
         lines.append([*cells, words(effect) if effect.degrees else "no noise known"])
+    for pair, effect in answers.items():
+        if pair[1] != "standard":
+            lines.append([f"{pair[0]}, minus {pair[1]}", "", answers.counts(pair), cell(effect), "", words(effect)])
     notes = [LEVEL] * (recipe.degrees > 0 and len(recipe.names) > 2)
     head = ["variant", "loss", "runs", "minus standard (95 %)", "tokens saved", "the interval"]
     if curves:
