@@ -100,8 +100,10 @@ def words(effect: Effect, published: tuple[float, ...] = ()) -> str:
         return "says nothing"
     said = ("lower" if effect.difference < 0 else "higher") + ": excludes 0" if effect.excludes() else "includes 0"
     if published:
-        apart = "excludes" if all(effect.excludes(one) for one in published) else "includes"
-        said += f", {apart} the paper's {' to '.join(number(one, 3, signed=True) for one in published)}"
+        apart = all(effect.excludes(one) for one in published)
+        where = "below" if effect.difference < min(published) else "above"
+        values = " to ".join(number(one, 3, signed=True) for one in published)
+        said += f", {where if apart else 'includes'} the paper's {values}"
     return said
 
 
