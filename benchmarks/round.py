@@ -14,6 +14,7 @@ afterwards sends its rows home with `--rows build/round/gpu.jsonl --copy FOLDER/
 """
 
 import argparse
+import atexit
 import hashlib
 import importlib
 import importlib.util
@@ -53,6 +54,8 @@ KERNELS = (
     *("benchmarks/busy.py", "benchmarks/step.py"),
 )
 """What the time of a step depends on: rows of other sources are rows of another program."""
+WARMED = 2
+"""Experiments of steps whose kernels are compiled beforehand, side by side."""
 CACHES = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 """Folders of the pack for compiled kernels."""
 CACHED = 10 << 20
@@ -104,14 +107,30 @@ class Steps:
     }
     """What is tried in turn until a step is captured."""
 
-    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
-        import busy
-        import torch
+    def _size(self, place: Place) -> Any:
         from step import SIZES, Size, _qwen3
 
         size = Size(_qwen3(32, 4), 64, 2, 16) if place.tiny else SIZES[self.size].sized(self.batch, self.length)
-        if self.vocabulary is not None and not place.tiny:
-            size = replace(size, vocabulary=self.vocabulary)
+        return size if self.vocabulary is None or place.tiny else replace(size, vocabulary=self.vocabulary)
+
+    def warm(self, place: Place, label: str) -> None:
+        """Take two steps of a variant, of one sequence: they compile the kernels that its steps launch."""
+        from step import VARIANTS
+
+        from attnres.comparison.speed import StepOptions, training_steps
+
+        size = self._size(place)
+        shape: dict[str, Any] = {"vocab_size": size.vocabulary, "seq_len": size.length, "batch_size": 1}
+        options = StepOptions(size.model, **shape, dtype=self.dtype, device=place.device, loss="whole")
+        step = training_steps({label: VARIANTS[label]}, options)[label]
+        for _ in range(2):
+            step()
+
+    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        import busy
+        import torch
+
+        size = self._size(place)
         how: dict[str, Any] = {"dtype": self.dtype, "optimizer": self.optimizer, "seconds": 0.0 if place.tiny else 6.0}
         # One plain model serves all variants: a build of 0.6 B takes seconds, a compile more.
         how |= {"loss": self.loss, "plains": {}}
@@ -929,6 +948,30 @@ def use_pack(pack: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def warmed(chosen: Sequence[str], command: Command) -> list[subprocess.Popen[bytes]]:
+    """Begin to compile the kernels of the first timed steps, each variant's in a process of its own, while what is not
+    timed runs: Triton compiles one at a time, and a machine has many processors."""
+    first = [name for name in chosen if isinstance(ROUNDS[name], Steps) and not command.ended(name)][:WARMED]
+    words = [sys.executable, __file__, "--device", command.place.device, "--pack", str(command.place.pack), "--warm"]
+    return [
+        subprocess.Popen([*words, name, label], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for name in first
+        for label in ROUNDS[name].variants
+    ]
+
+
+def wait_for(processes: list[subprocess.Popen[bytes]], seconds: float = 60.0) -> None:
+    """Wait until they have ended, and end those that take longer: what they compiled is kept."""
+    end = time.monotonic() + seconds
+    while processes:
+        process = processes.pop()
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=540.0, help="seconds")
@@ -946,6 +989,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--in-process", action="store_true", help="no process for each: limits are not kept")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--warm", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--imports", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
     if options.caches:
@@ -998,6 +1042,12 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.one:
         command.run(options.one)
         return 0
+    if options.warm:
+        name, label = options.warm
+        ROUNDS[name].warm(command.place, label)
+        return 0
+    warming = [] if options.in_process or options.device == "cpu" else warmed(chosen, command)
+    atexit.register(wait_for, warming, 0.0)
     for name in chosen:
         ended, limit = command.ended(name), ROUNDS[name].seconds
         if ended and options.only is None:
@@ -1016,6 +1066,8 @@ def main(words: Sequence[str] | None = None) -> int:
             if options.in_process:
                 command.run(name)
                 break
+            if not isinstance(ROUNDS[name], Equality | Tests):  # which time nothing
+                wait_for(warming)
             began = time.time()
             try:
                 status = subprocess.run(

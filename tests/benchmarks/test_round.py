@@ -670,6 +670,26 @@ def test_no_experiment_begins_with_less_than_half_its_time(
     assert started == ["short"] and "long: too little time is left" in capsys.readouterr().out
 
 
+def test_kernels_of_the_first_timed_steps_are_compiled_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each variant's in a process; what takes too long is ended, and waited for once."""
+    begun: list[list[str]] = []
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **how: begun.append(words) or start(sleeping, **how))
+    place = gpu_round.Place("cuda", False, tmp_path, tmp_path)
+    processes = gpu_round.warmed(list(gpu_round.ROUNDS), gpu_round.Command(place, {}, tmp_path / "gpu.jsonl"))
+    names = ["step 100m graphs"] * 4 + ["step 0.6b graphs"] * 3
+    labels = [label for name in dict.fromkeys(names) for label in gpu_round.ROUNDS[name].variants]
+    assert [words[-2:] for words in begun] == [list(pair) for pair in zip(names, labels, strict=True)]
+    ended = list(processes)
+    gpu_round.wait_for(processes, 0.1)
+    assert not processes and all(process.returncode for process in ended)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert gpu_round.main(["--device", "cpu", "--warm", "step 0.6b graphs", gpu_round.BLOCK8]) == 0
+
+
 @pytest.mark.usefixtures("whole")
 def test_another_process_goes_on_where_one_died(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as each adds a row; what took too long is left to the next call, if it added one."""
