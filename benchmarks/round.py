@@ -933,11 +933,11 @@ def use_pack(pack: Path) -> None:
         if file.is_file() and not any((pack / name).is_dir() for name in folders):
             with tarfile.open(file) as archive:
                 archive.extractall(file.parent, filter="data")
-    for group in (pack / CACHES["TRITON_CACHE_DIR"]).glob("*/__grp__*.json"):  # which name their files by whole paths
-        names = json.loads(group.read_text("utf-8"))["child_paths"]
-        here = {name: str(group.parent / name) for name in names if (group.parent / name).is_file()}
-        if here != names:
-            group.write_text(json.dumps({"child_paths": here}), "utf-8")
+            for group in (pack / CACHES["TRITON_CACHE_DIR"]).glob("*/__grp__*.json"):
+                # It names a kernel's files by whole paths, those of another machine.
+                names = json.loads(group.read_text("utf-8"))["child_paths"]
+                here = {name: str(group.parent / name) for name in names if (group.parent / name).is_file()}
+                group.write_text(json.dumps({"child_paths": here}), "utf-8")
     for place in (str(HERE), str(ROOT), str(pack / "site")):
         if place not in sys.path:
             sys.path.append(place)
