@@ -191,7 +191,7 @@ def measure(
             ]
             yield from rows
             for row in rows if on.type == "cuda" else ():  # a profiler slows the host for good, and may fail
-                yield row | _busy(steps[str(row["variant"])])
+                yield row | _busy(steps[row["variant"]])
             del steps, times
         if how["compile"] and not plains:
             torch.compiler.reset()  # it holds on to the models

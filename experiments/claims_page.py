@@ -13,13 +13,13 @@ from recipe_runs import DATA, Answers, of_folders, of_micro, rows, without_copie
 from results_page import (
     ROOT,
     TOO_WIDE,
-    at_the_frontier,
     benchmark,
     cell,
     inside,
     of_nano,
     ratio,
     saved_at_42m,
+    saved_at_the_frontier,
     saved_by_budget,
     step,
 )
@@ -153,7 +153,7 @@ def claims() -> list[tuple[str, list[Answer]]]:
 
     def of(
         answers: Answers, name: str, other: str, source: str, size: str, run: str, *published: float, what: str = ""
-    ):
+    ) -> Answer:
         pair = (name, other)
         return Answer(source, answers[pair], size, answers.counts(pair), run, published, what)
 
@@ -178,8 +178,8 @@ def claims() -> list[tuple[str, list[Answer]]]:
         effect, runs = stored(values, label)
         return Answer(more[0], effect, more[1], runs, more[2], *more[3:], **named)
 
-    both = [(loss, best) for loss, best in at_the_frontier() if 3.9 < loss < 4.2]  # where larger models were trained
-    losses, saves = [loss for loss, _ in both], [best["standard"][0] / best["block"][0] for _, best in both]
+    frontier = saved_at_the_frontier()
+    losses, saves = [*frontier], frontier.values()
     graphs = benchmark("decode_graphs_cuda.json")
     far = [float(row["distance_contribution"]) for row in rows("locality_pico.csv")]
     bounds = "{:.2f} to {:.2f}".format

@@ -4,6 +4,7 @@
 import csv
 import json
 import math
+import statistics
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -39,10 +40,38 @@ def micro() -> list[Run]:
     return sorted(run for run in found if math.isfinite(run[2]))
 
 
+Curves = dict[tuple[str, int], dict[float, float]]
+
+
+def curves(*folders: str) -> Curves:
+    """Losses of comparisons by tokens, of each label and seed; by steps where a file has no tokens."""
+    found: Curves = {}
+    for folder in folders:
+        for row in rows(f"{folder}/curves.csv"):
+            run = label_and_seed(row["run"]) if "run" in row else (row["label"], int(row["seed"]))
+            if run is not None:
+                at, loss = (row[name] for name in (("step", "val_loss") if "run" in row else ("tokens", "loss")))
+                found.setdefault(run, {})[float(at)] = float(loss)
+    return found
+
+
+def mean_curve(runs: Curves, label: str) -> LossCurve:
+    """The mean over a label's seeds, at what all of them have."""
+    seeds = [points for (name, _), points in runs.items() if name == label]
+    common = set.intersection(*map(set, seeds)) if seeds else set[float]()
+    return LossCurve((at, statistics.fmean(points[at] for points in seeds)) for at in common)
+
+
+def gaps(runs: Curves, label: str) -> dict[float, float]:
+    """A label minus standard over training: the mean over seeds that both have, at what all runs have."""
+    common = sorted(set.intersection(*map(set, runs.values())))
+    seeds = [seed for name, seed in runs if name == label and ("standard", seed) in runs]
+    return {at: statistics.fmean(runs[label, one][at] - runs["standard", one][at] for one in seeds) for at in common}
+
+
 def finals(name: str) -> list[Run]:
     """The last loss of each run of a comparison's curves.csv, runs at another learning rate left out."""
-    last = {(row["label"], int(row["seed"])): float(row["loss"]) for row in rows(f"{name}/curves.csv")}
-    return [(label, seed, loss) for (label, seed), loss in last.items() if "-lr" not in label]
+    return [(label, seed, points[max(points)]) for (label, seed), points in curves(name).items() if "-lr" not in label]
 
 
 Pair = tuple[str, str]

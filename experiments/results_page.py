@@ -16,7 +16,9 @@ from recipe_runs import (
     DATA,
     Answers,
     by_length,
+    curves,
     finals,
+    gaps,
     of_folders,
     of_micro,
     own_base,
@@ -124,20 +126,11 @@ def question(what: str, answers: Answers, where: str, pair: tuple[str, str], pub
     return f"| {what} | {cell(effect)} | {tokens} | {answers.counts(pair)} | {words(effect, published)} |"
 
 
-def one_gpu() -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """Curves of the 42 M runs, (tokens, loss) by label and seed."""
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows("one_gpu/curves.csv"):
-        points = curves.setdefault(row["label"], {}).setdefault(row["seed"], [])
-        points.append((float(row["tokens"]), float(row["loss"])))
-    return curves
-
-
-def factors_at_42m() -> dict[str, list[tuple[float, float]]]:
+def factors_at_42m() -> dict[int, list[tuple[float, float]]]:
     """By seed, (tokens, how many times as many the standard model needs for Block's loss there)."""
-    curves, found = one_gpu(), dict[str, list[tuple[float, float]]]()
-    for seed, points in curves["block"].items():
-        base, own = LossCurve(curves["standard"][seed]), LossCurve(points)
+    runs, found = curves("one_gpu"), dict[int, list[tuple[float, float]]]()
+    for seed in (seed for label, seed in runs if label == "block"):
+        base, own = (LossCurve(runs[label, seed].items()) for label in ("standard", "block"))
         readings = [(float(at), base.tokens(float(loss))) for at, loss in zip(own.at, own.losses, strict=True)]
         found[seed] = [(at, one.tokens / at) for at, one in readings if not one.extrapolated]
     return found
@@ -167,9 +160,10 @@ class Budget(NamedTuple):
         per: tokens a parameter. pairs: of models. gap: Block minus standard, nats a token. saved, low, high: tokens
             saved, and the ends of its interval, by the scatter of the standard model's runs in the recipe of that size.
         fitted: whether `saved` is read beyond the longest run of the standard model. compute: the same factor in FLOPs,
-            of a model of the same size. flops, loss: Block's.
+            of a model of the same size. tokens, loss: Block's.
     """
 
+    tokens: float
     per: float
     pairs: int
     gap: Effect
@@ -178,7 +172,6 @@ class Budget(NamedTuple):
     high: float
     fitted: bool
     compute: float
-    flops: float
     loss: float
 
 
@@ -237,7 +230,7 @@ def saved_by_budget(size: str) -> list[Budget]:
         low, high = (base.tokens(others[1] + end).tokens / tokens for end in (gap.high, gap.low))
         saved, ratio = reading.tokens / tokens, flops / tokens * others[0] / others[2]
         found.append(
-            Budget(tokens / parameters, pairs, gap, saved, low, high, reading.extrapolated, saved / ratio, flops, loss)
+            Budget(tokens, tokens / parameters, pairs, gap, saved, low, high, reading.extrapolated, saved / ratio, loss)
         )
     return found
 
@@ -264,6 +257,12 @@ def at_the_frontier() -> list[tuple[float, dict[str, tuple[float, str, bool]]]]:
             best[name] = min(ways)
         found.append((loss, best))
     return found
+
+
+def saved_at_the_frontier() -> dict[float, float]:
+    """How many times fewer FLOPs Block needs, by loss, where a larger model of either variant was trained as well."""
+    found = {loss: best["standard"][0] / best["block"][0] for loss, best in at_the_frontier()}
+    return {loss: saved for loss, saved in found.items() if 3.9 < loss < 4.2}
 
 
 def more_flops_at_42m() -> float:
@@ -345,26 +344,18 @@ def evidence() -> list[str]:
 
 def cost() -> list[str]:
     """README's table of cost."""
-    cpu, small, graphs = (
-        benchmark("step_cpu_plain.json"),
-        benchmark("step_cpu_nano.json"),
-        benchmark("decode_graphs_cuda.json"),
-    )
-    gpu = benchmark("step_100m_cuda.json")["sizes"]["100m"]["bf16"]
-    block = "block (8 blocks)"
+    graphs, cpu = benchmark("decode_graphs_cuda.json"), benchmark("step_cpu_plain.json")["fp32"]["device"]
+    gpu = benchmark("step_100m_cuda.json")["sizes"]["100m"]["bf16"]["device"]
+    small = timed("step_cpu_nano.json", "nano", "fp32")
     rows = [
-        ("training step, 12 layers of width 256", cpu["fp32"]["device"], cpu["fp32"]["variants"][block]),
-        (
-            "training step, 12 layers of width 128, 4 x 128 tokens",
-            "the same",
-            small["sizes"]["nano"]["fp32"]["variants"][block],
-        ),
-        (f"**training step, {STEP_GPU}**", f"one {gpu['device']}", gpu["variants"][block]),
+        ("training step, 12 layers of width 256", cpu, timed("step_cpu_plain.json", None, "fp32")),
+        ("training step, 12 layers of width 128, 4 x 128 tokens", "the same", small),
+        (f"**training step, {STEP_GPU}**", f"one {gpu}", timed("step_100m_cuda.json", "100m", "bf16")),
         ("the same, compiled", "the same", compiled()),
         *gpu_steps(BENCHMARKS / "gpu.jsonl"),
         ("prefill of 8,192 tokens, 0.6 B parameters", "the same", graphs["prefill"]["8192"]["block"]),
         ("decoding one text, 0.6 B, CUDA graphs", "the same", graphs["decode"]["1"]["block"]),
-        ("decoding one text, 2.9 M", cpu["fp32"]["device"], benchmark("decode_nano_fp32.json")["decode"]["1"]["block"]),
+        ("decoding one text, 2.9 M", cpu, benchmark("decode_nano_fp32.json")["decode"]["1"]["block"]),
     ]
     head = ["| what | on | time |", "|---|---|---|"]
     return head + [f"| {what} | {device} | {ratio(timed)} |" for what, device, timed in rows]
@@ -429,12 +420,9 @@ def settings() -> list[str]:
     for name in (*what, "inkling2", "muddformer", "hyper_connections", "denseformer"):
         other = own_base(name)
         effect, base = answers[name, other], answers.recipe.means[other]
-        tokens = worth(effect, base, curve)
-        faster = "–"
-        if name in clock and tokens != "–":
-            faster = f"{tokens_saved(effect, base, curve)[0] / clock[name]:.2f}"
+        faster = f"{tokens_saved(effect, base, curve)[0] / clock[name]:.2f}" if name in clock else "–"
         beside = other if other == "standard" else other.capitalize()
-        cells = [what.get(name, f"`{name}`"), beside, cell(effect), tokens, faster, words(effect)]
+        cells = [what.get(name, f"`{name}`"), beside, cell(effect), worth(effect, base, curve), faster, words(effect)]
         lines.append(f"| {' | '.join(cells)} |")
     return [
         "| rule or setting | beside | difference | tokens saved, times | time saved | the interval |",
@@ -461,11 +449,11 @@ def who() -> list[str]:
     bands, nano = saved_at_42m(), [one for one in saved_by_budget("nano") if not one.fitted]
     factors, reached, last = [factor for *_, factor in bands], bands[-1][1] * 1e6 / AT_42M, nano[-1]
     eager = [timed(*which)["ratio"] for which in CPU_STEPS]
-    compiled = [
+    by_compiler = [
         timed(name.replace(".json", "_compiled.json").replace("_plain", ""), size, dtype)["ratio"]
         for name, size, dtype in CPU_STEPS
     ]
-    slowest, ranges = max(*eager, *compiled), [f"{min(one):.2f} to {max(one):.2f}" for one in (eager, compiled)]
+    slowest, ranges = max(*eager, *by_compiler), [f"{min(one):.2f} to {max(one):.2f}" for one in (eager, by_compiler)]
     gpu = timed("step_100m_cuda.json", "100m", "bf16")["ratio"]
     tuned = of_folders("finetune_layouts")[EXACT, "standard"]
     return paragraphs(
@@ -550,15 +538,14 @@ def tokens_table() -> list[str]:
 
 def page() -> str:
     """The page."""
-    small, at_42m, curves = of_micro(), of_folders("one_gpu"), one_gpu()
+    small, at_42m = of_micro(), of_folders("one_gpu")
     bands, tuned = saved_at_42m(), of_folders("finetune_layouts")
     exact, other = (tuned[name, "standard"] for name in (EXACT, "cumulative-num_blocks4"))
     longer = of_folders("finetune_long")["cumulative-num_blocks4", "standard"]
     reads = inside()
-    block, plain = ({seed: dict(points) for seed, points in curves[name].items()} for name in ("block", "standard"))
-    common = set.intersection(*(set(points) for one in (block, plain) for points in one.values()))
-    gaps = {at: statistics.fmean(block[seed][at] - plain[seed][at] for seed in block) for at in common}
-    early, late = (min(gaps, key=lambda at, want=want: abs(at - want * 1e6)) for want in (bands[0][0], bands[-1][1]))
+    gap = gaps(curves("one_gpu"), "block")
+    early, late = (min(gap, key=lambda at, want=want: abs(at - want * 1e6)) for want in (bands[0][0], bands[-1][1]))
+    frontier = saved_at_the_frontier().values()
     power = json.loads((DATA / "power_micro.json").read_text("utf-8"))["results"]["own standard deviations"]
     wrong = list(power["false positives"].values())
     graphs, gpu = benchmark("decode_graphs_cuda.json"), timed("step_100m_cuda.json", "100m", "bf16")
@@ -588,13 +575,13 @@ def page() -> str:
         *first_table(),
         "",
         *paragraphs(
-            f"**Does it fade?** In nats, at 42 M: {number(gaps[early], 3, signed=True)} at {early / 1e6:.0f} M tokens, "
-            f"{number(gaps[late], 3, signed=True)} at {late / 1e6:.0f} M. In tokens saved: constant at 42 M, growing "
+            f"**Does it fade?** In nats, at 42 M: {number(gap[early], 3, signed=True)} at {early / 1e6:.0f} M tokens, "
+            f"{number(gap[late], 3, signed=True)} at {late / 1e6:.0f} M. In tokens saved: constant at 42 M, growing "
             "with the length of training at 2.9 and 0.9 M. These runs are others than above, each with a decay of its "
             "own at 2.9 and 0.9 M (`docs/data/studies/{micro,nano}/budgets/runs.csv`; in brackets 95 %, by the scatter "
             "of standard models). At 42 M the points lie on one curve, whose rate is lower where the standard model is "
-            "read: probably too small. Compute saved is of models of one size ([of the better of two: 1.19 to "
-            "1.25](scaling.md))."
+            "read: probably too small. Compute saved is of models of one size ([of the better of two: "
+            f"{min(frontier):.2f} to {max(frontier):.2f}](scaling.md))."
         ),
         "",
         *tokens_table(),

@@ -18,14 +18,17 @@ import csv
 import json
 import math
 import re
-import statistics
 from collections.abc import Callable
 
 from recipe_runs import (
     DATA,
     Answers,
+    Curves,
     by_length,
+    curves,
+    gaps,
     last_losses,
+    mean_curve,
     of_folders,
     of_micro,
     own_base,
@@ -39,7 +42,6 @@ from results_page import (
     cell,
     cost,
     pairs_of,
-    parameters_of,
     saved_by_budget,
     step_times,
     times,
@@ -48,7 +50,7 @@ from results_page import (
 )
 
 from attnres.files import write_text
-from attnres.savings import LossCurve, saving
+from attnres.savings import saving
 from attnres.stats import Recipe, judged
 from attnres.text import number
 
@@ -145,8 +147,7 @@ def budgets(size: str) -> list[str]:
     lines = []
     for one in saved_by_budget(size):
         saved = times(one.saved, one.low, one.high) + " by a fit" * one.fitted
-        tokens = one.per * parameters_of(size)
-        cells = [f"{tokens / 1e6:.1f} M", f"{one.per:.1f}", number(one.loss - one.gap.difference, 3)]
+        cells = [f"{one.tokens / 1e6:.1f} M", f"{one.per:.1f}", number(one.loss - one.gap.difference, 3)]
         lines.append([*cells, number(one.loss, 3), cell(one.gap), saved, f"{one.compute:.2f}"])
     head = ["tokens", "a parameter", "standard", "block", "block minus standard (95 %)", "tokens saved", "compute"]
     return [
@@ -165,46 +166,28 @@ def runs(*folders: str) -> list[str]:
     """The last losses of comparisons of one recipe."""
     answers = of_folders(*folders)
     recipe = answers.recipe
-    curves = [row for one in folders if (DATA / one / "curves.csv").is_file() for row in rows(f"{one}/curves.csv")]
-    lines = [["standard", number(recipe.means["standard"], 3), str(recipe.counts["standard"]), "", "", ""]]
-    for name in (name for name in recipe.names if name != "standard"):
-        effect = answers[name, "standard"]
-        cells = [
-            name,
-            number(recipe.means[name], 3),
-            str(recipe.counts[name]),
-            cell(effect),
-            saved_within(curves, name),
-        ]
-        lines.append([*cells, words(effect) if effect.degrees else "no noise known"])
-    for pair, effect in answers.items():
-        if pair[1] != "standard":
-            lines.append([f"{pair[0]}, minus {pair[1]}", "", answers.counts(pair), cell(effect), "", words(effect)])
+    known = curves(*(folder for folder in folders if (DATA / folder / "curves.csv").is_file()))
+    base = [number(recipe.means["standard"], 3), str(recipe.counts["standard"])]
+    lines = [["standard", *base, "", *[""] * bool(known), ""]]
+    for (name, other), effect in answers.items():
+        if other == "standard":
+            cells, saved = [name, number(recipe.means[name], 3), str(recipe.counts[name])], saved_within(known, name)
+        else:
+            cells, saved = [f"{name}, minus {other}", "", answers.counts((name, other))], ""
+        said = words(effect) if effect.degrees else "no noise known"
+        lines.append([*cells, cell(effect), *[saved] * bool(known), said])
     notes = [LEVEL] * (recipe.degrees > 0 and len(recipe.names) > 2)
-    head = ["variant", "loss", "runs", "minus standard (95 %)", "tokens saved", "the interval"]
-    if curves:
+    if known:
         notes.append("Tokens saved: at the lowest loss that both reach, within one schedule, so less than the truth.")
-    else:
-        head, lines = [head[i] for i in (0, 1, 2, 3, 5)], [[line[i] for i in (0, 1, 2, 3, 5)] for line in lines]
     notes.append(", ".join(f"`docs/data/{folder}/`" for folder in folders) + ".")
+    head = ["variant", "loss", "runs", "minus standard (95 %)", *["tokens saved"] * bool(known), "the interval"]
     return [*table(head, lines), "", " ".join(notes)]
 
 
-def saved_within(curves: list[dict[str, str]], name: str) -> str:
+def saved_within(known: Curves, name: str) -> str:
     """How many times the tokens one of the two needs for the lowest loss that both reach, by the means over their
     curves: understated, because a rate falls along a curve."""
-    both: list[LossCurve] = []
-    for label in (name, "standard"):
-        seeds: dict[str, dict[float, float]] = {}
-        for row in curves:
-            if row.get("label", row.get("run", "").rsplit("-seed", 1)[0]) == label:
-                at = float(row.get("tokens") or row["step"])
-                seeds.setdefault(row.get("seed", row.get("run", "")), {})[at] = float(
-                    row.get("loss") or row["val_loss"]
-                )
-        common = set.intersection(*map(set, seeds.values())) if seeds else set()
-        both.append(LossCurve((at, statistics.fmean(one[at] for one in seeds.values())) for at in common))
-    found = saving(both[0], both[1])
+    found = saving(mean_curve(known, name), mean_curve(known, "standard"))
     return "–" if math.isnan(found.tokens) else f"{found.tokens:.2f}"
 
 
@@ -242,16 +225,13 @@ def halves(folder: str, one: str, other: str) -> list[str]:
 
 def course(folder: str, *labels: str) -> list[str]:
     """Labels minus standard over training."""
-    losses: dict[tuple[str, str], dict[float, float]] = {}
-    for row in rows(f"{folder}/curves.csv"):
-        losses.setdefault((row["label"], row["seed"]), {})[float(row["tokens"])] = float(row["loss"])
-    common = sorted(set.intersection(*(set(one) for one in losses.values())))
+    known, lines = curves(folder), list[list[str]]()
+    common = list(gaps(known, labels[0]))
     near = [min(common, key=lambda at, share=share: abs(at - common[-1] * share / 100)) for share in POINTS]
-    at, lines = list(dict.fromkeys(near)), []
+    at = list(dict.fromkeys(near))
     for label in labels:
-        seeds = [seed for name, seed in losses if name == label and ("standard", seed) in losses]
-        gaps = [statistics.fmean(losses[label, s][n] - losses["standard", s][n] for s in seeds) for n in at]
-        lines.append([label, str(len(seeds)), *(number(gap, 3, signed=True) for gap in gaps)])
+        gap, pairs = gaps(known, label), sum(name == label and ("standard", seed) in known for name, seed in known)
+        lines.append([label, str(pairs), *(number(gap[n], 3, signed=True) for n in at)])
     head = ["minus standard", "pairs", *(f"{n / 1e6:.1f} M" for n in at)]
     return [*table(head, lines), "", f"`docs/data/{folder}/curves.csv`, tokens on top."]
 
